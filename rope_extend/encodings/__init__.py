@@ -1,0 +1,35 @@
+"""Position encodings, one small file each; importing the package registers them all."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from rope_extend.encodings.base import (
+    AbsoluteEncoding,
+    BiasEncoding,
+    Encoding,
+    KernelEncoding,
+    PositionRemap,
+    RopeEncoding,
+    RopeShape,
+    ScaledRope,
+    encoding,
+    encoding_class,
+    encodings,
+)
+
+for _module in iter_modules(__path__):  # a new method is a new file, and nothing else
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "AbsoluteEncoding",
+    "BiasEncoding",
+    "Encoding",
+    "KernelEncoding",
+    "PositionRemap",
+    "RopeEncoding",
+    "RopeShape",
+    "ScaledRope",
+    "encoding",
+    "encoding_class",
+    "encodings",
+]

@@ -1,0 +1,42 @@
+"""NTK-aware scaling: a larger base instead of divided positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.errors import RopeExtendError
+
+
+def ntk_theta(shape: RopeShape, stretch: float) -> float:
+    """The base at which the slowest pair turns `stretch` times slower and the fastest is unchanged.
+
+    `theta' = theta * stretch^(d/(d-2))`.
+
+    Raises:
+        RopeExtendError: fewer than four rotated channels: the only pair is the fastest, and cannot slow down.
+    """
+    if shape.dim < 4:
+        raise RopeExtendError(
+            f"NTK scaling needs 4 or more rotated channels per head, this model has {shape.dim}; linear works"
+        )
+    return float(shape.theta * stretch ** (shape.dim / (shape.dim - 2)))
+
+
+@dataclass(frozen=True)
+class NTK(ScaledRope):
+    """NTK-aware scaling: a larger base that slows the slowest channels by s and leaves the fastest alone."""
+
+    name: ClassVar[str] = "ntk"
+    paper: ClassVar[str] = "bloc97 2023 (NTK-aware scaled RoPE); described in 2309.00071"
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """Plain RoPE's table at `theta * s^(d/(d-2))`, `[dim/2]` float64, radians per token."""
+        return shape.inv_freq(ntk_theta(shape, self.factor))
+
+    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
+        """Stock `default` with the larger theta: every loader reads it."""
+        return {"rope_type": "default", "rope_theta": ntk_theta(shape, self.factor)}

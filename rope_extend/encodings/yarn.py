@@ -1,0 +1,96 @@
+"""YaRN: interpolate the slow channels, leave the fast ones, and sharpen attention a little."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.errors import RopeExtendError
+
+
+@dataclass(frozen=True)
+class YaRN(ScaledRope):
+    """YaRN: slow channels are interpolated, fast ones kept, with a ramp between, and attention is sharpened.
+
+    The ramp is linear in the channel index, as in YaRN's code and in transformers; the paper's text has
+    one that is linear in the number of turns.
+
+    Attributes:
+        factor: `s = target_length / trained_length`.
+        beta_fast: channels that turn more often than this within the trained window are kept.
+        beta_slow: channels that turn less often than this are divided by s.
+        attention_scale: replaces the factor `0.1 ln s + 1` on cos and sin; `attention_factor` in config.json.
+        truncate: whether the ends of the ramp are rounded outwards to whole channels.
+        mscale: with `mscale_all_dim`, DeepSeek's form of the factor: the weight of `ln s` in its numerator.
+        mscale_all_dim: the weight of `ln s` in its denominator.
+    """
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_scale: float | None = None
+    truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    name: ClassVar[str] = "yarn"
+    paper: ClassVar[str] = "2309.00071"
+    rope_type: ClassVar[str | None] = "yarn"
+    stock_names: ClassVar[Mapping[str, str]] = MappingProxyType({"attention_scale": "attention_factor"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("beta_fast", "beta_slow"):
+            self._check(field, minimum=0, maximum=1e6, above=True)
+        if self.beta_fast <= self.beta_slow:
+            raise RopeExtendError(
+                f"yarn: beta_fast must exceed beta_slow, got {self.beta_fast:g} and {self.beta_slow:g}"
+            )
+        for field in ("attention_scale", "mscale", "mscale_all_dim"):
+            if getattr(self, field) is not None:
+                self._check(field, minimum=0, maximum=100, above=True)
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise RopeExtendError("yarn: mscale and mscale_all_dim only act together; give both or neither")
+        if not isinstance(self.truncate, bool):
+            raise RopeExtendError(f"yarn: truncate must be true or false, got {self.truncate!r}")
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """`ramp * theta_i / s + (1 - ramp) * theta_i`, `[dim/2]` float64, radians per token."""
+        low = self._channel_turning(self.beta_fast, shape)
+        high = self._channel_turning(self.beta_slow, shape)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, shape.dim - 1)
+        if low == high:
+            high += 0.001  # a step instead of a ramp, as transformers resolves it
+        ramp = ((torch.arange(shape.dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+        plain = shape.inv_freq()
+        return ramp * plain / self.factor + (1 - ramp) * plain
+
+    @staticmethod
+    def _channel_turning(turns: float, shape: RopeShape) -> float:
+        """The (fractional) channel pair that turns `turns` times within the trained window."""
+        return (
+            shape.dim * math.log(shape.trained_length / (turns * 2 * math.pi)) / (2 * math.log(shape.theta))
+        )
+
+    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
+        """`0.1 ln s + 1`, or DeepSeek's quotient of two such terms, or `attention_scale`."""
+        if self.attention_scale is not None:
+            return self.attention_scale
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    def _mscale(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
+        """Stock `yarn`, with the trained length its ramp depends on."""
+        return {**super().rope_parameters(shape), "original_max_position_embeddings": shape.trained_length}

@@ -1,0 +1,153 @@
+"""The rotary module that stands in for the model's own, exact at any position and in any dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_extend.encodings import RopeEncoding, RopeShape
+
+_PIECE = 12
+"""Bits per piece in the split-float path: a product of two 12-bit integers is exact in float32."""
+_PIECES = 4
+
+
+def split_turns(inv_freq: Tensor) -> Tensor:
+    """Cut frequencies into pieces whose products with a position are exact in float32.
+
+    `inv_freq` `[dim/2]` float64, radians per token, at most 1, becomes `[4, dim/2]` float32: whole numbers
+    below 2^12, piece k in units of `2^-(14 + 12k)` turns per token. 50 bits in all, so that a position of
+    24 bits leaves an error below 2^-26 turns.
+    """
+    rest = inv_freq.detach().to("cpu", torch.float64) / (2 * math.pi) * 2.0**14
+    pieces = []
+    for _ in range(_PIECES):
+        pieces.append(rest.floor())
+        rest = (rest - rest.floor()) * 2.0**_PIECE
+    return torch.stack(pieces).to(torch.float32)
+
+
+def split_angles(position_ids: Tensor, pieces: Tensor) -> Tensor:
+    """Angles modulo a full turn without float64, for devices that have none (MPS).
+
+    `position_ids` `[..., T]` whole numbers below 2^24, `pieces` `[4, dim/2]` of `split_turns`; returns
+    `[..., T, dim/2]` float32 radians in [0, 2 pi), within 1e-5 of the float64 angle at any such position.
+    """
+    positions = position_ids.to(torch.int64)
+    high = (positions >> _PIECE).to(torch.float32)[..., None]
+    low = (positions & (2**_PIECE - 1)).to(torch.float32)[..., None]
+    turns = torch.zeros((), device=position_ids.device)
+    for index in range(_PIECES):
+        unit = 2.0 ** -(14 + _PIECE * index)
+        for part, weight in ((high, unit * 2**_PIECE), (low, unit)):
+            product = part * pieces[index] * weight  # exact: 24 bits times a power of two
+            turns = turns + (product - product.floor())
+    return (turns - turns.floor()) * (2 * math.pi)
+
+
+class ExtendedRotaryEmbedding(nn.Module):
+    """Stands in for a model's rotary module and computes cos and sin for any `RopeEncoding`.
+
+    The contract of the stock module is kept: `forward(x, position_ids)` gives `(cos, sin)`, each
+    `[batch, T, dim]` in x's dtype, the table of channel pairs laid out twice ("half" layout), and the
+    attributes that transformers' loading code relies on exist. Both buffers are non-persistent, so
+    `state_dict()` is the stock one.
+
+    The table that is computed with is float64 and out of reach of dtype casts: `model.to(torch.bfloat16)`
+    rounds every buffer, and a rounded frequency is wrong by whole turns at long positions. Angles are
+    computed in float64 (split float32 on devices without it) and only cos and sin are rounded.
+
+    Args:
+        encoding: the schedule.
+        shape: the numbers it is computed from.
+        config: the model's config, kept because transformers' loading code passes it around.
+        device: where the tables go.
+    """
+
+    inv_freq: Tensor
+    original_inv_freq: Tensor
+
+    def __init__(
+        self, encoding: RopeEncoding, shape: RopeShape, config: Any, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.encoding = encoding
+        self.shape = shape
+        self.config = config
+        # What stock code reads off a rotary module. "default" makes PreTrainedModel._init_weights refill
+        # the buffers from `compute_default_rope_parameters` below, after a meta-device init.
+        self.rope_type = "default"
+        self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
+        self.attention_scaling = encoding.attention_factor(shape)
+        table = encoding.inv_freq(shape)
+        self.register_buffer("inv_freq", table.to(device, torch.float32), persistent=False)
+        self.register_buffer(
+            "original_inv_freq", shape.inv_freq().to(device, torch.float32), persistent=False
+        )
+        # A plain attribute, not a buffer: no cast reaches it.
+        self._table = self._for_device(table, self.inv_freq.device)
+
+    def compute_default_rope_parameters(self, config: Any = None, **kwargs: Any) -> tuple[Tensor, float]:
+        """`(inv_freq [dim/2] float32, attention factor)` of the encoding, as transformers asks for them."""
+        return self.encoding.inv_freq(self.shape).to(torch.float32), self.attention_scaling
+
+    @staticmethod
+    def _has_float64(device: torch.device) -> bool:
+        return device.type != "mps"
+
+    @classmethod
+    def _for_device(cls, inv_freq: Tensor, device: torch.device) -> Tensor:
+        """The float64 table, or its split form, on `device`; on the CPU while the model is on meta."""
+        target = torch.device("cpu") if device.type == "meta" else device
+        return inv_freq.to(target) if cls._has_float64(target) else split_turns(inv_freq).to(target)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExtendedRotaryEmbedding:
+        """Follow the model to its device, but not to its dtype; refill what `to_empty` leaves undefined."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        device = self.inv_freq.device
+        table = self.encoding.inv_freq(self.shape)
+        self.inv_freq = table.to(device, torch.float32)
+        self.original_inv_freq = self.shape.inv_freq().to(device, torch.float32)
+        self._table = self._for_device(table, device)
+        return self
+
+    def _angles(self, position_ids: Tensor, table: Tensor) -> Tensor:
+        """`[batch, T, dim/2]` radians: float64, or float32 modulo a turn where the device has no float64."""
+        if self._has_float64(position_ids.device):
+            return position_ids[..., None].to(torch.float64) * table
+        return split_angles(position_ids, table)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """`(cos, sin)`, each `[batch, T, dim]` in the dtype of `x`, for `position_ids` `[batch, T]`.
+
+        `x` gives dtype and device only. A length-dependent schedule is chosen per row, from that row's
+        largest position.
+        """
+        factor: Tensor | float
+        if self.encoding.depends_on_length:
+            angles, factor = self._rowwise(x, position_ids)
+        else:
+            # A model dispatched over several devices by hooks never calls `_apply`.
+            table = self._table.to(x.device) if self._table.device != x.device else self._table
+            angles, factor = self._angles(position_ids, table), self.attention_scaling
+        cos, sin = (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+    def _rowwise(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Angles `[batch, T, dim/2]` and factors `[batch, 1, 1]`, each row under its own table."""
+        lengths = (position_ids.amax(dim=-1) + 1).tolist()
+        angles = [
+            self._angles(row, self._for_device(self.encoding.inv_freq(self.shape, length), x.device))
+            for row, length in zip(position_ids, lengths, strict=True)
+        ]
+        factors = [self.encoding.attention_factor(self.shape, length) for length in lengths]
+        return torch.stack(angles), torch.tensor(factors, device=x.device, dtype=torch.float32)[:, None, None]
+
+    def extra_repr(self) -> str:
+        """The encoding and the shape, for `print(model)`."""
+        return f"{self.encoding}, dim={self.shape.dim}, trained_length={self.shape.trained_length}"
