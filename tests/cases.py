@@ -69,6 +69,8 @@ class EncodingCase:
         return self.label or self.name
 
 
+YARN_OPTIONS = {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.3}
+
 ENCODINGS = [
     EncodingCase("none", base(lambda shape: shape.theta)),
     EncodingCase("linear", stock("linear"), {"factor": FACTOR}),
@@ -77,13 +79,10 @@ ENCODINGS = [
     EncodingCase("yarn", stock("yarn"), {"factor": FACTOR}),
     EncodingCase(
         "yarn",
-        stock("yarn", truncate=False, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.3),
-        {
-            "factor": FACTOR, "truncate": False, "beta_fast": 16.0, "beta_slow": 2.0,
-            "mscale": 0.7, "mscale_all_dim": 0.3,
-        },
+        stock("yarn", **YARN_OPTIONS),
+        {"factor": FACTOR, **YARN_OPTIONS},
         label="yarn-options",
-    ),  # fmt: skip
+    ),
     EncodingCase(
         "yarn",
         stock("yarn", attention_factor=1.25),

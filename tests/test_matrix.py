@@ -19,9 +19,9 @@ LENGTH = 80
 
 
 @pytest.fixture(params=FAMILIES, ids=str, scope="module")
-def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     case: FamilyCase = request.param
-    yield tiny_model(case)
+    return tiny_model(case)
 
 
 @pytest.fixture(params=ENCODINGS, ids=str)
@@ -56,7 +56,9 @@ def test_every_supported_family_and_method_has_a_row() -> None:
 def test_tables_equal_the_oracle(model: PreTrainedModel, case: EncodingCase, patch: rx.Patch) -> None:
     for length in (20, 33, 100, TARGET):
         expected, factor = case.oracle(patch.shape, length)
-        angles = torch.arange(length, dtype=torch.float64)[:, None] * torch.tensor(expected, dtype=torch.float64)
+        angles = torch.arange(length, dtype=torch.float64)[:, None] * torch.tensor(
+            expected, dtype=torch.float64
+        )
         cos, sin = rotary(model)(torch.zeros(1), torch.arange(length)[None])
         assert cos.shape == sin.shape == (1, length, patch.shape.dim)
         # The stock functions work in float32: a relative 2e-7 of the angle, which is at most `length`.
@@ -86,7 +88,9 @@ STATIC = [case for case in ENCODINGS if not encoding_class(case.name).depends_on
 
 
 @pytest.mark.parametrize("case", STATIC, ids=str)
-def test_cached_decoding_equals_one_forward(model: PreTrainedModel, case: EncodingCase, patch: rx.Patch) -> None:
+def test_cached_decoding_equals_one_forward(
+    model: PreTrainedModel, case: EncodingCase, patch: rx.Patch
+) -> None:
     input_ids = tokens(2, LENGTH)
     whole = logits(model, input_ids)
     with torch.no_grad():

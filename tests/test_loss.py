@@ -1,0 +1,227 @@
+"""The chunked loss against what stock transformers computes from all logits at once."""
+
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.loss import IGNORED, NextTokenLoss, hidden_states, next_token_loss, output_head, token_losses
+
+VOCABULARY = 97
+SIZE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEAD_DIM = {"head_dim": 8}
+# What surrounds each family's last matrix, made strong enough that leaving it out could not go unnoticed.
+FAMILIES = {
+    "llama": {},
+    "gpt_neox": {},
+    "gemma2": {**HEAD_DIM, "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 8},
+    "granite": {"logits_scaling": 7.0},
+    "hyperclovax": {"logits_scaling": 7.0},  # the same name as granite's, and it multiplies
+    "cohere": {"logit_scale": 0.125},
+    "llama4_text": {**HEAD_DIM, "num_local_experts": 2, "intermediate_size_mlp": 48},
+}
+
+
+def tiny(family: str, **changes: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    options = {k: v for k, v in SIZE.items() if (family, k) != ("gpt_neox", "num_key_value_heads")}
+    config = CONFIG_MAPPING[family](**{**options, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # the default initialisation gives logits of nearly nothing
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def batch(length: int = 23) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :5] = IGNORED
+    labels[1, -3:] = IGNORED
+    return ids, labels
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_training_step(model: torch.nn.Module, chunk_bytes: int) -> None:
+    ids, labels = batch()
+    stock = model(ids, labels=labels).loss
+    stock.backward()
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+
+    ours = next_token_loss(model, ids, labels, chunk_bytes=chunk_bytes)
+    ours.backward()
+    found = gradients(model)
+
+    assert ours.dtype == torch.float32
+    assert ours.item() == pytest.approx(stock.item(), abs=1e-5)
+    assert found.keys() == expected.keys()
+    assert any(gradient.abs().max() > 1e-3 for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_the_stock_model(family: str) -> None:
+    assert_same_training_step(tiny(family), chunk_bytes=5 * 4 * VOCABULARY)  # 5 tokens: an uneven split
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2**26])
+def test_any_chunk_size_gives_the_same_step(chunk_bytes: int) -> None:
+    assert_same_training_step(tiny("llama"), chunk_bytes)
+
+
+def test_tied_embeddings_collect_both_gradients() -> None:
+    assert_same_training_step(tiny("llama", tie_word_embeddings=True), chunk_bytes=2000)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_lora_takes_part(family: str) -> None:
+    base = tiny(family)
+    ids, labels = batch()
+    without = next_token_loss(base, ids, labels).item()
+    # One adapter on the head itself: it must act in the loss as it does in the model.
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"])).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    assert abs(next_token_loss(model, ids, labels).item() - without) > 1e-3
+    assert_same_training_step(model, chunk_bytes=2000)
+    assert gradients(model).keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_labels_default_to_the_input() -> None:
+    model = tiny("llama")
+    ids, _ = batch()
+    assert next_token_loss(model, ids).item() == pytest.approx(model(ids, labels=ids).loss.item(), abs=1e-5)
+
+
+def test_nothing_to_score_is_a_loss_of_zero_that_trains_nothing() -> None:
+    model = tiny("llama")
+    ids, _ = batch()
+    loss = next_token_loss(model, ids, torch.full_like(ids, IGNORED))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients(model).values())
+
+
+def test_other_inputs_reach_the_decoder() -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    positions = torch.arange(ids.shape[1])[None] * 3
+    expected = model(ids, labels=labels, position_ids=positions).loss.item()
+    assert next_token_loss(model, ids, labels, position_ids=positions).item() == pytest.approx(
+        expected, abs=1e-5
+    )
+    assert expected != pytest.approx(next_token_loss(model, ids, labels).item(), abs=1e-3)
+
+
+def test_token_losses_are_the_log_probabilities() -> None:
+    model = tiny("granite").double()
+    ids, labels = batch()
+    with torch.no_grad():
+        expected = -model(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        hidden = hidden_states(model, ids)[:, :-1]
+        found = token_losses(hidden, output_head(model), labels[:, 1:], chunk_bytes=3 * 4 * VOCABULARY)
+    scored = labels[:, 1:] != IGNORED
+    assert found.dtype == torch.float32
+    assert found.shape == (2, ids.shape[1] - 1)
+    torch.testing.assert_close(found[scored].double(), expected[scored], rtol=1e-5, atol=1e-5)
+    assert not found[~scored].any()
+
+
+def test_logits_stay_within_the_budget_and_are_not_kept_for_the_backward_pass() -> None:
+    model = tiny("llama")
+    ids, _ = batch(64)
+    sizes: list[int] = []
+    model.lm_head.register_forward_hook(lambda *call: sizes.append(call[-1].shape[1]))
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        loss = next_token_loss(model, ids, chunk_bytes=10 * 4 * VOCABULARY)
+    weights = VOCABULARY * 32
+    logits_of_chunk = 10 * VOCABULARY
+    assert max(sizes) == 10
+    assert sum(sizes) == 2 * 64 + 1  # all tokens once, and one to learn the vocabulary's size
+    assert not [n for n in kept if n % VOCABULARY == 0 and n >= logits_of_chunk and n != weights]
+    sizes.clear()
+    loss.backward()
+    assert sum(sizes) == 2 * 64  # computed again, chunk by chunk
+
+
+def test_the_head_leaves_no_trace_in_the_model() -> None:
+    model = tiny("llama")
+    modules = dict(model.named_modules())
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    output_head(model)(torch.zeros(1, 2, 32))
+    assert dict(model.named_modules()) == modules
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_module_around_the_loss_gives_the_same_loss() -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    module = NextTokenLoss(model, chunk_bytes=2000)
+    assert torch.equal(module(ids, labels), next_token_loss(model, ids, labels, chunk_bytes=2000))
+    assert {id(p) for p in module.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_gradient_checkpointing_gives_the_same_step() -> None:
+    model = tiny("llama").train()
+    model.gradient_checkpointing_enable()
+    assert_same_training_step(model, chunk_bytes=2000)
+
+
+def test_what_cannot_work_is_refused() -> None:
+    config = CONFIG_MAPPING["llama"](**SIZE)
+    ids, _ = batch()
+    with pytest.raises(RopeExtendError, match="AutoModelForCausalLM"):
+        next_token_loss(AutoModelForSequenceClassification.from_config(config), ids)
+    with pytest.raises(RopeExtendError):
+        next_token_loss(torch.nn.Linear(2, 2), ids)
+    prompt = get_peft_model(tiny("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(RopeExtendError, match="shifts every position"):
+        next_token_loss(prompt, ids)
+
+
+def test_a_family_whose_head_cannot_run_alone_is_refused_by_name() -> None:
+    config = CONFIG_MAPPING["opt"](
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(RopeExtendError, match="'decoder'"):
+        next_token_loss(AutoModelForCausalLM.from_config(config), batch()[0])
+
+
+def test_data_parallel_is_refused_where_gradients_would_not_be_synchronised(tmp_path: object) -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(RopeExtendError, match=r"NextTokenLoss\(model\)"):
+            next_token_loss(wrapped, ids, labels)
+        with torch.no_grad():
+            expected = next_token_loss(model, ids, labels)
+            assert torch.equal(next_token_loss(wrapped, ids, labels), expected)
+        loss = torch.nn.parallel.DistributedDataParallel(NextTokenLoss(model))(ids, labels)
+        loss.backward()
+        assert gradients(model)
+    finally:
+        torch.distributed.destroy_process_group()
