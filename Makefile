@@ -36,7 +36,7 @@ test-slow: .venv/.dev
 
 .venv-oldest/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-oldest
-	grep -v '^transformers==' constraints.txt > .venv-oldest/constraints.txt
+	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install --quiet -c .venv-oldest/constraints.txt \
 		transformers==$(OLDEST) -e ".[test]"
 	@touch $@

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from peft import PeftModel
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -42,11 +40,17 @@ _CHECKPOINT_FILES = (
 )  # fmt: skip
 """What makes a directory a checkpoint; `overwrite` replaces these and leaves all else."""
 
+_TYPES: dict[str, Any] = {
+    "shape": dict, "target_length": int, "model_type": str, "base_model": str | None, "versions": dict,
+}  # fmt: skip
+
 
 @cache
 def library_versions() -> dict[str, str]:
     """The versions of the libraries that decide what a checkpoint computes, by package name."""
-    return {name: version(name) for name in ("rope_extend", "torch", "transformers", "peft")}
+    from rope_extend import __version__  # here, because the package imports this module
+
+    return {"rope_extend": __version__} | {name: version(name) for name in ("torch", "transformers", "peft")}
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Record:
         patch = current_patch(model)
         if patch is None:
             raise RopeExtendError(
-                "this model carries no patch, so there is no encoding to record; apply rope_extend.extend first, "
-                "or use the model's own save_pretrained"
+                "this model carries no patch, so there is no encoding to record; apply rope_extend.extend "
+                "first, or use the model's own save_pretrained"
             )
         config = unwrap(model).config
         name = base_model or config.name_or_path or None
@@ -118,9 +122,7 @@ class Record:
         if data.keys() != keys:
             missing, unknown = sorted(keys - data.keys()), sorted(map(str, data.keys() - keys))
             raise RopeExtendError(f"missing keys: {missing}; unknown keys: {unknown}")
-        for key, kinds in {
-            "shape": dict, "target_length": int, "model_type": str, "base_model": str | None, "versions": dict,
-        }.items():  # fmt: skip
+        for key, kinds in _TYPES.items():
             if not isinstance(data[key], kinds) or isinstance(data[key], bool):
                 raise RopeExtendError(f"{key} is {data[key]!r}")
         if data["target_length"] < 1:
@@ -152,8 +154,8 @@ def read_record(directory: str | PathLike[str]) -> Record:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RopeExtendError(
-            f"no {RECORD_NAME} in {directory}: this is not a checkpoint of rope_extend. Stock from_pretrained loads "
-            "other checkpoints; rope_extend.extend then extends them"
+            f"no {RECORD_NAME} in {directory}: this is not a checkpoint of rope_extend. Load others with "
+            "stock from_pretrained, and extend them with rope_extend.extend"
         ) from error
     except (OSError, ValueError) as error:
         raise RopeExtendError(
@@ -195,7 +197,8 @@ def save(
     present = [path for pattern in _CHECKPOINT_FILES for path in target.glob(pattern)]
     if present and not overwrite:
         raise RopeExtendError(
-            f"{target} already holds a checkpoint ({present[0].name}); choose another directory, or overwrite=True"
+            f"{target} already holds a checkpoint ({present[0].name}); choose another directory, or "
+            "overwrite=True"
         )
     target.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target, prefix=".saving-") as temporary:
@@ -207,10 +210,12 @@ def save(
         if tokenizer is not None:
             tokenizer.save_pretrained(source)
         write_record(source, record)
-        for path in present:
+        written = {path.name for path in source.iterdir()}
+        for name in written:
+            os.replace(source / name, target / name)
+    for path in present:
+        if path.name not in written:
             path.unlink()
-        for path in source.iterdir():
-            os.replace(path, target / path.name)
     return target
 
 
@@ -292,8 +297,8 @@ def load_adapter(
             patch.remove()
         if isinstance(error, OSError | ValueError | RuntimeError | UserWarning):
             raise RopeExtendError(
-                f"the adapter in {directory} does not fit this {unwrap(model).config.model_type} model; it was made "
-                f"for {record.base_model!r}: {error}"
+                f"the adapter in {directory} does not fit this {record.model_type} model; it was made for "
+                f"{record.base_model!r}: {error}"
             ) from error
         raise
 
@@ -303,8 +308,8 @@ def _apply(model: nn.Module, record: Record) -> Patch:
     config = unwrap(model).config
     if config.model_type != record.model_type:
         raise RopeExtendError(
-            f"the checkpoint is of a {record.model_type} model, this one is {config.model_type}; load the base "
-            f"model {record.base_model!r}"
+            f"the checkpoint is of a {record.model_type} model, this one is {config.model_type}; load the "
+            f"base model {record.base_model!r}"
         )
     active = current_patch(model)
     if active is not None:
@@ -313,7 +318,8 @@ def _apply(model: nn.Module, record: Record) -> Patch:
         ):  # fmt: skip
             return active
         raise RopeExtendError(
-            f"the model reads with {active.encoding}, the checkpoint with {record.encoding}; remove the patch first"
+            f"the model reads with {active.encoding}, the checkpoint with {record.encoding}; remove the "
+            "patch first"
         )
     shape = shape_of(model, record.shape.trained_length)
     if shape != record.shape:

@@ -16,11 +16,14 @@ import csv
 import dataclasses
 import json
 import math
+import os
 import random
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -75,7 +78,9 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", type=Path, default=Path("configs/pretrain_demo.yaml"))
     parser.add_argument("--output", type=Path, default=Path("runs/pretrain_demo"))
     parser.add_argument("--resume", action="store_true", help="go on from the output directory's checkpoint")
@@ -192,7 +197,7 @@ class Batches:
 def retrieval_text(rng: random.Random) -> str:
     """One document of the synthetic part, of mixed lengths so that answers lie at many distances."""
     if rng.random() < 0.5:
-        return passkey_document(rng, filler_lines=rng.randint(1, 18)).text
+        return passkey_document(rng, filler_lines=rng.randint(1, 16)).text
     return key_value_document(rng, pairs=rng.randint(2, 14), queries=rng.randint(1, 3)).text
 
 
@@ -246,6 +251,16 @@ class Trainer:
         for parameter in self.compute.parameters():
             # Not .to(bfloat16): that would round the rotary frequencies, which are a buffer.
             parameter.data = parameter.data.to(torch.bfloat16)
+        # One single-threaded worker a core, each with its own gradients: a core that other programs slow
+        # down then takes fewer parts of the batch, where a parallel matrix product would wait for it.
+        workers = os.cpu_count() or 1
+        self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+        self.replicas: SimpleQueue[LlamaForCausalLM] = SimpleQueue()
+        for _ in range(workers):
+            replica = copy.deepcopy(self.compute)
+            for own, shared in zip(replica.parameters(), self.compute.parameters(), strict=True):
+                own.data = shared.data
+            self.replicas.put(replica)
         self.optimizers = self._optimizers()
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.tokens_per_step = self.training["sequences_per_step"] * self.batches.window
@@ -319,15 +334,13 @@ class Trainer:
                 group.setdefault("initial_lr", group["lr"])
                 group["lr"] = group["initial_lr"] * self._rate()
         ids = self.batches[self.step]
-        hidden = self.compute.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        loss, losses = TiedCrossEntropy.apply(
-            hidden.flatten(0, 1), self.compute.lm_head.weight, ids[:, 1:].flatten()
-        )
-        loss.backward()
-        for master, compute in zip(self.master.parameters(), self.compute.parameters(), strict=True):
-            assert compute.grad is not None
-            master.grad = compute.grad.float()
-            compute.grad = None
+        parts = ids.split(self.training["sequences_per_part"])
+        results = list(self.pool.map(self._gradients, parts))
+        # Summed in the order of the parts, whichever worker was first: the run is the same every time.
+        for index, master in enumerate(self.master.parameters()):
+            gradients = [gradient[index].float() for gradient, _ in results]
+            master.grad = torch.stack(gradients).sum(0) / len(parts)
+        losses = torch.cat([loss for _, loss in results])
         norm = nn.utils.clip_grad_norm_(self.master.parameters(), self.training["gradient_clip"])
         for optimizer in self.optimizers:
             optimizer.step()
@@ -339,6 +352,19 @@ class Trainer:
         by_row = losses.view(len(ids), -1)
         code = self.batches.code
         return by_row[:code].mean().item(), by_row[code:].mean().item(), norm.item()
+
+    def _gradients(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+        """One part's gradients in the order of the parameters, and its losses by token; runs in a worker."""
+        replica = self.replicas.get()
+        hidden = replica.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        loss, losses = TiedCrossEntropy.apply(
+            hidden.flatten(0, 1), replica.lm_head.weight, ids[:, 1:].flatten()
+        )
+        loss.backward()
+        gradients = [parameter.grad for parameter in replica.parameters()]
+        replica.zero_grad(set_to_none=True)
+        self.replicas.put(replica)
+        return gradients, losses
 
     def _save(self) -> None:
         state = {
@@ -439,8 +465,6 @@ def export(output: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizer
     if target.exists():
         shutil.rmtree(target)
     half = copy.deepcopy(model).to(torch.float16)
-    # Stored in half the space, loaded in float32: a CPU computes faster and trains better that way.
-    half.config.dtype = torch.float32
     half.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -448,9 +472,19 @@ def export(output: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizer
     )
     half.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    # Stored in half the space, loaded in float32: a CPU computes faster and trains better that way.
+    edit_json(target / "config.json", dtype="float32")
+    # The name that every release of transformers with fast tokenizers knows.
+    edit_json(target / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    (target / "model.safetensors").chmod(0o644)
     write_loss_curve(output / "loss_curve.jsonl", target / "loss_curve.csv")
-    reloaded = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    reloaded = AutoModelForCausalLM.from_pretrained(target)
     log(f"exported to {target}: {measure(reloaded, AutoTokenizer.from_pretrained(target), None)}")
+
+
+def edit_json(path: Path, **values: str) -> None:
+    content = json.loads(path.read_text()) | values
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def write_loss_curve(source: Path, target: Path) -> None:

@@ -108,6 +108,23 @@ def test_lora_takes_part(family: str) -> None:
     assert gradients(model).keys() == {n for n, p in model.named_parameters() if p.requires_grad}
 
 
+def test_autocast_trains_the_head_too() -> None:
+    """Autocast keeps its casts of weights between calls; each chunk must still lead back to the weight."""
+    model = tiny("llama")
+    ids, labels = batch()
+    steps = []
+    for loss in (lambda: model(ids, labels=labels).loss, lambda: next_token_loss(model, ids, labels)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = loss()
+        value.backward()
+        steps.append(gradients(model))
+        model.zero_grad(set_to_none=True)
+    stock, ours = steps
+    assert ours.keys() == stock.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in stock.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=0.1, atol=0.05 * gradient.abs().max().item())
+
+
 def test_labels_default_to_the_input() -> None:
     model = tiny("llama")
     ids, _ = batch()
@@ -123,15 +140,17 @@ def test_nothing_to_score_is_a_loss_of_zero_that_trains_nothing() -> None:
     assert all(not gradient.any() for gradient in gradients(model).values())
 
 
-def test_other_inputs_reach_the_decoder() -> None:
+def test_positions_with_gaps_stay_one_text() -> None:
     model = tiny("llama")
     ids, labels = batch()
     positions = torch.arange(ids.shape[1])[None] * 3
-    expected = model(ids, labels=labels, position_ids=positions).loss.item()
-    assert next_token_loss(model, ids, labels, position_ids=positions).item() == pytest.approx(
-        expected, abs=1e-5
-    )
-    assert expected != pytest.approx(next_token_loss(model, ids, labels).item(), abs=1e-3)
+    ours = next_token_loss(model, ids, labels, position_ids=positions).item()
+    # With a cache, as by default, stock transformers does not look for packed texts.
+    assert ours == pytest.approx(model(ids, labels=labels, position_ids=positions).loss.item(), abs=1e-5)
+    # Without one it does, and cuts the text at every gap: this is what we must not do.
+    cut = model(ids, labels=labels, position_ids=positions, use_cache=False).loss.item()
+    assert ours != pytest.approx(cut, abs=1e-3)
+    assert ours != pytest.approx(next_token_loss(model, ids, labels).item(), abs=1e-3)
 
 
 def test_token_losses_are_the_log_probabilities() -> None:

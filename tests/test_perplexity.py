@@ -1,7 +1,8 @@
-"""Perplexity against a naive loop that holds all logits in float64, and what evaluation may cost."""
+"""Perplexity against a naive loop that holds all logits in float64, and what it may cost."""
 
 import json
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -9,9 +10,261 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_outputs import BaseModelOutput
 
 import rope_extend as rx
 from rope_extend.data import Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import PerplexityResult, perplexity
-from rope_extend.evaluation import perplexity as module_perplexity  # noqa: F401
+
+VOCABULARY = 61
+
+
+def tiny(vocabulary: int = VOCABULARY, hidden: int = 32) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        attention_dropout=0.5,  # would show, if evaluation mode were forgotten
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def texts(*lengths: int, vocabulary: int = VOCABULARY) -> list[Document]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Document(f"text{i}", torch.randint(0, vocabulary, (length,), generator=generator))
+        for i, length in enumerate(lengths)
+    ]
+
+
+@torch.no_grad()
+def naive_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Losses of the targets 1 … T−1 in float64, from all logits at once."""
+    logits = model.eval()(ids[None]).logits[0].double()
+    return -logits[:-1].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+
+
+def measure(
+    model: torch.nn.Module, documents: list[Document], lengths: list[int], **options
+) -> PerplexityResult:
+    return perplexity(model, documents, lengths, progress=False, **options)
+
+
+def test_equals_the_naive_loop_over_truncated_documents() -> None:
+    model, documents, lengths = tiny(), texts(70, 100, 64), [2, 17, 32, 64]
+    result = measure(model, documents, lengths, chunk_bytes=7 * 4 * VOCABULARY)
+    for length in lengths:
+        losses = torch.cat([naive_losses(model, document.input_ids[:length]) for document in documents])
+        assert result.ppl[length] == pytest.approx(losses.mean().exp().item(), rel=1e-5)
+        assert result.tokens[length] == len(losses) == 3 * (length - 1)
+    by_position = torch.stack([naive_losses(model, document.input_ids[:64]) for document in documents])
+    np.testing.assert_allclose(result.nll_by_position, by_position.mean(0), rtol=1e-5)
+    assert result.nll_by_position.dtype == np.float64
+    assert result.forward_tokens == 3 * 64
+    assert result.passes == 1
+    assert result.forward_tokens_per_scored_token == pytest.approx(64 / 63)
+
+
+def test_within_and_beyond_split_at_the_window() -> None:
+    model, documents = tiny(), texts(64, 64)
+    result = measure(model, documents, [32, 64])
+    losses = torch.stack([naive_losses(model, document.input_ids) for document in documents])
+    assert result.within(32) == pytest.approx(result.ppl[32])
+    # The target at position 32 is the first beyond a window of 32; its loss is entry 31.
+    assert result.beyond(32) == pytest.approx(losses[:, 31:].mean().exp().item(), rel=1e-5)
+    with pytest.raises(RopeExtendError, match="1 to 63"):
+        result.beyond(64)
+
+
+def test_every_length_is_measured_on_the_same_documents() -> None:
+    model, documents = tiny(), texts(64, 20, 63, 80)
+    result = measure(model, documents, [16, 64])
+    assert (result.documents, result.dropped_documents) == (2, 2)
+    assert result.ppl == measure(model, [documents[0], documents[3]], [16, 64]).ppl
+    assert result.data == measure(model, [documents[0], documents[3]], [16, 64]).data
+    assert result.data != measure(model, documents[:1], [16, 64]).data
+
+
+def test_encodings_that_depend_on_length_get_a_pass_for_each_table() -> None:
+    model, documents, lengths = tiny(), texts(128, 130), [16, 32, 64, 128]
+    plain = measure(model, documents, lengths)
+    with rx.extend(model, 128, method="dynamic_ntk"):
+        result = measure(model, documents, lengths)
+        truncated = {n: measure(model, documents, [n]) for n in lengths}
+        expected = {
+            n: torch.cat([naive_losses(model, d.input_ids[:n]) for d in documents]).mean().exp().item()
+            for n in lengths
+        }
+    assert result.passes == 3  # up to 32, 64, 128
+    assert result.forward_tokens == 2 * (32 + 64 + 128)
+    for length in lengths:
+        assert result.ppl[length] == pytest.approx(expected[length], rel=1e-5)
+        assert result.ppl[length] == pytest.approx(truncated[length].ppl[length], rel=1e-6)
+    np.testing.assert_allclose(result.nll_by_position, truncated[128].nll_by_position)
+    assert result.ppl[32] == pytest.approx(plain.ppl[32], rel=1e-6)
+    assert result.ppl[128] != pytest.approx(plain.ppl[128], rel=1e-3)
+
+
+@pytest.mark.parametrize("window", [2, 7, 16, 31])
+@pytest.mark.parametrize("length", [15, 16, 40, 41])
+def test_cropped_scores_each_target_once_in_its_first_window(window: int, length: int) -> None:
+    model, (document,) = tiny(), texts(length)
+    result = measure(model, [document], [length], protocol="cropped", window=window)
+    stride = window // 2
+    for target in range(1, length):
+        start = 0 if target < window else stride * math.ceil((target - window + 1) / stride)
+        assert target == 1 or start == 0 or window // 2 <= target - start < window  # its context
+        seen = document.input_ids[start : target + 1]
+        expected = naive_losses(model, seen)[-1].item()
+        assert result.nll_by_position[target - 1] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert (result.protocol, result.window) == ("cropped", window)
+
+
+def test_cropped_does_not_depend_on_the_other_lengths() -> None:
+    model, documents = tiny(), texts(100, 100)
+    alone = measure(model, documents, [50], protocol="cropped", window=16)
+    together = measure(model, documents, [50, 100], protocol="cropped", window=16)
+    assert together.ppl[50] == pytest.approx(alone.ppl[50], rel=1e-6)
+    assert 1.5 < together.forward_tokens_per_scored_token < 2.5
+    whole = measure(model, documents, [50, 100], protocol="cropped", window=100)
+    assert whole.ppl == measure(model, documents, [50, 100]).ppl
+
+
+def test_the_model_is_left_as_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny().train()
+    model.model.layers[1].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    measure(model, texts(40), [40])
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, texts(40), [40])
+    handle.remove()
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert torch.is_grad_enabled()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    model(texts(40)[0].input_ids[None], labels=texts(40)[0].input_ids[None]).loss.backward()  # can train on
+
+
+def test_results_survive_json() -> None:
+    result = measure(tiny(), texts(40, 40), [20, 40], protocol="cropped", window=8)
+    again = PerplexityResult.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
+    assert again.to_dict() == result.to_dict()
+    assert again.ppl == result.ppl
+    assert again.nll_by_position.tolist() == result.nll_by_position.tolist()
+    assert again.beyond(20) == result.beyond(20)
+
+
+def test_a_loss_that_is_not_a_number_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny()
+
+    def break_from_30_on(_module: object, _inputs: object, output: BaseModelOutput) -> None:
+        output.last_hidden_state[:, 30:] = math.nan
+
+    model.model.register_forward_hook(break_from_30_on)
+    result = measure(model, texts(40), [20, 40])
+    assert "from position 31 on" in caplog.text
+    assert math.isfinite(result.ppl[20])
+    assert math.isnan(result.ppl[40])
+    again = PerplexityResult.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
+    assert math.isnan(again.ppl[40])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": []}, "lengths must be"),
+        ({"lengths": [1]}, "2 or above"),
+        ({"lengths": ["ten"]}, "'ten'"),
+        ({"lengths": [64]}, r"'text1', has 50\. Lengths up to 50 work"),
+        ({"documents": []}, "no documents"),
+        ({"protocol": "sliding"}, "'prefix' and 'cropped'"),
+        ({"protocol": "cropped"}, "needs a window"),
+        ({"window": 8}, "takes no window"),
+        ({"protocol": "cropped", "window": 1}, "2 tokens or more"),
+        ({"documents": texts(50, vocabulary=500)}, "knows 61 tokens"),
+    ],
+)
+def test_mistakes_are_refused_before_any_work(arguments: dict, message: str) -> None:
+    model = tiny()
+    model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
+    model.model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(RopeExtendError, match=message):
+        measure(model, **{"documents": texts(40, 50), "lengths": [16], **arguments})
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes held by the tensors that operations returned: all at one time, and the largest of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.largest = 0
+        self.storages: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self.storages:
+                self.storages[storage._cdata] = storage.nbytes()
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                self.largest = max(self.largest, storage.nbytes())
+                weakref.finalize(storage, self.forget, storage._cdata)
+        return out
+
+    def forget(self, key: int) -> None:
+        self.live -= self.storages.pop(key)
+
+
+def test_memory_grows_at_most_a_tenth_as_fast_as_with_all_logits() -> None:
+    vocabulary = 32_768
+    model = tiny(vocabulary).eval()
+    short, long = 512, 2048
+    (document,) = texts(long, vocabulary=vocabulary)
+
+    @torch.no_grad()
+    def naive(length: int) -> float:
+        ids = document.input_ids[None, :length]
+        return math.exp(model(ids, labels=ids, use_cache=False).loss)  # stock, in float32: a lean naive loop
+
+    def peak(run) -> int:
+        with LiveBytes() as memory:
+            run()
+        return memory.peak
+
+    per_token = {}
+    for name, run in {
+        "naive": naive,
+        "ours": lambda length: measure(model, [document], [length], chunk_bytes=2**22).ppl[length],
+    }.items():
+        per_token[name] = (peak(lambda: run(long)) - peak(lambda: run(short))) / (long - short)  # noqa: B023
+    assert per_token["naive"] >= 4 * vocabulary  # the counter sees the logits
+    assert per_token["ours"] <= per_token["naive"] / 10
+    assert naive(long) == pytest.approx(measure(model, [document], [long]).ppl[long], rel=1e-5)
+
+
+def test_no_tensor_grows_with_the_square_of_the_length() -> None:
+    """No mask over all pairs of tokens, which at 128k would be 16 GiB."""
+    model = tiny().eval()
+    model.set_attn_implementation("sdpa")
+    largest = {}
+    for length in (256, 1024):
+        with LiveBytes() as memory:
+            measure(model, texts(length), [length])
+        largest[length] = memory.largest
+    assert largest[1024] < 5 * largest[256]

@@ -1,0 +1,160 @@
+"""Compare methods and adapters on the same text: what `rope-extend evaluate` does."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_extend.checkpoint import load_adapter, pretrained, read_record
+from rope_extend.data import format_length, load_documents
+from rope_extend.encodings import encoding, encoding_class
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.perplexity import perplexity
+from rope_extend.evaluation.report import EvaluationRow
+from rope_extend.info import info
+from rope_extend.patching import current_patch, extend, patch_model
+
+logger = logging.getLogger(__name__)
+
+AS_IS = "as-is"
+"""The method that leaves a checkpoint with the encoding its config gives it."""
+
+
+def evaluate(
+    model: str,
+    *,
+    data: str | Path | Sequence[str | Path],
+    lengths: Sequence[int] | None = None,
+    methods: Sequence[str] = (AS_IS,),
+    adapters: Sequence[str] = (),
+    cropped: bool = True,
+    trained_length: int | None = None,
+    max_documents: int | None = 16,
+    text_column: str = "text",
+    split: str = "train",
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+    progress: bool = True,
+) -> Iterator[EvaluationRow]:
+    """Measure perplexity with each method, untrained, and with each adapter; yields a row as it is done.
+
+    Every row is measured on the same tokens. Methods extend the model to the longest of `lengths`. Everything
+    is checked before the weights are loaded.
+
+    Args:
+        model: a checkpoint's directory or hub id.
+        data: long documents, as `load_documents` takes them.
+        lengths: in tokens; the trained window and its doublings up to 8x, if not given.
+        methods: rotary methods by name; `none` is plain RoPE, `as-is` what the config says.
+        adapters: directories of adapters for this model, each with its `rope_extend.json`.
+        cropped: also measure the rows that read with plain RoPE with their context cropped to the trained
+            window: what the model is worth at that length without any extension.
+        trained_length: the window the model was pretrained on, in tokens, where the config does not say it.
+        max_documents: how many documents to use.
+        text_column: the column of a table that holds the text.
+        split: the split of a hub dataset.
+        dtype: of the weights; by default bfloat16 on a GPU that has it, else float32.
+        device: by default the GPU, if there is one.
+        progress: show progress bars, if there is a terminal.
+
+    Raises:
+        RopeExtendError: no such model, adapter, method or data, or texts that are too short.
+    """
+    shape = info(model, trained_length=trained_length).shape
+    trained = shape.trained_length
+    wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
+    for method in methods:
+        if method != AS_IS:
+            encoding_class(method)
+    for adapter in adapters:
+        if read_record(adapter).shape != shape:
+            raise RopeExtendError(f"the adapter in {adapter} is for another model than {model!r}")
+    tokenizer = pretrained(AutoTokenizer, model)
+    documents = load_documents(
+        data,
+        tokenizer,
+        text_column=text_column,
+        split=split,
+        min_tokens=wanted[-1],
+        max_documents=max_documents,
+        max_tokens=wanted[-1],
+    )
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype is None:
+        dtype = torch.bfloat16 if where.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    options: dict[str, Any] = {"dtype": dtype}
+    lm = pretrained(AutoModelForCausalLM, model, **options).to(where)
+
+    def rows(reader: nn.Module, label: str, adapter: str | None) -> Iterator[EvaluationRow]:
+        patch = current_patch(reader)
+        made = EvaluationRow(
+            label=label,
+            encoding=patch.encoding.to_dict() if patch else None,
+            model=str(model),
+            adapter=adapter,
+            result=perplexity(reader, documents, wanted, progress=progress),
+            trained_length=trained,
+        )
+        yield made
+        # An adapter trained with plain RoPE beyond its window is direct fine-tuning: it reads what it can.
+        plain = patch is not None and patch.encoding.name == "none" and patch.target_length <= trained
+        if cropped and plain and wanted[-1] > trained:
+            result = perplexity(
+                reader, documents, wanted, protocol="cropped", window=trained, progress=progress
+            )
+            yield replace(made, label=f"{label}, cropped to {format_length(trained)}", result=result)
+
+    for method in methods:
+        logger.info("evaluating %s, untrained", method)
+        if method == AS_IS:
+            yield from rows(lm, AS_IS, None)
+        elif method == "none":
+            with patch_model(lm, encoding("none"), trained_length=trained):
+                yield from rows(lm, method, None)
+        else:
+            with extend(lm, _beyond(wanted[-1], trained), method, trained_length=trained):
+                yield from rows(lm, method, None)
+    labels = _adapter_labels(adapters, trained)
+    for adapter, label in zip(adapters, labels, strict=True):
+        logger.info("evaluating %s", label)
+        tuned = load_adapter(lm, adapter)
+        try:
+            yield from rows(tuned.eval(), label, str(adapter))
+        finally:
+            patch = current_patch(tuned)
+            lm = tuned.unload()
+            if patch is not None:
+                patch.remove()
+
+
+def _beyond(length: int, trained: int) -> int:
+    if length <= trained:
+        raise RopeExtendError(
+            f"the longest length, {length}, is within the trained window of {trained} tokens, where there is "
+            f"nothing to extend; add a longer one to lengths, or leave methods at {AS_IS} or none"
+        )
+    return length
+
+
+def _adapter_labels(adapters: Sequence[str], trained: int) -> list[str]:
+    """`yarn + LoRA`; `none + LoRA at 256` for a control; with the directory's name where two are alike."""
+    labels = []
+    for adapter in adapters:
+        record = read_record(adapter)
+        label = f"{record.encoding.name} + LoRA"
+        if record.encoding.name == "none":
+            label += f" at {format_length(record.target_length)}"
+        labels.append(label)
+    count = Counter(labels)
+    return [
+        f"{label} ({Path(adapter).name})" if count[label] > 1 else label
+        for adapter, label in zip(adapters, labels, strict=True)
+    ]

@@ -1,0 +1,357 @@
+"""LoRA fine-tuning on a longer window: one recipe in, an adapter and its record out.
+
+The loop is plain: `accelerate` for devices and processes, `peft` for LoRA, `torch` for the rest. What it
+adds is what long runs need: everything is checked before the weights are loaded, a run that is interrupted
+goes on bit for bit, and the adapter is saved with the encoding that it was trained under.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, is_bf16_available
+from peft import PeftModel
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rope_extend.checkpoint import save, undone_on_failure
+from rope_extend.data import Document, blocks, fingerprint, load_documents
+from rope_extend.demo import evaluation_files, finetuning_files
+from rope_extend.encodings import RopeShape, encoding
+from rope_extend.errors import RopeExtendError
+from rope_extend.patching import Patch, current_patch, extend, patch_model
+from rope_extend.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
+from rope_extend.resume import RunState, check_continues, checkpoints, read_state, step_of
+from rope_extend.training import (
+    FinetuneInterrupted,
+    RunData,
+    TrainingRun,
+    lora_config,
+    set_gradient_checkpointing,
+)
+
+__all__ = [
+    "FinetuneInterrupted",
+    "FinetuneResult",
+    "Recipe",
+    "add_recipe_arguments",
+    "finetune",
+    "recipe_from_arguments",
+]
+
+logger = logging.getLogger(__name__)
+
+_RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors")
+"""What makes a directory that of a run; `overwrite` removes these and leaves all else."""
+
+_DEMO_TEXT = {"demo:finetuning": finetuning_files, "demo:evaluation": evaluation_files}
+"""Names for text that every Python installation has, wherever it lies: two parts of the standard library."""
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """What a run came to.
+
+    Attributes:
+        output_dir: where the adapter, its record, the recipe and the metrics are.
+        steps: optimizer steps done, over all sessions.
+        tokens: tokens trained on.
+        seconds: time spent in training steps.
+        loss: mean next-token loss of the last step, in nats.
+        perplexity: at the end, by length in tokens; empty where the recipe has no `eval_data`.
+        share_beyond: share of the training tokens that lie beyond the pretrained window.
+        model: the patched model with its adapter, in evaluation mode.
+        patch: the patch that is active on it.
+    """
+
+    output_dir: Path
+    steps: int
+    tokens: int
+    seconds: float
+    loss: float
+    perplexity: dict[int, float]
+    share_beyond: float
+    model: PeftModel
+    patch: Patch
+
+
+def finetune(
+    recipe: Recipe,
+    *,
+    model: Any | None = None,
+    tokenizer: Any | None = None,
+    resume: bool | str | PathLike[str] = False,
+    overwrite: bool = False,
+) -> FinetuneResult:
+    """Extend a model as the recipe says, train LoRA on it, and write adapter, record and metrics.
+
+    Checked in this order, and so before any work is lost: the output directory, the method on the model's
+    config, the data; then the weights are loaded. Runs on what `accelerate` finds: one device, or several
+    under `torchrun` or `accelerate launch`, which then share a file system. Seeds python's, numpy's and
+    torch's global generators.
+
+    Args:
+        recipe: the run.
+        model: a base model that is already loaded, without patch or adapter; by default `recipe.model` is.
+            It is changed in place; if the run fails or is interrupted, it is as it was before.
+        tokenizer: by default `recipe.model`'s.
+        resume: True goes on from the newest checkpoint of `recipe.output_dir`, a path from that checkpoint.
+            On a CPU the weights then end bit for bit as without the interruption.
+        overwrite: remove a run that is already in `recipe.output_dir`.
+
+    Raises:
+        RopeExtendError: whatever of the above does not hold, or a loss or gradient that is not finite.
+        FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
+    """
+    directory = Path(recipe.output_dir)
+    checkpoint = _starting_point(directory, recipe, resume, overwrite)
+    accelerator = _accelerator(recipe, directory)
+    dtype = _dtype(recipe, accelerator.device)
+    shape = _check_model(recipe, model, dtype)
+    if tokenizer is None:
+        tokenizer = _pretrained(AutoTokenizer, recipe.model)
+    with accelerator.main_process_first():  # the others then find the tokens in the cache
+        documents = _documents(
+            recipe.data,
+            recipe,
+            tokenizer,
+            recipe.split,
+            recipe.length,
+            recipe.max_documents,
+            recipe.max_tokens,
+        )
+        data = RunData(blocks(documents, recipe.length, shuffle=False), *_held_out(recipe, tokenizer, shape))
+    state = _first_state(recipe, documents, accelerator, checkpoint)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        _prepare_directory(directory, recipe, state.step, fresh=resume is False)
+    accelerator.wait_for_everyone()
+
+    if model is None:
+        model = _pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
+    name = model.config.name_or_path or recipe.model
+    share = data.blocks.share_beyond(shape.trained_length)
+    with undone_on_failure(model):
+        patch = _extend(model, recipe)
+        try:
+            run = TrainingRun(recipe, model, data, state, accelerator)
+            if accelerator.is_main_process:
+                _announce(run, patch, share)
+            run.train(checkpoint)
+            if accelerator.is_main_process:
+                save(run.model, directory, overwrite=True, base_model=name)
+                logger.info("saved the adapter and its record in %s", directory)
+            accelerator.wait_for_everyone()
+        except BaseException:
+            patch.remove()
+            raise
+        finally:
+            set_gradient_checkpointing(model, False)
+    return FinetuneResult(
+        directory,
+        run.state.step,
+        run.state.tokens,
+        run.state.seconds,
+        run.metrics.loss,
+        run.metrics.perplexity,
+        share,
+        run.model,
+        patch,
+    )
+
+
+def _announce(run: TrainingRun, patch: Patch, share: float) -> None:
+    window = patch.shape.trained_length
+    trained = sum(parameter.numel() for parameter in run.parameters)
+    total = sum(parameter.numel() for parameter in run.model.parameters())
+    logger.info(
+        "%s: %d -> %d tokens, factor %g", patch.encoding, window, patch.target_length,
+        patch.target_length / window,
+    )  # fmt: skip
+    logger.info(
+        "trainable parameters: %s of %s (%.2f %%)", f"{trained:,}", f"{total:,}", 100 * trained / total
+    )
+    logger.info(
+        "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
+        run.data.blocks, f"{run.tokens_per_step:,}", 100 * share,
+    )  # fmt: skip
+
+
+def _starting_point(
+    directory: Path, recipe: Recipe, resume: bool | str | PathLike[str], overwrite: bool
+) -> Path | None:
+    """The checkpoint to go on from; None for a run that starts at step 0."""
+    present = [name for name in _RUN_FILES if (directory / name).exists()]
+    if resume is not False and overwrite:
+        raise RopeExtendError("resume and overwrite contradict each other; choose one")
+    if resume is False:
+        if present and not overwrite:
+            raise RopeExtendError(
+                f"{directory} already holds a run ({present[0]}); resume it, overwrite it, or choose another "
+                "output_dir"
+            )
+        return None
+    if resume is not True:
+        checkpoint = Path(resume)
+        if present and checkpoint.resolve().parent.parent != directory.resolve():
+            raise RopeExtendError(
+                f"{directory} already holds a run ({present[0]}), and {checkpoint} is of another one; choose "
+                "another output_dir"
+            )
+    elif found := checkpoints(directory):
+        checkpoint = found[-1]
+    elif present:
+        logger.warning("%s holds no checkpoint yet: the run starts again at step 0", directory)
+        return None
+    else:
+        raise RopeExtendError(f"nothing to resume in {directory}; leave resume out to start a run there")
+    check_continues(read_state(checkpoint), recipe)
+    return checkpoint
+
+
+def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
+    if recipe.tensorboard and not any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
+        raise RopeExtendError(
+            "recipe: tensorboard is true but the package is missing; pip install 'rope_extend[tensorboard]'"
+        )
+    return Accelerator(
+        mixed_precision="no",  # the loop casts, in the same way for training and for evaluation
+        gradient_accumulation_steps=recipe.gradient_accumulation,
+        log_with="tensorboard" if recipe.tensorboard else None,
+        project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
+    )
+
+
+def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    if recipe.dtype == "auto":
+        return torch.bfloat16 if device.type != "cpu" and is_bf16_available() else torch.float32
+    return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
+
+
+def _pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
+    try:
+        return auto.from_pretrained(name, **kwargs)
+    except (OSError, ValueError) as error:
+        what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
+        raise RopeExtendError(
+            f"cannot load the {what} of {name!r}: {error}. Give a hub id, or a directory with a transformers "
+            f"checkpoint (seen from {Path.cwd()})"
+        ) from error
+
+
+def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeShape:
+    """Try the recipe on the model, or on one without weights that has the config of `recipe.model`."""
+    if model is None:
+        config = _pretrained(AutoConfig, recipe.model)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    elif isinstance(model, PeftModel) or current_patch(model) is not None:
+        raise RopeExtendError(
+            "finetune takes a base model without patch or adapter, because it applies the recipe's own; call "
+            "patch.remove() and model.unload() first"
+        )
+    elif model.dtype != dtype and (recipe.dtype != "auto" or model.dtype == torch.float16):
+        raise RopeExtendError(f"the model is in {model.dtype}; load it with dtype={dtype}")
+    lora_config(model, recipe)
+    with _extend(model, recipe) as patch:
+        return patch.shape
+
+
+def _extend(model: nn.Module, recipe: Recipe) -> Patch:
+    if recipe.method == "none":  # the control: the same run without an extension
+        return patch_model(
+            model, encoding("none"), trained_length=recipe.trained_length, target_length=recipe.target_length
+        )
+    return extend(
+        model,
+        recipe.target_length,
+        recipe.method,
+        trained_length=recipe.trained_length,
+        **recipe.method_parameters,
+    )
+
+
+def _documents(
+    source: str | Sequence[str],
+    recipe: Recipe,
+    tokenizer: Any,
+    split: str,
+    min_tokens: int,
+    max_documents: int | None,
+    max_tokens: int | None,
+) -> list[Document]:
+    names = [source] if isinstance(source, str) else source
+    paths = [path for name in names for path in (_DEMO_TEXT[name]() if name in _DEMO_TEXT else [name])]
+    return load_documents(
+        source if paths == [source] else paths,
+        tokenizer,
+        text_column=recipe.text_column,
+        split=split,
+        min_tokens=min_tokens,
+        max_documents=max_documents,
+        max_tokens=max_tokens,
+    )
+
+
+def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Document], Sequence[int]]:
+    """Documents to evaluate on, long enough for every window, and the windows."""
+    if recipe.eval_data is None:
+        return [], ()
+    lengths = recipe.eval_lengths
+    if lengths is None:
+        doublings = math.ceil(math.log2(recipe.target_length / shape.trained_length))
+        lengths = (*(shape.trained_length * 2**i for i in range(doublings)), recipe.target_length)
+    longest = max(lengths)
+    documents = _documents(
+        recipe.eval_data, recipe, tokenizer, recipe.eval_split, longest, recipe.eval_documents, longest
+    )
+    return documents, lengths
+
+
+def _first_state(
+    recipe: Recipe, documents: Sequence[Document], accelerator: Accelerator, checkpoint: Path | None
+) -> RunState:
+    """Where the run starts: step 0, or the checkpoint's state, if data and processes are still the same."""
+    state = RunState(0, 0, 0.0, fingerprint(documents), accelerator.num_processes, recipe.to_dict())
+    if checkpoint is None:
+        return state
+    saved = read_state(checkpoint)
+    if saved.data != state.data:
+        raise RopeExtendError(
+            f"cannot resume: the documents of {recipe.data!r} are not those of {checkpoint}; restore them, "
+            "or start anew in another output_dir"
+        )
+    if saved.processes != state.processes:
+        raise RopeExtendError(
+            f"cannot resume: {checkpoint} is of {saved.processes} processes and this is a run of "
+            f"{state.processes}; launch {saved.processes}"
+        )
+    return replace(saved, recipe=state.recipe)
+
+
+def _prepare_directory(directory: Path, recipe: Recipe, step: int, *, fresh: bool) -> None:
+    """Leave nothing in the directory that the coming steps will write again."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in _RUN_FILES if fresh else ():
+            path = directory / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        for later in checkpoints(directory):
+            if step_of(later) > step:
+                shutil.rmtree(later)
+        (directory / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error

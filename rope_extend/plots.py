@@ -1,0 +1,348 @@
+"""Every picture: from saved results, from a training log, or from an encoding alone.
+
+Drawn with matplotlib's objects on its Agg canvas: no window, no global state, safe in any thread. Colours
+are those of Okabe and Ito, which colour-blind readers can tell apart, and nothing hangs on colour alone:
+lines are named where they end, and dashes tell untrained from fine-tuned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from rope_extend.data import format_length
+from rope_extend.errors import RopeExtendError
+
+if TYPE_CHECKING:
+    from rope_extend.encodings import RopeEncoding, RopeShape
+    from rope_extend.evaluation.report import EvaluationRow
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+FORMATS = (".png", ".svg", ".pdf")
+_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_PLAIN = "#5F5F5F"  # what nothing was done to
+_INK, _QUIET, _GRID, _BEYOND = "#222222", "#777777", "#E4E4E4", "#F6F6F6"
+_TEXT_HEIGHT = 0.047  # of one line of labels, as a share of the axes
+
+
+def plot_perplexity(
+    rows: Sequence[EvaluationRow], trained_length: int, path: str | Path, *, title: str | None = None
+) -> Path:
+    """Draw perplexity against length, both logarithmic, with the trained window marked.
+
+    Args:
+        rows: one line each; a colour for each method, dashed where it is untrained, solid where it is
+            fine-tuned, dotted where the context was cropped.
+        trained_length: the window the model was pretrained with, in tokens.
+        path: where to; the suffix says how: .png, .svg or .pdf.
+        title: heading.
+
+    Raises:
+        RopeExtendError: if there is nothing to draw, or no such format.
+    """
+    picture = _Picture(path, title or "Perplexity against length", _legend(rows), room=16)
+    axes = picture.axes
+    ends = []
+    for row, style in _styled(rows):
+        lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).T
+        ends += _line(axes, lengths, values, row.label, markersize=5.5, **style)
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1, 3)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    axes.set_ylabel("perplexity (lower is better)", color=_INK)
+    lengths = sorted({length for row in rows for length in row.result.ppl})
+    _length_axis(axes, lengths, "length, tokens")
+    _mark_window(axes, trained_length)
+    _name_ends(axes, ends)
+    return picture.save()
+
+
+def plot_loss_by_position(
+    rows: Sequence[EvaluationRow], trained_length: int, path: str | Path, *, title: str | None = None
+) -> Path:
+    """Draw the mean loss in nats per token against the position of the predicted token.
+
+    Positions are averaged in groups that widen as they go, four to each doubling: single ones are noisy.
+    Arguments and errors are those of :func:`plot_perplexity`.
+    """
+    picture = _Picture(path, title or "Loss by position", _legend(rows), room=16)
+    axes = picture.axes
+    longest = max((row.result.max_length for row in rows), default=1)
+    first = max(1, longest // 256)
+    ends = []
+    for row, style in _styled(rows):
+        positions, means = _in_groups(row.result.nll_by_position, first)
+        ends += _line(axes, positions, means, row.label, **{**style, "marker": ""})
+    axes.set_ylabel("loss, nats per token", color=_INK)
+    _length_axis(axes, [2**n for n in range(longest.bit_length())], "position in the document, tokens")
+    axes.set_xlim(first, longest)
+    _mark_window(axes, trained_length)
+    _name_ends(axes, ends)
+    return picture.save()
+
+
+def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = None) -> Path:
+    """Draw the loss against the step, from a run's ``metrics.jsonl``, with its running mean.
+
+    Args:
+        metrics: a file of JSON lines; those with ``step`` and ``loss`` (nats per token) are drawn.
+        path: where to; the suffix says how: .png, .svg or .pdf.
+        title: heading.
+
+    Raises:
+        RopeExtendError: if there is no such file, or no loss in it, or no such format.
+    """
+    metrics = Path(metrics)
+    if not metrics.is_file():
+        raise RopeExtendError(f"no training log at {str(metrics)!r}; a fine-tuning run writes metrics.jsonl")
+    points = []
+    for text in metrics.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError, KeyError):  # cut short, or a line without a loss
+            line = json.loads(text)
+            points.append((line["step"], line["loss"]))
+    if not points:
+        raise RopeExtendError(f"no line of {str(metrics)!r} has a 'step' and a 'loss'")
+    steps, losses = np.array(points, dtype=np.float64).T
+    width = max(1, len(losses) // 10)
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    starts = np.maximum(np.arange(1, len(losses) + 1) - width, 0)
+    means = (sums[1:] - sums[starts]) / (np.arange(1, len(losses) + 1) - starts)
+
+    subtitle = f"each step, and the mean of the last {width}" if width > 1 else "each step"
+    picture = _Picture(path, title or "Training", subtitle)
+    axes = picture.axes
+    axes.plot(steps, losses, color=_PALETTE[0], alpha=0.35, linewidth=1)
+    axes.plot(steps, means, color=_PALETTE[0], linewidth=2)
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel("loss, nats per token", color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    return picture.save()
+
+
+def plot_frequencies(
+    encodings: Iterable[RopeEncoding],
+    shape: RopeShape,
+    path: str | Path,
+    *,
+    seq_len: int | None = None,
+    title: str | None = None,
+) -> Path:
+    """Draw each channel pair's wavelength under each method, and its frequency against plain RoPE's.
+
+    A pair whose wavelength is longer than the trained window never made a full turn in training: positions
+    beyond the window take it to angles that the model has not seen.
+
+    Args:
+        encodings: rotary schedules, one line each.
+        shape: the model's rotary shape.
+        path: where to; the suffix says how: .png, .svg or .pdf.
+        seq_len: current length in tokens, for schedules that depend on it.
+        title: heading.
+
+    Raises:
+        RopeExtendError: if there is nothing to draw, or no such format.
+    """
+    encodings = list(encodings)
+    if not encodings:
+        raise RopeExtendError("no encodings to draw")
+    picture = _Picture(path, title or "What becomes of each frequency", panels=2)
+    upper, lower = picture.panels
+    plain = shape.inv_freq().numpy()
+    ends: list[_End] = []
+    colours = _colours(encoding.name for encoding in encodings)
+    for rank, encoding in enumerate(encodings):
+        frequencies = encoding.inv_freq(shape, seq_len).numpy()
+        turning = np.where(frequencies > 0, frequencies, np.nan)  # a pair that stands still has no wavelength
+        pairs = np.arange(len(frequencies), dtype=np.float64)
+        # Where schedules agree, the earlier line shows as a border of the later one.
+        style = {"color": colours[encoding.name][0], "linewidth": 1.5 + 0.6 * (len(encodings) - 1 - rank)}
+        ends += _line(upper, pairs, 2 * np.pi / turning, str(encoding), **style)
+        _line(lower, pairs, frequencies / plain, str(encoding), **style)
+    upper.set_yscale("log")
+    upper.set_ylabel("wavelength, tokens per turn", color=_INK)
+    upper.yaxis.set_minor_locator(NullLocator())
+    upper.axhline(shape.trained_length, color=_QUIET, linewidth=1, zorder=1)
+    upper.annotate(
+        f"trained window, {format_length(shape.trained_length)}",
+        (1, shape.trained_length), (-2, 4), xycoords=upper.get_yaxis_transform(), textcoords="offset points",
+        ha="right", color=_QUIET, fontsize=9,
+    )  # fmt: skip
+    lower.set_ylabel("frequency ÷ plain RoPE's", color=_INK)
+    lower.set_xlabel("channel pair", color=_INK)
+    lower.set_ylim(bottom=0)
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _name_ends(upper, ends)
+    return picture.save()
+
+
+# --------------------------------------------------------------------------------------------- drawing
+
+
+class _Picture:
+    """A figure with a heading, and axes that keep to the background."""
+
+    def __init__(
+        self, path: str | Path, title: str, subtitle: str = "", *, panels: int = 1, room: float = 0
+    ) -> None:
+        """``room`` is what to leave free between axes and heading, in points."""
+        self.path = Path(path)
+        if self.path.suffix.lower() not in FORMATS:
+            raise RopeExtendError(
+                f"no picture format {self.path.suffix!r}: {str(path)!r} must end in {', '.join(FORMATS)}"
+            )
+        height = 4.8 if panels == 1 else 6.4
+        self.figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
+        FigureCanvasAgg(self.figure)
+        grid = self.figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=[3, 2][:panels])
+        self.panels: list[Axes] = list(grid[:, 0])
+        self.axes = self.panels[0]
+        for axes in self.panels:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.spines[["left", "bottom"]].set_color(_QUIET)
+            axes.tick_params(colors=_INK, labelsize=9.5)
+            axes.grid(axis="y", color=_GRID, linewidth=0.8)
+            axes.set_axisbelow(True)
+        pad = room + (26 if subtitle else 10)
+        self.axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold", pad=pad)
+        self.axes.annotate(
+            subtitle, (0, 1), (0, room + 8), xycoords="axes fraction", textcoords="offset points",
+            color=_QUIET, fontsize=9.5,
+        )  # fmt: skip
+
+    def save(self) -> Path:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.figure.savefig(self.path, dpi=200)
+        return self.path
+
+
+_DASHES = {
+    "untrained": ((0, (4, 2)), "dashed"),
+    "fine-tuned": ("-", "solid"),
+    "context cropped": ((0, (1, 1.5)), "dotted"),
+}
+
+_End = tuple[float, float, str, Any]
+"""Where a line ends, in data coordinates; its name; its colour."""
+
+
+def _legend(rows: Sequence[EvaluationRow]) -> str:
+    """What the dashes mean, where there is more than one kind."""
+    kinds = {_kind(row) for row in rows}
+    return " · ".join(
+        f"{name}: {kind}" for kind, (_, name) in _DASHES.items() if kind in kinds and len(kinds) > 1
+    )
+
+
+def _kind(row: EvaluationRow) -> str:
+    if row.result.protocol == "cropped":
+        return "context cropped"
+    return "untrained" if row.adapter is None else "fine-tuned"
+
+
+def _colours(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Give each method a colour and a marker, in order of appearance; plain RoPE is always grey."""
+    others = [method for method in dict.fromkeys(methods) if method != "none"]
+    looks = [(colour, _MARKERS[(i + n) % 6]) for n in range(6) for i, colour in enumerate(_PALETTE)]
+    return {"none": (_PLAIN, "o"), **dict(zip(others, looks, strict=False))}
+
+
+def _styled(rows: Sequence[EvaluationRow]) -> list[tuple[EvaluationRow, dict[str, Any]]]:
+    if not rows:
+        raise RopeExtendError("no rows to draw")
+    colours = _colours(row.method for row in rows)
+    styled = []
+    for row in rows:
+        colour, marker = colours[row.method]
+        style = {"color": colour, "marker": marker, "linestyle": _DASHES[_kind(row)][0], "linewidth": 1.8}
+        if row.adapter is None:
+            style["markerfacecolor"] = "white"
+        styled.append((row, style))
+    return styled
+
+
+def _line(axes: Axes, x: Floats, y: Floats, label: str, **style: Any) -> list[_End]:
+    """Draw what is finite of a line; return its end, or nothing if nothing is finite."""
+    finite = np.isfinite(y)
+    axes.plot(x[finite], y[finite], label=label, clip_on=False, zorder=3, **style)
+    return [(x[finite][-1], y[finite][-1], label, style["color"])] if finite.any() else []
+
+
+def _name_ends(axes: Axes, ends: Sequence[_End]) -> None:
+    """Write each line's name beside its end, moved apart where lines end close together."""
+    if not ends:
+        return
+    axes.set_ylim(axes.get_ylim())  # as it is now: the places below are shares of it
+    to_axes = axes.transData + axes.transAxes.inverted()
+    shares = [float(to_axes.transform((x, y))[1]) for x, y, _, _ in ends]
+    for (x, y, label, colour), share in zip(ends, _spread(shares, _TEXT_HEIGHT), strict=True):
+        axes.annotate(
+            label, (x, y), (1.035, share), textcoords="axes fraction", va="center", fontsize=9.5,
+            color=tuple(0.75 * part for part in to_rgb(colour)),  # darker, as thin strokes look paler
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "alpha": 0.6, "shrinkB": 3,
+                        "relpos": (0, 0.5)},
+            annotation_clip=False,
+        )  # fmt: skip
+
+
+def _spread(places: Sequence[float], gap: float) -> list[float]:
+    """Move places in 0 … 1 apart to at least ``gap``, with the least squared movement, their order kept.
+
+    With q_i = place_i − i · gap the condition is that q does not fall: isotonic regression, which pooling
+    adjacent violators solves exactly.
+    """
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    pools: list[list[float]] = []
+    for rank, i in enumerate(order):
+        pools.append([places[i] - rank * gap])
+        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    flat = [float(np.mean(pool)) for pool in pools for _ in pool]
+    highest = max(0.0, 1 - (len(places) - 1) * gap)
+    spread = [0.0] * len(places)
+    for rank, i in enumerate(order):
+        spread[i] = min(max(flat[rank], 0.0), highest) + rank * gap
+    return spread
+
+
+def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
+    axes.set_xlabel(label, color=_INK)
+
+
+def _mark_window(axes: Axes, trained_length: int) -> None:
+    left, right = axes.get_xlim()
+    axes.set_xlim(left, right)  # as it is now
+    axes.axvline(trained_length, color=_QUIET, linewidth=1, zorder=1)
+    axes.axvspan(trained_length, max(right, trained_length), color=_BEYOND, zorder=0, linewidth=0)
+    axes.annotate(
+        f"trained window, {format_length(trained_length)}",
+        (trained_length, 1), (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
+        color=_QUIET, fontsize=9,
+    )  # fmt: skip
+
+
+def _in_groups(losses: Floats, first: int) -> tuple[Floats, Floats]:
+    """Means over groups of positions from ``first`` on, four to a doubling, and each group's middle."""
+    last = len(losses) + 1  # entry p is the loss of the target at position p + 1
+    edges = first * 2 ** np.arange(0, np.log2(last / first) + 0.25, 0.25)
+    groups = list(itertools.pairwise(np.unique(edges.round().astype(np.int64).clip(1, last)).tolist()))
+    means = np.array([losses[start - 1 : stop - 1].mean() for start, stop in groups])
+    return np.array([np.sqrt(start * (stop - 1)) for start, stop in groups]), means

@@ -1,0 +1,238 @@
+"""Checkpoints of a run in progress: all that decides its next step, written so that none is half there.
+
+A checkpoint is a directory `step-N` that appears in one rename once it is complete and on disk:
+
+=======================  =========================================================================
+`trainable.safetensors`  the weights that are trained, by parameter name
+`optimizer.pt`           the state of the optimizer and of the learning-rate schedule
+`rng-R.pt`               the state of every random generator of process R
+`state.json`             step, tokens, seconds, recipe, and a fingerprint of the data
+=======================  =========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+KEPT = 2
+"""Checkpoints kept: one to go on from, and the one before it."""
+
+MAY_CHANGE = frozenset({
+    "steps", "log_every", "save_every", "eval_every", "eval_data", "eval_lengths", "eval_documents",
+    "eval_split", "tensorboard", "output_dir",
+})  # fmt: skip
+"""Fields of the recipe that do not change what a step computes, and so may differ when a run goes on."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps done; with the seed it gives the position in the data.
+        tokens: tokens trained on.
+        seconds: time spent in training steps, over all sessions of the run.
+        data: fingerprint of the documents.
+        processes: how many processes share each step.
+        recipe: the recipe as a dictionary.
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    data: str
+    processes: int
+    recipe: dict[str, Any]
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The complete checkpoints below a run's directory, oldest step first."""
+    found = [
+        path for path in (directory / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)
+    ]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint was saved after."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def save_checkpoint(
+    directory: Path,
+    state: RunState,
+    module: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    accelerator: Accelerator,
+) -> Path:
+    """Write `directory/checkpoints/step-N` and remove all but the newest; every process calls this.
+
+    Raises:
+        RopeExtendError: the disk is full or cannot be written to; earlier checkpoints are untouched.
+    """
+    final = directory / "checkpoints" / f"step-{state.step}"
+    partial = final.with_name(f".{final.name}.partial")
+    try:
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_file(dict(_trainable(module)), partial / "trainable.safetensors")
+            torch.save(
+                {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()},
+                partial / "optimizer.pt",
+            )
+            (partial / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        accelerator.wait_for_everyone()
+        torch.save(_random_state(), partial / f"rng-{accelerator.process_index}.pt")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            _publish(partial, final)
+            # What a killed process left half-written goes too.
+            for old in [*checkpoints(directory)[:-KEPT], *final.parent.glob(".step-*.partial")]:
+                shutil.rmtree(old)
+    except OSError as error:
+        raise RopeExtendError(
+            f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are intact; make room, then "
+            "resume the run"
+        ) from error
+    accelerator.wait_for_everyone()
+    return final
+
+
+def _publish(partial: Path, final: Path) -> None:
+    """Make a directory appear under its name, whole and on disk, or not at all."""
+    for path in (*partial.iterdir(), partial):
+        _flush(path)
+    if final.exists():  # the run went on from an earlier step and has come by here again
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file or a directory's entries are on disk."""
+    if path.is_dir() and os.name == "nt":
+        return  # Windows neither needs nor allows it
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """The state of a checkpoint, without its weights.
+
+    Raises:
+        RopeExtendError: not a checkpoint of a run.
+    """
+    try:
+        return RunState(**json.loads((checkpoint / "state.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise RopeExtendError(
+            f"{checkpoint} is not a checkpoint of a run ({error}); give a directory such as "
+            "OUTPUT_DIR/checkpoints/step-100, or resume=True for the newest"
+        ) from error
+
+
+def check_continues(state: RunState, recipe: Recipe) -> None:
+    """Refuse to go on under a recipe that would have made another run.
+
+    Raises:
+        RopeExtendError: naming every field that differs, with both values.
+    """
+    now, then = recipe.to_dict(), state.recipe
+    changed = [name for name in now if name not in MAY_CHANGE and now[name] != then.get(name)]
+    if changed:
+        listed = "; ".join(f"{name} was {then.get(name)!r} and is {now[name]!r}" for name in changed)
+        raise RopeExtendError(
+            f"cannot resume: {listed}. Restore these fields, or start anew in another output_dir; what may "
+            f"change is {', '.join(sorted(MAY_CHANGE))}"
+        )
+    if recipe.steps < state.step:
+        raise RopeExtendError(
+            f"cannot resume: {state.step} steps are done and the recipe asks for {recipe.steps}; raise steps"
+        )
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    module: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler,
+    accelerator: Accelerator,
+) -> None:
+    """Put weights, optimizer, schedule and random generators back to where `save_checkpoint` left them.
+
+    Raises:
+        RopeExtendError: a file is missing or damaged, or the weights are those of another model.
+    """
+    try:
+        weights = load_file(checkpoint / "trainable.safetensors")
+        training = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        generators = torch.load(
+            checkpoint / f"rng-{accelerator.process_index}.pt", map_location="cpu", weights_only=True
+        )
+        parameters = _trainable(module)
+        if parameters.keys() != weights.keys():
+            different = sorted(parameters.keys() ^ weights.keys())
+            raise RopeExtendError(
+                f"its weights are of another model; {different[0]} is only in one of the two"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(weights[name])
+        optimizer.load_state_dict(training["optimizer"])
+        scheduler.load_state_dict(training["scheduler"])
+    except Exception as error:  # each reader has its own kinds of error for a damaged file
+        raise RopeExtendError(
+            f"cannot read the checkpoint {checkpoint}: {error}. Resume from the one before it, by its path"
+        ) from error
+    _restore_random_state(generators)
+
+
+def _trainable(module: nn.Module) -> Mapping[str, nn.Parameter]:
+    return {name: value for name, value in module.named_parameters() if value.requires_grad}
+
+
+def _random_state() -> dict[str, Any]:
+    """The state of python's, numpy's and torch's generators, in types that torch loads without pickle."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _restore_random_state(state: Mapping[str, Any]) -> None:
+    kind, keys, *rest = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,405 @@
+"""The training loop: LoRA steps, metrics, evaluation, checkpoints, and a clean stop on a signal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import default_collate
+from tqdm.auto import tqdm
+
+from rope_extend.data import Blocks, Document
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation import perplexity
+from rope_extend.loss import NextTokenLoss
+from rope_extend.recipe import Recipe
+from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class FinetuneInterrupted(SystemExit):
+    """A signal ended the run at a step's end, with a checkpoint. Exits with 128 + the signal's number.
+
+    Attributes:
+        checkpoint: where the run can go on from.
+    """
+
+    def __init__(self, signum: int, checkpoint: Path) -> None:
+        super().__init__(128 + signum)
+        self.checkpoint = checkpoint
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a run reads.
+
+    Attributes:
+        blocks: what it trains on.
+        held_out: documents it is evaluated on; may be empty.
+        lengths: the windows it is evaluated at, in tokens.
+    """
+
+    blocks: Blocks
+    held_out: Sequence[Document]
+    lengths: Sequence[int]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is trained
+
+
+def lora_config(model: Any, recipe: Recipe) -> LoraConfig:
+    """The peft configuration of a recipe, with the module names of this model's family.
+
+    Raises:
+        RopeExtendError: `lora_targets` names a layer that the model does not have.
+    """
+    extra: dict[str, Any] = {}
+    if recipe.train_norm_embed:
+        embedding = model.get_input_embeddings()
+        chosen = [
+            name for name, part in model.named_modules() if part is embedding or "Norm" in type(part).__name__
+        ]
+        extra["modules_to_save"] = sorted({_leaf(name) for name in chosen})
+        # Where the head is the embedding matrix, it has to stay so, or the two drift apart.
+        extra["ensure_weight_tying"] = embedding.weight is model.get_output_embeddings().weight
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=recipe.lora_rank,
+        lora_alpha=recipe.lora_alpha,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=_lora_targets(model, recipe.lora_targets),
+        **extra,
+    )
+
+
+def _lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> str | list[str]:
+    """Module names in the form that peft matches: the ends of paths."""
+    if wanted == "all-linear":
+        return wanted
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if wanted == "attention":
+        inside = {
+            name
+            for name in linear
+            if "Attention" in type(model.get_submodule(name.rpartition(".")[0])).__name__
+        }
+        elsewhere = {_leaf(name) for name in linear if name not in inside}
+        # A name that other layers have too, such as "dense", needs its parent to tell the two apart.
+        parts = {name: 2 if _leaf(name) in elsewhere else 1 for name in inside}
+        return sorted({".".join(name.split(".")[-count:]) for name, count in parts.items()})
+    for target in wanted:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            # peft would train the other layers and say nothing.
+            leaves = ", ".join(sorted({_leaf(name) for name in linear}))
+            raise RopeExtendError(
+                f"recipe: lora_targets has {target!r}; this model's linear layers are {leaves}"
+            )
+    return list(wanted)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
+    """Recompute the layers of a transformers model in the backward pass, or stop doing so."""
+    action = "enable" if enabled else "disable"
+    # transformers 5.23 renames the methods and warns when the old name is called.
+    method = getattr(model, f"activation_checkpointing_{action}", None)
+    method = method or getattr(model, f"gradient_checkpointing_{action}")
+    # Not reentrant: only so do gradients reach LoRA behind a frozen embedding.
+    method(*[{"use_reentrant": False}] if enabled else [])
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
+def block_index(position: int, seed: int, count: int) -> int:
+    """Which of `count` blocks comes at a position of the endless stream that shuffles anew every epoch.
+
+    A function of the position alone: a run that goes on needs to know its step and nothing else, and the
+    order does not depend on the number of processes.
+    """
+    epoch, place = divmod(position, count)
+    return int(_order(seed, epoch, count)[place])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The loop
+
+
+class TrainingRun:
+    """One session of a run: the model with its new adapter, the optimizer, and the loop over steps.
+
+    Attributes:
+        model: the `PeftModel`.
+        state: where the run stands.
+        metrics: what was measured last, and the file it is written to.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: Any,
+        data: RunData,
+        state: RunState,
+        accelerator: Accelerator,
+    ) -> None:
+        self.recipe, self.data, self.state, self.accelerator = recipe, data, state, accelerator
+        self.directory = Path(recipe.output_dir)
+        self.dtype = model.dtype
+
+        set_seed(recipe.seed)
+        self.model = get_peft_model(model, lora_config(model, recipe))
+        set_gradient_checkpointing(model, recipe.gradient_checkpointing)
+        self.parameters = [value for value in self.model.parameters() if value.requires_grad]
+        for parameter in self.parameters:  # bfloat16's 8 bits would lose steps of 1e-4
+            parameter.data = parameter.data.float()
+        optimizer = torch.optim.AdamW(
+            self.parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
+        )
+        self.scheduler = LambdaLR(optimizer, self._rate)
+        # The loss is part of what is wrapped: DistributedDataParallel synchronises in its own forward only.
+        self.objective, self.optimizer = accelerator.prepare(NextTokenLoss(self.model), optimizer)
+        self.metrics = Metrics(self.directory / "metrics.jsonl", accelerator, state.step)
+        if recipe.tensorboard:
+            accelerator.init_trackers(
+                "tensorboard",
+                config={name: str(value) for name, value in recipe.to_dict().items()},
+                init_kwargs={"tensorboard": {"purge_step": state.step + 1}},
+            )
+
+    def _rate(self, step: int) -> float:
+        """Share of the learning rate: linear from a tenth, then constant (2306.15595, section 3.1)."""
+        warmup = self.recipe.warmup_steps
+        return 1.0 if step >= warmup else 0.1 + 0.9 * step / warmup
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one optimizer step sees, over all processes."""
+        recipe = self.recipe
+        sequences = recipe.batch_size * recipe.gradient_accumulation * self.accelerator.num_processes
+        return sequences * recipe.length
+
+    def train(self, checkpoint: Path | None) -> None:
+        """Run to the recipe's last step, from `checkpoint` if given, and leave the model ready to save.
+
+        Raises:
+            RopeExtendError: a loss or gradient that is not finite.
+            FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
+        """
+        recipe, accelerator = self.recipe, self.accelerator
+        if checkpoint is None:
+            self._evaluate()
+            set_seed(recipe.seed, device_specific=True)  # dropout differs between processes
+        else:
+            load_checkpoint(checkpoint, self.model, self.optimizer, self.scheduler, accelerator)
+        self.objective.train()
+        bar = tqdm(
+            total=recipe.steps, initial=self.state.step, unit="step", disable=not accelerator.is_main_process
+        )
+        with bar, _Signals() as signals:
+            while self.state.step < recipe.steps:
+                self._step(bar)
+                last = self.state.step == recipe.steps
+                if last or _due(self.state.step, recipe.eval_every):
+                    self._evaluate()
+                stop = self._agreed(signals.received)
+                if last or stop or _due(self.state.step, recipe.save_every):
+                    saved = self._save()
+                if stop and not last:
+                    bar.close()
+                    self._interrupt(stop, saved)
+        for name, parameter in self.model.named_parameters():
+            if "modules_to_save" in name:  # as loading the adapter onto such a base will have it
+                parameter.data = parameter.data.to(self.dtype)
+        self.model.eval()
+        self._close_trackers()
+
+    def _batch(self, forward: int) -> Mapping[str, torch.Tensor]:
+        """This process's sequences for one forward pass of the present step, `[batch_size, length]`."""
+        recipe, accelerator, items = self.recipe, self.accelerator, self.data.blocks
+        forwards = self.state.step * recipe.gradient_accumulation + forward
+        first = (forwards * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
+        positions = range(first, first + recipe.batch_size)
+        batch = default_collate([items[block_index(p, recipe.seed, len(items))] for p in positions])
+        return {name: value.to(accelerator.device) for name, value in batch.items()}
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        # Trained weights are float32 over a bfloat16 base; this multiplies and keeps them in bfloat16.
+        enabled = self.dtype == torch.bfloat16
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
+
+    def _step(self, bar: Any) -> None:
+        """One optimizer step, and its line of metrics."""
+        recipe, accelerator = self.recipe, self.accelerator
+        started = time.perf_counter()
+        total = torch.zeros((), device=accelerator.device)
+        for forward in range(recipe.gradient_accumulation):
+            with accelerator.accumulate(self.objective):
+                with self._autocast():
+                    loss = self.objective(**self._batch(forward))
+                accelerator.backward(loss)
+            total += loss.detach() / recipe.gradient_accumulation
+        norm = float(accelerator.clip_grad_norm_(self.parameters, recipe.max_grad_norm))
+        mean = float(accelerator.reduce(total, "mean"))
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            raise RopeExtendError(
+                f"step {self.state.step + 1}: the loss is {mean} and the gradient's norm {norm}; this step "
+                "changed no weight. Try a lower learning_rate, a longer warmup_steps or dtype float32 in a "
+                f"new run; checkpoints are in {self.directory / 'checkpoints'}"
+            )
+        rate = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - started
+
+        state = self.state = replace(
+            self.state,
+            step=self.state.step + 1,
+            tokens=self.state.tokens + self.tokens_per_step,
+            seconds=self.state.seconds + seconds,
+        )
+        speed = self.tokens_per_step / seconds
+        bar.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        bar.update()
+        self.metrics.loss = mean
+        if _due(state.step, recipe.log_every) or state.step == recipe.steps:
+            self.metrics.write(
+                step=state.step,
+                loss=mean,
+                lr=rate,
+                grad_norm=norm,
+                tokens=state.tokens,
+                tokens_per_second=round(speed, 1),
+                seconds=round(state.seconds, 3),
+            )
+
+    def _evaluate(self) -> None:
+        """Perplexity by length on the held-out documents; every process computes it, one writes it."""
+        if not self.data.held_out:
+            return
+        main = self.accelerator.is_main_process
+        self.model.eval()
+        with self._autocast():
+            result = perplexity(self.model, self.data.held_out, self.data.lengths, progress=main)
+        self.model.train()
+        self.metrics.perplexity = result.ppl
+        self.metrics.write(step=self.state.step, perplexity=result.ppl)
+        if main:
+            curve = ", ".join(f"{value:.2f} at {length}" for length, value in result.ppl.items())
+            logger.info("step %d: perplexity %s", self.state.step, curve)
+
+    def _agreed(self, received: int) -> int:
+        """The signal that any process received, so that all stop at the same step; 0 for none."""
+        if self.accelerator.num_processes == 1:
+            return received
+        mine = torch.tensor([received], device=self.accelerator.device)
+        return int(self.accelerator.gather(mine).max())
+
+    def _save(self) -> Path:
+        return save_checkpoint(
+            self.directory, self.state, self.model, self.optimizer, self.scheduler, self.accelerator
+        )
+
+    def _close_trackers(self) -> None:
+        # Not `end_training`, which also ends the process group, and with it a second run in this program.
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+
+    def _interrupt(self, signum: int, checkpoint: Path) -> None:
+        logger.warning(
+            "%s: stopped after step %d of %d and saved %s. To go on, run the same again with --resume "
+            "(resume=True)", signal.Signals(signum).name, self.state.step, self.recipe.steps, checkpoint,
+        )  # fmt: skip
+        self._close_trackers()
+        raise FinetuneInterrupted(signum, checkpoint)
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+class Metrics:
+    """`metrics.jsonl` and the trackers, and what was measured last.
+
+    A run that goes on drops the lines of steps that will come again.
+
+    Attributes:
+        loss: of the last step, in nats.
+        perplexity: of the last evaluation, by length in tokens.
+    """
+
+    def __init__(self, path: Path, accelerator: Accelerator, step: int) -> None:
+        self.path, self.accelerator = path, accelerator
+        self.loss, self.perplexity = math.nan, dict[int, float]()
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []:
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError:  # the last line of a run that was killed as it wrote
+                continue
+            if values["step"] <= step:
+                kept.append(line + "\n")
+                self.loss = values.get("loss", self.loss)
+                curve = values.get("perplexity", self.perplexity)
+                self.perplexity = {int(length): value for length, value in curve.items()}
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            path.write_text("".join(kept), encoding="utf-8")
+
+    def write(self, step: int, **values: Any) -> None:
+        """Add one line, on the main process."""
+        if not self.accelerator.is_main_process:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        curve = {f"perplexity/{length}": value for length, value in values.pop("perplexity", {}).items()}
+        self.accelerator.log(values | curve, step=step)
+
+
+class _Signals:
+    """Notes Ctrl-C and SIGTERM for the end of the step; a second one acts at once, as it would have."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._before: dict[int, Any] = {}
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received = signum
+        signal.signal(signum, self._before[signum])
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # python allows handlers nowhere else
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                self._before[signum] = signal.signal(signum, self._note) or signal.SIG_DFL
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,14 @@
+"""Fine-tune a model on a longer window: `rope-extend finetune`, as a script for launchers.
+
+One process:        python scripts/finetune.py configs/demo_yarn.yaml
+One per GPU:        torchrun --nproc-per-node 8 scripts/finetune.py configs/llama_7b_32k_yarn.yaml
+With accelerate:    accelerate launch --num_processes 8 scripts/finetune.py configs/llama_7b_32k_yarn.yaml
+Two CPU processes:  ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 scripts/finetune.py ...
+"""
+
+import sys
+
+from rope_extend.cli import main
+
+if __name__ == "__main__":
+    main(["finetune", *sys.argv[1:]])

@@ -1,0 +1,318 @@
+"""Reports that read back as they were written, and pictures that show the numbers they were given."""
+
+import csv
+import json
+import math
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
+from PIL import Image
+
+import rope_extend as rx
+from rope_extend import plots
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation import PerplexityResult
+from rope_extend.evaluation.report import (
+    FILES,
+    EvaluationRow,
+    check_output,
+    csv_table,
+    markdown_table,
+    read_results,
+    write_report,
+)
+
+TRAINED = 32
+LENGTHS = (32, 64, 128, 256)
+
+
+def result(level: float, lengths: tuple[int, ...] = LENGTHS, **changes: object) -> PerplexityResult:
+    nll = level + np.sin(np.arange(max(lengths) - 1.0)) / 7
+    values = {
+        "ppl": {n: math.exp(nll[: n - 1].mean()) for n in lengths},
+        "tokens": {n: 3 * (n - 1) for n in lengths},
+        "nll_by_position": nll,
+        "protocol": "prefix",
+        "window": None,
+        "documents": 3,
+        "dropped_documents": 1,
+        "data": "0123456789abcdef",
+        "passes": 1,
+        "forward_tokens": 3 * max(lengths),
+        "seconds": 1.5,
+        "peak_memory_bytes": 10**8,
+    }
+    return PerplexityResult(**{**values, **changes})
+
+
+def row(label: str, method: str | None, level: float, adapter: str | None = None, **changes) -> EvaluationRow:
+    encoding = None if method is None else {"name": method, "factor": 8.0}
+    return EvaluationRow(label, encoding, "demo", adapter, result(level, **changes))
+
+
+@pytest.fixture
+def rows() -> list[EvaluationRow]:
+    return [
+        row("plain RoPE", None, 7.1),
+        row("linear", "linear", 3.01),
+        row("YaRN", "yarn", 3.0),
+        row("linear + LoRA", "linear", 2.02, "runs/linear"),
+        row("YaRN + LoRA", "yarn", 2.01, "runs/yarn"),
+        row("LoRA, cropped", None, 2.0, "runs/none", protocol="cropped", window=32),
+        row("short", "ntk", 2.5, lengths=(32, 64)),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- report
+
+
+def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    paths = write_report(rows, tmp_path / "new" / "report", trained_length=TRAINED)
+    assert [path.name for path in paths] == list(FILES)
+    assert all(path.stat().st_size > 100 for path in paths)
+    for again in (read_results(tmp_path / "new" / "report"), read_results(paths[0])):
+        assert [r.to_dict() for r in again] == [{**r.to_dict(), "trained_length": TRAINED} for r in rows]
+    line = json.loads(paths[0].read_text().splitlines()[1])
+    assert line["versions"].keys() == {"rope_extend", "torch", "transformers"}
+    assert line["versions"]["rope_extend"] == rx.__version__
+    assert line["result"]["data"] == "0123456789abcdef"
+
+
+def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    check_output(tmp_path / "report")
+    write_report(rows[:1], tmp_path / "report", trained_length=TRAINED)
+    before = (tmp_path / "report" / "results.jsonl").read_bytes()
+    for refuse in (
+        lambda: check_output(tmp_path / "report"),
+        lambda: write_report(rows, tmp_path / "report", trained_length=TRAINED),
+    ):
+        with pytest.raises(RopeExtendError, match=r"already holds results\.jsonl.*overwrite=True"):
+            refuse()
+    assert (tmp_path / "report" / "results.jsonl").read_bytes() == before
+    write_report(rows[:2], tmp_path / "report", trained_length=TRAINED, overwrite=True)
+    assert [r.label for r in read_results(tmp_path / "report")] == ["plain RoPE", "linear"]
+
+
+def test_the_table_has_a_row_for_each_method_and_a_column_for_each_length(rows: list[EvaluationRow]) -> None:
+    lines = markdown_table(rows).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert cells[0] == ["", "32", "64", "128", "256"]
+    assert [line[0] for line in cells[2:]] == [r.label for r in rows]
+    for line, r in zip(cells[2:], rows, strict=True):
+        for cell, length in zip(line[1:], LENGTHS, strict=True):
+            if length in r.result.ppl:
+                assert float(cell.replace(",", "")) == pytest.approx(r.result.ppl[length], rel=5e-3)
+            else:
+                assert cell == "–"
+    assert len({len(line) for line in lines if line.startswith("|")}) == 1  # aligned
+
+
+def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
+    header, *lines = csv.reader(csv_table(rows).splitlines())
+    assert header == ["method", "32", "64", "128", "256"]
+    for line, r in zip(lines, rows, strict=True):
+        assert [float(cell) if cell else None for cell in line[1:]] == [r.result.ppl.get(n) for n in LENGTHS]
+
+
+def test_the_table_says_what_keeps_rows_from_being_compared(rows: list[EvaluationRow]) -> None:
+    other = row("elsewhere", "yarn", 1.0, data="fedcba9876543210", passes=3)
+    notes = markdown_table([*rows, other])
+    assert "elsewhere: measured on other text (fedcba9876543210); DO NOT COMPARE" in notes
+    assert "elsewhere: tables depend on the length, so 3 passes" in notes
+    assert "LoRA, cropped: the model sees 32 tokens at a time" in notes
+    assert "NOT COMPARE" not in markdown_table(rows)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.2345, "1.23"), (19.99, "19.99"), (123.45, "123.5"), (987.6, "988"), (12345.6, "12,346"),
+     (math.nan, "nan"), (math.inf, "inf")],
+)  # fmt: skip
+def test_numbers_have_the_digits_that_count(value: float, text: str) -> None:
+    table = markdown_table([EvaluationRow("a", None, "m", None, result(1.0, ppl={32: value}))])
+    assert table.splitlines()[2].split("|")[2].strip() == text
+
+
+def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "odd.jsonl").write_text('{"label": "a"}\n')
+    for call, message in (
+        (lambda: write_report([], tmp_path, trained_length=TRAINED), "no rows"),
+        (lambda: write_report([rows[0], rows[0]], tmp_path, trained_length=TRAINED), "'?plain RoPE"),
+        (lambda: check_output(tmp_path / "file"), "is a file"),
+        (lambda: read_results(tmp_path / "none"), "no results at"),
+        (lambda: read_results(tmp_path), "no results at"),
+        (lambda: read_results(tmp_path / "odd.jsonl"), "line 1"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            call()
+
+
+# --------------------------------------------------------------------------------------------- pictures
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[plots._Picture]:
+    """Every picture that was saved, to look at what is in it."""
+    pictures: list[plots._Picture] = []
+    save = plots._Picture.save
+    monkeypatch.setattr(plots._Picture, "save", lambda self: pictures.append(self) or save(self))
+    return pictures
+
+
+def lines(axes: Axes) -> dict[str, matplotlib.lines.Line2D]:
+    return {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+
+
+def names(axes: Axes) -> list[matplotlib.text.Annotation]:
+    return [text for text in axes.texts if text.get_text() in lines(axes)]
+
+
+def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
+    path = plots.plot_perplexity(rows, TRAINED, tmp_path / "deep" / "perplexity.png", title="A title")
+    axes = drawn[0].axes
+    assert lines(axes).keys() == {r.label for r in rows}
+    for r in rows:
+        x, y = lines(axes)[r.label].get_data()
+        assert dict(zip(x, y, strict=True)) == r.result.ppl
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["32", "64", "128", "256"]
+    assert any(list(line.get_xdata()) == [TRAINED, TRAINED] for line in axes.lines)
+    assert any(text.get_text() == "trained window, 32" for text in axes.texts)
+    assert axes.get_title("left") == "A title"
+    with Image.open(path) as image:
+        assert image.size == (1600, 960)
+        assert len(image.convert("RGB").getcolors(2**20)) > 100
+
+
+def test_looks_tell_methods_and_training_apart(rows, drawn, tmp_path: Path) -> None:
+    plots.plot_perplexity(rows, TRAINED, tmp_path / "a.png")
+    found = lines(drawn[0].axes)
+    colour = {label: to_hex(line.get_color()) for label, line in found.items()}
+    assert colour["linear"] == colour["linear + LoRA"]
+    assert colour["YaRN"] == colour["YaRN + LoRA"]
+    assert len({colour[label] for label in ("plain RoPE", "linear", "YaRN", "short")}) == 4
+    assert {found[label].get_linestyle() for label in ("linear + LoRA", "YaRN + LoRA")} == {"-"}
+    assert {found[label].get_linestyle() for label in ("plain RoPE", "linear", "YaRN")} == {"--"}
+    assert found["linear"].get_marker() == found["linear + LoRA"].get_marker() != found["YaRN"].get_marker()
+    subtitle = "dashed: untrained · solid: fine-tuned · dotted: context cropped"
+    assert any(text.get_text() == subtitle for text in drawn[0].axes.texts)
+    plots.plot_perplexity(rows[:3], TRAINED, tmp_path / "b.png")
+    assert not any("dashed" in text.get_text() for text in drawn[1].axes.texts)  # nothing to tell apart
+
+
+@pytest.mark.parametrize("draw", [plots.plot_perplexity, plots.plot_loss_by_position])
+@pytest.mark.parametrize("count", [1, 6, 14])
+def test_names_overlap_neither_each_other_nor_the_lines(draw, count: int, drawn, tmp_path: Path) -> None:
+    many = [row(f"method {i}", f"method{i}", 2 + i / 1000) for i in range(count)]
+    draw(many, TRAINED, tmp_path / "a.png")
+    (picture,) = drawn
+    picture.figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(name) for name in names(picture.axes)]  # without its pointer
+    assert len(boxes) == count
+    canvas, area = picture.figure.bbox, picture.axes.get_window_extent()
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    for box in boxes:
+        assert box.x0 > area.x1
+        assert box.x1 <= canvas.x1
+        assert canvas.y0 <= box.y0
+        assert box.y1 <= canvas.y1
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    st.floats(0.01, 0.08),
+)
+def test_spreading_keeps_order_and_distance(places: list[float], gap: float) -> None:
+    spread = plots._spread(places, gap)
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    ordered = [spread[i] for i in order]
+    assert all(b - a >= gap - 1e-9 for a, b in pairwise(ordered))
+    assert min(spread) >= 0
+    assert max(spread) <= 1 + 1e-9
+    near = sorted(places)
+    if all(b - a >= gap for a, b in pairwise(near)):
+        assert spread == pytest.approx(places, abs=1e-9)  # what is far enough apart stays where it is
+
+
+def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
+    bad = row("bad", "ntk", 1.0, ppl={32: 10.0, 64: math.inf, 128: math.nan})
+    worse = row("worse", "yarn", 1.0, ppl={32: math.nan}, nll_by_position=np.full(31, math.nan))
+    plots.plot_perplexity([bad, worse], TRAINED, tmp_path / "a.png")
+    assert list(lines(drawn[0].axes)["bad"].get_xdata()) == [32]
+    assert [text.get_text() for text in names(drawn[0].axes)] == ["bad"]
+    plots.plot_loss_by_position([bad, worse], TRAINED, tmp_path / "b.png")
+
+
+def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> None:
+    steps = row("steps", "yarn", 1.0, nll_by_position=np.where(np.arange(1, 256) < 64, 2.0, 5.0))
+    plots.plot_loss_by_position([steps], TRAINED, tmp_path / "a.png")
+    x, y = lines(drawn[0].axes)["steps"].get_data()
+    assert (np.diff(x) > 0).all()
+    assert 1 <= x[0] < x[-1] <= 255
+    assert (y[x < 64] == 2).all()
+    assert (y[x >= 64] == 5).all()
+    assert len(x) > 20
+
+
+def test_training_is_drawn_with_its_running_mean(drawn, tmp_path: Path) -> None:
+    losses = [5 - 0.02 * i for i in range(50)]
+    log = [{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)] + [
+        {"step": 50, "perplexity": {"32": 3}}
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, log)) + '\n{"step": 51, "lo')
+    plots.plot_training(tmp_path / "metrics.jsonl", tmp_path / "a.png")
+    raw, mean = drawn[0].axes.lines
+    assert list(raw.get_ydata()) == losses
+    assert list(raw.get_xdata()) == list(range(1, 51))
+    for i, value in enumerate(mean.get_ydata()):
+        assert value == pytest.approx(np.mean(losses[max(0, i - 4) : i + 1]))
+
+
+def test_frequencies_are_drawn_from_the_encodings_alone(drawn, tmp_path: Path) -> None:
+    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
+    chosen = [rx.encoding("none"), rx.encoding("linear", factor=4.0), rx.encoding("dynamic_ntk", factor=4.0)]
+    plots.plot_frequencies(chosen, shape, tmp_path / "a.svg", seq_len=128)
+    upper, lower = drawn[0].panels
+    for encoding in chosen:
+        expected = encoding.inv_freq(shape, 128).numpy()
+        np.testing.assert_allclose(lines(upper)[str(encoding)].get_ydata(), 2 * np.pi / expected)
+        np.testing.assert_allclose(
+            lines(lower)[str(encoding)].get_ydata(), expected / chosen[0].inv_freq(shape).numpy()
+        )
+    np.testing.assert_allclose(lines(lower)["linear(factor=4)"].get_ydata(), 0.25)
+    assert any(list(line.get_ydata()) == [TRAINED, TRAINED] for line in upper.lines)
+
+
+def test_an_svg_names_every_line_and_no_global_state_changes(rows, tmp_path: Path) -> None:
+    settings = dict(matplotlib.rcParams)
+    first = plots.plot_perplexity(rows, TRAINED, tmp_path / "a.svg").read_text()
+    assert dict(matplotlib.rcParams) == settings
+    assert first.startswith("<?xml")
+    for r in rows:
+        assert f"<!-- {r.label} -->" in first
+
+
+def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
+    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
+    (tmp_path / "empty.jsonl").write_text('{"step": 1, "perplexity": {}}\n')
+    for call, message in (
+        (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a.gif"), r"'\.gif'.*\.png, \.svg, \.pdf"),
+        (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a"), r"\.png"),
+        (lambda: plots.plot_perplexity([], TRAINED, tmp_path / "a.png"), "no rows"),
+        (lambda: plots.plot_loss_by_position([], TRAINED, tmp_path / "a.png"), "no rows"),
+        (lambda: plots.plot_frequencies([], shape, tmp_path / "a.png"), "no encodings"),
+        (lambda: plots.plot_training(tmp_path / "none.jsonl", tmp_path / "a.png"), "no training log"),
+        (lambda: plots.plot_training(tmp_path / "empty.jsonl", tmp_path / "a.png"), "'step' and a 'loss'"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            call()
+    assert not list(tmp_path.glob("a*"))
