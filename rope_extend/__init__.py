@@ -1,15 +1,23 @@
 """rope_extend: make pretrained Llama-style models read further than they were trained to."""
 
+from rope_extend.checkpoint import load, load_adapter, save
+from rope_extend.data import load_documents
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encoding, encodings
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
+from rope_extend.evaluation import PerplexityResult, perplexity
 from rope_extend.families import supported_families
+from rope_extend.finetune import finetune
+from rope_extend.info import info
 from rope_extend.patching import Patch, current_patch, extend, patch_model
+from rope_extend.recipe import Recipe
 
 __version__ = "0.1.0"
 __all__ = [
     "Encoding",
     "Patch",
     "PatchError",
+    "PerplexityResult",
+    "Recipe",
     "RopeEncoding",
     "RopeExtendError",
     "RopeShape",
@@ -19,6 +27,13 @@ __all__ = [
     "encoding",
     "encodings",
     "extend",
+    "finetune",
+    "info",
+    "load",
+    "load_adapter",
+    "load_documents",
     "patch_model",
+    "perplexity",
+    "save",
     "supported_families",
 ]

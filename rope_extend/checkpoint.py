@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.patching import Patch, current_patch, patch_model, shape_of, unwrap
+from rope_extend.pretrained import pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +250,7 @@ def load(
     """
     record = read_record(directory)
     if not (Path(directory) / "adapter_config.json").exists():
-        model = _from_pretrained(str(directory), "", **from_pretrained_kwargs)
+        model = pretrained(AutoModelForCausalLM, str(directory), **from_pretrained_kwargs)
         _apply(model, record)
         return model
     name = base_model or record.base_model
@@ -258,14 +259,7 @@ def load(
     hint = (
         f". It is the base model that {Path(directory) / RECORD_NAME} names; give base_model= if it has moved"
     )
-    return load_adapter(_from_pretrained(name, hint, **from_pretrained_kwargs), directory)
-
-
-def _from_pretrained(name: str, hint: str, **kwargs: Any) -> Any:
-    try:
-        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
-        raise RopeExtendError(f"cannot load the model {name!r}: {error}{hint}") from error
+    return load_adapter(pretrained(AutoModelForCausalLM, name, hint, **from_pretrained_kwargs), directory)
 
 
 def load_adapter(

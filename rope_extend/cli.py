@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 
 from rope_extend.errors import RopeExtendError
 
-# Heavy imports stay inside the commands: `rope-extend --help` must not wait for torch.
-
 Command = Callable[[argparse.Namespace], None]
 
 
@@ -82,7 +80,7 @@ def methods(arguments: argparse.Namespace) -> None:
     """List the position encodings: what each is, its parameters, and its source."""
     from rope_extend.encodings import encoding_class, encodings
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "parameters": cls.parameters(),
@@ -165,9 +163,7 @@ def info(arguments: argparse.Namespace) -> None:
     print(f"slow channels   {found.slow_channels} of {shape.dim // 2} pairs never turned once in training")
     if found.record:
         print(f"extended by rope_extend to {found.record['target_length']} tokens")
-    print(
-        f"\nread at {format_length(target)} tokens, {target / shape.trained_length:g}x the trained window:"
-    )
+    print(f"\nread at {format_length(target)} tokens, {target / shape.trained_length:g}x the trained window:")
     width = max(len(effect.encoding) for effect in effects)
     print(f"{'method':<{width}}  resolution  kept  unseen  attention  stock")
     for effect in effects:
@@ -204,13 +200,9 @@ def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(parser)
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
-        "--resume",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="CHECKPOINT",
-        help="go on from the newest checkpoint in the output directory, or from this one",
+        "--resume", action="store_true", help="go on from the newest checkpoint in the output directory"
     )
+    existing.add_argument("--resume-from", metavar="CHECKPOINT", help="go on from this one")
     existing.add_argument("--overwrite", action="store_true", help="replace a run in the output directory")
 
 
@@ -224,7 +216,7 @@ def finetune(arguments: argparse.Namespace) -> None:
     from rope_extend.recipe import recipe_from_arguments
 
     recipe = recipe_from_arguments(arguments)
-    result = run(recipe, resume=arguments.resume, overwrite=arguments.overwrite)
+    result = run(recipe, resume=arguments.resume_from or arguments.resume, overwrite=arguments.overwrite)
     print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s: {result.output_dir}")
     print(f"evaluate it: rope-extend evaluate {recipe.model} {result.output_dir} --data ...")
 

@@ -14,7 +14,7 @@ import logging
 import operator
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -23,6 +23,7 @@ import datasets
 import numpy as np
 import torch
 
+from rope_extend.demo import evaluation_files, finetuning_files
 from rope_extend.errors import RopeExtendError
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ _TABLE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # A directory of texts often has a .json beside them that is no text; one that is named outright is read.
 _SUFFIXES = _TEXT_SUFFIXES | {".jsonl", ".parquet"}
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
+_DEMO: dict[str | Path, Callable[[], list[Path]]] = {
+    "demo:finetuning": finetuning_files,
+    "demo:evaluation": evaluation_files,
+}
 
 
 # --------------------------------------------------------------------------------------------- lengths
@@ -105,7 +110,9 @@ def load_documents(
     Args:
         source: a directory (searched for text, source code, JSONL and Parquet; hidden ones are skipped), a
             file, a glob pattern, a list of these, or the id of a hub dataset, ``"owner/name"`` or
-            ``"owner/name:config"``. A text file is one document; so is each row of a table.
+            ``"owner/name:config"``, or ``"demo:finetuning"`` and ``"demo:evaluation"``, two disjoint parts
+            of the Python standard library, which every user has. A text file is one document; so is each
+            row of a table.
         tokenizer: a transformers tokenizer. It adds the special tokens that it adds by default (BOS, where
             the model was trained with one), so positions count as they did in training.
         text_column: the column of a table that holds the text.
@@ -125,6 +132,7 @@ def load_documents(
     for name, limit in (("max_documents", max_documents), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise RopeExtendError(f"{name} must be at least 1, or None for no limit; got {limit!r}")
+    source = _with_demo_files(source)
     documents: list[Document] = []
     lengths: dict[str, int] = {}
     for names, table in _tables(source, text_column, split, cache_dir):
@@ -157,6 +165,16 @@ def fingerprint(documents: Iterable[Document]) -> str:
         digest.update(len(ids).to_bytes(8, "little"))
         digest.update(ids.tobytes())
     return digest.hexdigest()[:16]
+
+
+def _with_demo_files(source: str | Path | Sequence[str | Path]) -> str | Path | Sequence[str | Path]:
+    """Replace the names of the demonstration's texts by their files, which lie elsewhere in each Python."""
+    names = [source] if isinstance(source, str | Path) else list(source)
+    try:
+        found = [path for name in names for path in (_DEMO[name]() if name in _DEMO else [name])]
+    except FileNotFoundError as error:
+        raise RopeExtendError(str(error)) from error
+    return source if found == names else found
 
 
 def _describe(source: str | Path | Sequence[str | Path]) -> str:

@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, is_bf16_available
+from accelerate.utils import ProjectConfiguration
 from peft import PeftModel
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint import save, undone_on_failure
 from rope_extend.data import Document, blocks, fingerprint, load_documents
-from rope_extend.demo import evaluation_files, finetuning_files
 from rope_extend.encodings import RopeShape, encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.patching import Patch, current_patch, extend, patch_model
+from rope_extend.pretrained import default_dtype, empty_model, pretrained
 from rope_extend.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
 from rope_extend.resume import RunState, check_continues, checkpoints, read_state, step_of
 from rope_extend.training import (
@@ -53,9 +53,6 @@ logger = logging.getLogger(__name__)
 
 _RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors")
 """What makes a directory that of a run; `overwrite` removes these and leaves all else."""
-
-_DEMO_TEXT = {"demo:finetuning": finetuning_files, "demo:evaluation": evaluation_files}
-"""Names for text that every Python installation has, wherever it lies: two parts of the standard library."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,7 @@ def finetune(
     dtype = _dtype(recipe, accelerator.device)
     shape = _check_model(recipe, model, dtype)
     if tokenizer is None:
-        tokenizer = _pretrained(AutoTokenizer, recipe.model)
+        tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the others then find the tokens in the cache
         documents = _documents(
             recipe.data,
@@ -138,7 +135,7 @@ def finetune(
     accelerator.wait_for_everyone()
 
     if model is None:
-        model = _pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
+        model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
     name = model.config.name_or_path or recipe.model
     share = data.blocks.share_beyond(shape.trained_length)
     with undone_on_failure(model):
@@ -234,27 +231,14 @@ def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
 
 def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     if recipe.dtype == "auto":
-        return torch.bfloat16 if device.type != "cpu" and is_bf16_available() else torch.float32
+        return default_dtype(device)
     return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
-
-
-def _pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
-    try:
-        return auto.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
-        what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
-        raise RopeExtendError(
-            f"cannot load the {what} of {name!r}: {error}. Give a hub id, or a directory with a transformers "
-            f"checkpoint (seen from {Path.cwd()})"
-        ) from error
 
 
 def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeShape:
     """Try the recipe on the model, or on one without weights that has the config of `recipe.model`."""
     if model is None:
-        config = _pretrained(AutoConfig, recipe.model)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = empty_model(recipe.model)
     elif isinstance(model, PeftModel) or current_patch(model) is not None:
         raise RopeExtendError(
             "finetune takes a base model without patch or adapter, because it applies the recipe's own; call "
@@ -290,10 +274,8 @@ def _documents(
     max_documents: int | None,
     max_tokens: int | None,
 ) -> list[Document]:
-    names = [source] if isinstance(source, str) else source
-    paths = [path for name in names for path in (_DEMO_TEXT[name]() if name in _DEMO_TEXT else [name])]
     return load_documents(
-        source if paths == [source] else paths,
+        source,
         tokenizer,
         text_column=recipe.text_column,
         split=split,

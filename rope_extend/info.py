@@ -6,14 +6,13 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encoding_class, encodings
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import adapter_for
 from rope_extend.patching import active_table, config_record, shape_of, unwrap
+from rope_extend.pretrained import empty_model
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,9 @@ def info(model: str | nn.Module, *, trained_length: int | None = None) -> ModelI
     rotary = next(iter(adapter_for(config.model_type).rotary_modules(base.base_model).values()))
     parameters = dict(config.rope_parameters or {})
     record = config_record(config)
-    known = Encoding.from_dict(record["encoding"]) if record else RopeEncoding.from_rope_parameters(parameters)
+    known = (
+        Encoding.from_dict(record["encoding"]) if record else RopeEncoding.from_rope_parameters(parameters)
+    )
     # The stock table must be computable: a config that is broken in other ways shows it here, not later.
     active_table(rotary, config, shape.trained_length)
     return ModelInfo(
@@ -138,23 +139,3 @@ def info(model: str | nn.Module, *, trained_length: int | None = None) -> ModelI
         record=record,
         slow_channels=int((shape.trained_length * shape.inv_freq() < 2 * math.pi).sum()),
     )
-
-
-def empty_model(name: str) -> nn.Module:
-    """The model of a checkpoint's config without weights, on the meta device.
-
-    Raises:
-        RopeExtendError: no such checkpoint.
-        UnsupportedModelError: no adapter for the family.
-    """
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise RopeExtendError(
-            f"cannot read the config of {name!r}: {error}. Give a directory of a transformers checkpoint, or "
-            f"a hub id"
-        ) from error
-    adapter_for(config.model_type)
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model

@@ -124,7 +124,7 @@ def _leaf(name: str) -> str:
 def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
     """Recompute the layers of a transformers model in the backward pass, or stop doing so."""
     action = "enable" if enabled else "disable"
-    # transformers 5.23 renames the methods and warns when the old name is called.
+    # Newer releases of transformers rename the methods, and warn when the old name is called.
     method = getattr(model, f"activation_checkpointing_{action}", None)
     method = method or getattr(model, f"gradient_checkpointing_{action}")
     # Not reentrant: only so do gradients reach LoRA behind a frozen embedding.

@@ -168,7 +168,8 @@ def pretraining_corpus(
     for path in sorted(_sources(root), key=lambda p: _hash(p.relative_to(root))):
         relative = path.relative_to(root)
         package = relative.parts[0]
-        if package == "rope_extend":
+        # This project, and the stub of an editable install: it names the directories of one machine.
+        if package == "rope_extend" or package.startswith("__editable__"):
             continue
         report.seen += 1
         if _is_test(relative):

@@ -111,7 +111,7 @@ def _finetune(recipe: Recipe) -> None:
         check_continues(read_state(checkpoints(directory)[-1]), recipe)
         print(f"  done before: {directory}")
         return
-    finetune(recipe, resume=directory.exists())
+    finetune(recipe, resume=(directory / "recipe.yaml").exists())
 
 
 def _step(number: int, of: int, text: str) -> None:

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_extend.checkpoint import load_adapter, pretrained, read_record
+from rope_extend.checkpoint import load_adapter, read_record
 from rope_extend.data import format_length, load_documents
 from rope_extend.encodings import encoding, encoding_class
 from rope_extend.errors import RopeExtendError
@@ -21,6 +20,7 @@ from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.report import EvaluationRow
 from rope_extend.info import info
 from rope_extend.patching import current_patch, extend, patch_model
+from rope_extend.pretrained import default_dtype, pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -88,10 +88,7 @@ def evaluate(
         max_tokens=wanted[-1],
     )
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if dtype is None:
-        dtype = torch.bfloat16 if where.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    options: dict[str, Any] = {"dtype": dtype}
-    lm = pretrained(AutoModelForCausalLM, model, **options).to(where)
+    lm = pretrained(AutoModelForCausalLM, model, dtype=dtype or default_dtype(where)).to(where)
 
     def rows(reader: nn.Module, label: str, adapter: str | None) -> Iterator[EvaluationRow]:
         patch = current_patch(reader)
