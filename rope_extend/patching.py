@@ -286,16 +286,9 @@ class Patch:
     def _keep_config_in_step(self, base: Any, adapter: FamilyAdapter) -> None:
         config = base.config
         old_parameters, old_length = dict(config.rope_parameters or {}), config.max_position_embeddings
-        parameters = _stock_parameters(self.encoding, self.shape, adapter)
-        if parameters is None:
-            logger.warning(
-                "%s has no form that stock transformers loads for %s; only rope_extend.save keeps it, and "
-                "only rope_extend.load restores it; otherwise the checkpoint reads with its old window",
-                self.encoding, config.model_type,
-            )  # fmt: skip
-            parameters = {"rope_type": "default", "rope_theta": self.shape.theta}
-        carried = {key: old_parameters[key] for key in _CARRIED if key in old_parameters}
-        parameters = {**parameters, **carried}
+        stock = _stock_parameters(self.encoding, self.shape, adapter)
+        parameters = stock or {"rope_type": "default", "rope_theta": self.shape.theta}
+        parameters |= {key: old_parameters[key] for key in _CARRIED if key in old_parameters}
         self._undo.set(config, "rope_parameters", parameters)
         length = self.encoding.max_position_embeddings(self.shape, self.target_length)
         self._undo.set(config, "max_position_embeddings", length)
@@ -314,17 +307,28 @@ class Patch:
         generation = getattr(base, "generation_config", None)
         if generation is not None and getattr(generation, "max_length", None) == old_length:
             self._undo.set(generation, "max_length", self.target_length)
+        if base.device.type != "meta":  # on a model without weights, a patch is a rehearsal
+            was = f"{old_parameters.get('rope_type', 'default')} (window {old_length})"
+            self._tell(config.model_type, was, has_stock_form=stock is not None)
+
+    def _tell(self, model_type: str, was: str, *, has_stock_form: bool) -> None:
+        """Log what was replaced, and what a user has to know about it."""
+        logger.info(
+            "%s: %s replaced by %s (window %d, trained on %d)",
+            model_type, was, self.encoding, self.target_length, self.shape.trained_length,
+        )  # fmt: skip
+        if not has_stock_form:
+            logger.warning(
+                "%s has no form that stock transformers loads for %s; only rope_extend.save keeps it, and "
+                "only rope_extend.load restores it; otherwise the checkpoint reads with its old window",
+                self.encoding, model_type,
+            )  # fmt: skip
         if self.encoding.depends_on_length:
             logger.warning(
                 "%s depends on the length: keys cached before its tables change are not rotated again, so "
                 "decoding with a cache beyond %d tokens differs from one forward over the whole text",
                 self.encoding, self.shape.trained_length,
             )  # fmt: skip
-        logger.info(
-            "%s: %s (window %d) replaced by %s (window %d, trained on %d)", config.model_type,
-            old_parameters.get("rope_type", "default"), old_length, self.encoding, self.target_length,
-            self.shape.trained_length,
-        )  # fmt: skip
 
     def remove(self) -> None:
         """Undo the patch: modules, config and tokenizer are the objects and values they were before.

@@ -29,8 +29,9 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
         return auto.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
         what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
+        reason = str(error).rstrip(".")
         raise RopeExtendError(
-            f"cannot load the {what} of {name!r}: {str(error).rstrip('.')}. Give a hub id, or a directory with a transformers "
+            f"cannot load the {what} of {name!r}: {reason}. Give a hub id, or a directory with a transformers "
             f"checkpoint (seen from {Path.cwd()}){hint}"
         ) from error
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_extend.encodings import RopeShape
@@ -162,3 +162,13 @@ def tiny_model(case: FamilyCase, seed: int = 0) -> PreTrainedModel:
 def llama(**changes: Any) -> PreTrainedModel:
     """A tiny Llama, the family most tests need."""
     return tiny_model(FamilyCase("llama", changes))
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    """A tiny Llama as its class initialises it, with a vocabulary that bytes fit into: for training."""
+    torch.manual_seed(0)
+    values = {
+        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": TRAINED,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**values, **changes}))

@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import TRAINED, tiny_llama
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -33,43 +31,11 @@ from rope_extend.checkpoint import RECORD_NAME, load, read_record
 from rope_extend.finetune import FinetuneInterrupted, Recipe, finetune
 from rope_extend.training import block_index, lora_config
 
-TRAINED, TARGET = 32, 128
-
-
-def tiny(**config: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    values = {
-        "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": TRAINED,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**{**values, **config}))
-
-
-@pytest.fixture(scope="session")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tiny model and its tokenizer in `model/` and texts in `data/`."""
-    directory = tmp_path_factory.mktemp("work")
-    rng = np.random.default_rng(0)
-    words = ["".join(chr(97 + c) for c in rng.integers(0, 26, 4)) for _ in range(40)]
-    (directory / "data").mkdir()
-    for name in "abc":
-        text = " ".join(words[i] for i in rng.integers(0, len(words), 300))
-        (directory / "data" / f"{name}.txt").write_text(text)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator(
-        [" ".join(words)], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
-    )
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory / "model")
-    tiny().save_pretrained(directory / "model")
-    return directory
+TARGET = 128
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(work / "cache"))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "cache")
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     return Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
         target_length=TARGET, steps=8, gradient_accumulation=2, learning_rate=1e-2, warmup_steps=3,
@@ -167,14 +133,14 @@ def test_the_loss_falls_on_a_text_to_memorise(recipe: Recipe, work: Path) -> Non
         recipe, data=str(work / "data" / "a.txt"), steps=60, max_tokens=TARGET, lora_dropout=0, lora_rank=16,
         lora_targets="all-linear", train_norm_embed=True, learning_rate=2e-2, gradient_accumulation=1,
     )  # fmt: skip
-    finetune(recipe, model=tiny(tie_word_embeddings=True))
+    finetune(recipe, model=tiny_llama(tie_word_embeddings=True))
     losses = [line["loss"] for line in metrics(recipe.output_dir)]
     assert losses[0] > 5
     assert losses[-1] < 0.3 * losses[0]
 
 
 def test_the_base_weights_are_untouched(recipe: Recipe) -> None:
-    model = tiny()
+    model = tiny_llama()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     result = finetune(recipe, model=model)
     unloaded = result.model.unload()
@@ -259,7 +225,7 @@ def test_half_precision_keeps_what_is_trained_in_float32(recipe: Recipe) -> None
 def test_norms_and_embeddings_are_trained_saved_and_stay_tied(recipe: Recipe, tied: bool) -> None:
     recipe = replace(recipe, train_norm_embed=True, steps=2)
     torch.manual_seed(1)
-    model = tiny(tie_word_embeddings=tied)
+    model = tiny_llama(tie_word_embeddings=tied)
     base = Path(recipe.output_dir).with_name("base")
     model.save_pretrained(base)
     result = finetune(replace(recipe, model=str(base)), tokenizer=tokenizer_of(recipe))
@@ -484,7 +450,7 @@ def test_nothing_to_resume_is_refused(recipe: Recipe, tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_undoes_the_model(recipe: Recipe) -> None:
-    model = tiny()
+    model = tiny_llama()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
     before, modules = dict(model.state_dict()), dict(model.named_modules())
@@ -504,14 +470,14 @@ def test_a_model_with_a_patch_or_adapter_is_refused(recipe: Recipe) -> None:
         with pytest.raises(RopeExtendError, match="without patch or adapter"):
             finetune(again, model=model)
     with pytest.raises(RopeExtendError, match="load it with dtype"):
-        finetune(again, model=tiny().half())
+        finetune(again, model=tiny_llama().half())
 
 
 # ---------------------------------------------------------------------------------------- what is trained
 
 
 def test_attention_targets_are_found_by_family(recipe: Recipe) -> None:
-    assert lora_config(tiny(), recipe).target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert lora_config(tiny_llama(), recipe).target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
     neox = GPTNeoXForCausalLM(
         GPTNeoXConfig(
             vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
