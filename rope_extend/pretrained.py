@@ -31,8 +31,8 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
         what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
         reason = str(error).rstrip(".")
         raise RopeExtendError(
-            f"cannot load the {what} of {name!r}: {reason}. Give a hub id, or a directory with a transformers "
-            f"checkpoint (seen from {Path.cwd()}){hint}"
+            f"cannot load the {what} of {name!r}: {reason}. Give a hub id, or a directory with a "
+            f"transformers checkpoint (seen from {Path.cwd()}){hint}"
         ) from error
 
 
