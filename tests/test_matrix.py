@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from cases import ENCODINGS, FAMILIES, TARGET, EncodingCase, FamilyCase, tiny_model
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.encodings import encoding_class
+from rope_extend.loss import NextTokenLoss
 from rope_extend.patching import unwrap
+from rope_extend.training import lora_config
 
 LENGTH = 80
 
@@ -114,6 +117,26 @@ def test_left_padding_and_batch_equal_the_single_rows(model: PreTrainedModel, pa
     for index, row in enumerate(rows):
         alone = logits(model, row)[0]
         torch.testing.assert_close(together[index, -row.shape[1] :], alone, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_lora_trains_in_every_family(family: FamilyCase) -> None:
+    """One step of what fine-tuning does: the family's own loss, gradients in the adapter and nowhere else."""
+    model = tiny_model(family)
+    recipe = rx.Recipe(model="unused", data="unused", output_dir="unused", target_length=TARGET, lora_rank=2)
+    input_ids = tokens(1, LENGTH)
+    with rx.extend(model, TARGET):
+        expected = model(input_ids, labels=input_ids, use_cache=False).loss
+        wrapped = get_peft_model(model, lora_config(model, recipe))
+        loss = NextTokenLoss(wrapped)(input_ids)
+        # Mixture-of-experts models may add a router term of their own to the stock loss; here it is off.
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-4)
+        loss.backward()
+    trained = {name: weight for name, weight in wrapped.named_parameters() if weight.requires_grad}
+    assert trained
+    for name, weight in wrapped.named_parameters():
+        assert (weight.grad is not None) == ("lora_" in name), name
+    assert any(weight.grad.abs().max() > 0 for weight in trained.values())
 
 
 def test_saved_checkpoint_reloads_in_stock_transformers(

@@ -301,6 +301,19 @@ def test_dynamic_rows_choose_their_own_table() -> None:
             torch.testing.assert_close(together[1], model(long).logits[0], rtol=0, atol=1e-5)
 
 
+def test_generate_with_left_padding_equals_the_single_rows() -> None:
+    model = llama(pad_token_id=0)
+    with rx.extend(model, TARGET):
+        options: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+        short = IDS[:, :41]
+        rows = torch.cat([torch.nn.functional.pad(short, (IDS.shape[1] - 41, 0)), IDS])
+        mask = (rows != 0).long()
+        together = model.generate(rows, attention_mask=mask, **options)
+        for index, alone in enumerate((short, IDS)):
+            expected = model.generate(alone, attention_mask=torch.ones_like(alone), **options)
+            assert torch.equal(together[index, -20:], expected[0, -20:])
+
+
 def test_mixtral_saves_a_head_dim_that_stock_scaling_needs(tmp_path: Path) -> None:
     model = tiny_model(FamilyCase("mixtral", {"num_local_experts": 2}))
     assert model.config.head_dim is None

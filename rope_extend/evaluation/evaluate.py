@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint import load_adapter, read_record
 from rope_extend.data import format_length, load_documents
-from rope_extend.encodings import encoding, encoding_class
+from rope_extend.encodings import RopeEncoding, RopeShape, encoding, encoding_class, encodings
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.report import EvaluationRow
@@ -72,8 +72,7 @@ def evaluate(
     trained = shape.trained_length
     wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
     for method in methods:
-        if method != AS_IS:
-            encoding_class(method)
+        _check_method(method, shape, wanted[-1])
     for adapter in adapters:
         if read_record(adapter).shape != shape:
             raise RopeExtendError(f"the adapter in {adapter} is for another model than {model!r}")
@@ -117,7 +116,7 @@ def evaluate(
             with patch_model(lm, encoding("none"), trained_length=trained):
                 yield from rows(lm, method, None)
         else:
-            with extend(lm, _beyond(wanted[-1], trained), method, trained_length=trained):
+            with extend(lm, wanted[-1], method, trained_length=trained):
                 yield from rows(lm, method, None)
     labels = _adapter_labels(adapters, trained)
     for adapter, label in zip(adapters, labels, strict=True):
@@ -132,13 +131,21 @@ def evaluate(
                 patch.remove()
 
 
-def _beyond(length: int, trained: int) -> int:
-    if length <= trained:
+def _check_method(method: str, shape: RopeShape, longest: int) -> None:
+    """Refuse, before anything is loaded, a method that could not be patched in later."""
+    if method in (AS_IS, "none"):
+        return
+    cls = encoding_class(method)
+    if not issubclass(cls, RopeEncoding):
         raise RopeExtendError(
-            f"the longest length, {length}, is within the trained window of {trained} tokens, where there is "
-            f"nothing to extend; add a longer one to lengths, or leave methods at {AS_IS} or none"
+            f"{method} is not a rotary method; there are {', '.join(encodings(RopeEncoding))}"
         )
-    return length
+    if longest <= shape.trained_length:
+        raise RopeExtendError(
+            f"the longest length, {longest}, is within the trained window of {shape.trained_length} tokens, "
+            f"where there is nothing to extend; add a longer one, or leave methods at {AS_IS} or none"
+        )
+    cls.for_target(shape, longest)
 
 
 def _adapter_labels(adapters: Sequence[str], trained: int) -> list[str]:
