@@ -82,7 +82,7 @@ def trained_length_of(config: Any) -> int:
         raise RopeExtendError(
             f"this checkpoint already carries {rope_type!r} scaling (factor {parameters.get('factor')}) and "
             f"does not say which window it was pretrained on; max_position_embeddings is "
-            f"{config.max_position_embeddings}. Give trained_length="
+            f"{config.max_position_embeddings}. Give trained_length= (--trained-length on the command line)"
         )
     return int(original)
 

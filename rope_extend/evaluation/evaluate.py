@@ -137,9 +137,8 @@ def _check_method(method: str, shape: RopeShape, longest: int) -> None:
         return
     cls = encoding_class(method)
     if not issubclass(cls, RopeEncoding):
-        raise RopeExtendError(
-            f"{method} is not a rotary method; there are {', '.join(encodings(RopeEncoding))}"
-        )
+        rotary = ", ".join(encodings(RopeEncoding))
+        raise RopeExtendError(f"{method} is not a rotary method; there are {rotary}")
     if longest <= shape.trained_length:
         raise RopeExtendError(
             f"the longest length, {longest}, is within the trained window of {shape.trained_length} tokens, "
