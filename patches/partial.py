@@ -7,7 +7,7 @@ model's own table.
 from rope_extend.families import FamilyAdapter
 
 ADAPTER = FamilyAdapter(
-    model_types=("gpt_neox", "phi", "stablelm"),
+    model_types=("glm4_moe", "gpt_neox", "persimmon", "phi", "stablelm"),
     rotary_paths=("rotary_emb",),
     note="the first channels of a head",
 )

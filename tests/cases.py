@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_extend.encodings import RopeShape
@@ -90,7 +97,7 @@ ENCODINGS = [
         label="yarn-attention",
     ),
     EncodingCase("llama3", stock("llama3", low_freq_factor=1.0, high_freq_factor=4.0), {"factor": FACTOR}),
-    EncodingCase("abf", base(lambda shape: 500_000.0), {"theta": 500_000.0}),
+    EncodingCase("abf", base(lambda shape: 750_000.0), {"theta": 750_000.0}),
 ]
 
 
@@ -107,19 +114,50 @@ class FamilyCase:
 
 MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
-FAMILIES = [
+PARTIAL = {"rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}
+PLAIN = {"rope_parameters": {"rope_theta": 10_000.0}}
+"""For families whose default config already carries scaling."""
+
+ALL_FAMILIES = [
+    FamilyCase("apertus", PLAIN),
     FamilyCase("arcee"),
+    FamilyCase("aria_text"),
+    FamilyCase("bitnet"),
+    FamilyCase("cwm", PLAIN),
+    FamilyCase("diffllama", {"num_key_value_heads": 2}),
+    FamilyCase("ernie4_5"),
+    FamilyCase("ernie4_5_moe"),
+    FamilyCase("exaone4"),
+    FamilyCase("exaone_moe"),
+    FamilyCase("flex_olmo", {"pad_token_id": 0}),
     FamilyCase("gemma", {"head_dim": 16}),
     FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 64}),
-    FamilyCase("gpt_neox", {"rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}),
+    FamilyCase("glm", {"head_dim": 16, "pad_token_id": 0}),
+    FamilyCase("glm4", {"head_dim": 16, "pad_token_id": 0}),
+    FamilyCase("glm4_moe"),
+    FamilyCase("gpt_neox", PARTIAL),
+    FamilyCase("gpt_neox_japanese"),
     FamilyCase("granite"),
+    FamilyCase("granitemoe"),
+    FamilyCase("granitemoeshared"),
+    FamilyCase("helium", {"head_dim": 16, "pad_token_id": 0}),
+    FamilyCase("hrm_text"),
+    FamilyCase("hy_v3"),
+    FamilyCase("hyperclovax"),
+    FamilyCase("internlm3"),
+    FamilyCase("iquestcoder"),
+    FamilyCase("jais2"),
+    FamilyCase("jetmoe"),
     FamilyCase("llama"),
+    FamilyCase("minimax_m2"),
     FamilyCase("mistral", {"sliding_window": 64}),
     FamilyCase("mixtral", {"num_local_experts": 4}),
+    FamilyCase("nanochat"),
     FamilyCase("olmo"),
     FamilyCase("olmo2"),
     FamilyCase("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
-    FamilyCase("phi", {"rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}),
+    FamilyCase("persimmon"),
+    FamilyCase("phi", PARTIAL),
     FamilyCase("phi3", {"original_max_position_embeddings": TRAINED, "pad_token_id": 0}),
     FamilyCase("qwen2"),
     FamilyCase("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 24}),
@@ -127,9 +165,14 @@ FAMILIES = [
     FamilyCase("qwen3_moe", {**MOE, "head_dim": 16}),
     FamilyCase("seed_oss", {"head_dim": 16}),
     FamilyCase("smollm3", {"pad_token_id": 0}),
-    FamilyCase("stablelm", {"rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}),
+    FamilyCase("solar_open"),
+    FamilyCase("stablelm", PARTIAL),
     FamilyCase("starcoder2", {"sliding_window": None}),
+    FamilyCase("vaultgemma", {"head_dim": 16}),
 ]
+
+FAMILIES = [case for case in ALL_FAMILIES if case.model_type in CONFIG_MAPPING]
+"""Those that the installed transformers knows: some are younger than the oldest that is supported."""
 
 
 def tiny_config(case: FamilyCase) -> Any:
