@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,11 +22,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from rope_extend.data import format_length
+from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
-
-if TYPE_CHECKING:
-    from rope_extend.encodings import RopeEncoding, RopeShape
-    from rope_extend.evaluation.report import EvaluationRow
+from rope_extend.evaluation.perplexity import EvaluationRow
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

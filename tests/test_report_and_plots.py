@@ -19,10 +19,9 @@ from PIL import Image
 import rope_extend as rx
 from rope_extend import plots
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation import PerplexityResult
+from rope_extend.evaluation.perplexity import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.report import (
     FILES,
-    EvaluationRow,
     check_output,
     csv_table,
     markdown_table,

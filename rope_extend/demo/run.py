@@ -13,9 +13,9 @@ from rope_extend.demo import MODEL_DIR
 from rope_extend.encodings import encoding_class
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import evaluate
+from rope_extend.evaluation.perplexity import EvaluationRow
 from rope_extend.evaluation.report import (
     RESULTS,
-    EvaluationRow,
     markdown_table,
     read_results,
     write_report,

@@ -16,8 +16,7 @@ from rope_extend.checkpoint import load_adapter, read_record
 from rope_extend.data import format_length, load_documents
 from rope_extend.encodings import RopeEncoding, RopeShape, encoding, encoding_class, encodings
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import perplexity
-from rope_extend.evaluation.report import EvaluationRow
+from rope_extend.evaluation.perplexity import EvaluationRow, perplexity
 from rope_extend.info import info
 from rope_extend.patching import current_patch, extend, patch_model
 from rope_extend.pretrained import default_dtype, pretrained

@@ -7,55 +7,18 @@ import io
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Self
 
 from rope_extend import plots
 from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import PerplexityResult
+from rope_extend.evaluation.perplexity import EvaluationRow
 
 RESULTS = "results.jsonl"
 FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png")
 """What :func:`write_report` writes."""
-
-
-@dataclass(frozen=True, eq=False)
-class EvaluationRow:
-    """One line of a comparison: what was measured, and what came out.
-
-    Attributes:
-        label: how tables and legends call it.
-        encoding: the position encoding's ``to_dict()``; None for the model as it is.
-        model: name or path of the model.
-        adapter: name or path of the adapter; None if the model was not fine-tuned.
-        result: the measurement.
-        trained_length: the window the model was pretrained with, in tokens, where known.
-    """
-
-    label: str
-    encoding: dict[str, Any] | None
-    model: str
-    adapter: str | None
-    result: PerplexityResult
-    trained_length: int | None = None
-
-    @property
-    def method(self) -> str:
-        """Registry name of the encoding, ``"none"`` for the model as it is."""
-        return "none" if self.encoding is None else str(self.encoding["name"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts."""
-        return {**vars(self), "result": self.result.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`; what it does not know, such as versions, is left aside."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**{**known, "result": PerplexityResult.from_dict(values["result"])})
 
 
 def check_output(directory: str | Path, *, overwrite: bool = False) -> Path:
