@@ -20,7 +20,7 @@ from rope_extend.evaluation.report import (
     read_results,
     write_report,
 )
-from rope_extend.finetune import finetune
+from rope_extend.finetune import FinetuneInterrupted, finetune
 from rope_extend.info import info
 from rope_extend.recipe import Recipe
 from rope_extend.resume import check_continues, checkpoints, read_state
@@ -111,7 +111,11 @@ def _finetune(recipe: Recipe) -> None:
         check_continues(read_state(checkpoints(directory)[-1]), recipe)
         print(f"  done before: {directory}")
         return
-    finetune(recipe, resume=(directory / "recipe.yaml").exists())
+    try:
+        finetune(recipe, resume=(directory / "recipe.yaml").exists())
+    except FinetuneInterrupted:
+        print("\nThe same demo command goes on from here.")
+        raise
 
 
 def _step(number: int, of: int, text: str) -> None:
