@@ -8,6 +8,7 @@ exception half-way leaves nothing behind.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -188,23 +189,18 @@ def length_groups(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
 # Changing a model
 
 
-def _stock_forms(encoding: RopeEncoding, shape: RopeShape) -> list[dict[str, Any]]:
-    """The `rope_parameters` in which stock transformers can carry an encoding, the native one first."""
-    forms = []
-    for make in (encoding.rope_parameters, encoding.longrope_parameters):
-        try:
-            forms.append(make(shape))
-        except RopeExtendError:
-            continue
-    return forms
-
-
 def _stock_parameters(
     encoding: RopeEncoding, shape: RopeShape, adapter: FamilyAdapter
 ) -> dict[str, Any] | None:
-    """The first stock form that the family's config class accepts; None if there is none."""
-    forms = _stock_forms(encoding, shape)
-    return next((form for form in forms if adapter.accepts(form["rope_type"])), None)
+    """The `rope_parameters` in which stock transformers can carry an encoding, native if the family's config
+    class accepts that; None if there are none.
+    """
+    for make in (encoding.rope_parameters, encoding.longrope_parameters):
+        with contextlib.suppress(RopeExtendError):
+            form = make(shape)
+            if adapter.accepts(form["rope_type"]):
+                return form
+    return None
 
 
 class _UndoLog:

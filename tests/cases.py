@@ -71,9 +71,33 @@ class EncodingCase:
     oracle: Oracle
     parameters: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
+    reloads: bool = True
+    """Whether stock transformers has a form for it."""
 
     def __str__(self) -> str:
         return self.label or self.name
+
+
+def by_parts(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+    """Equations 11 to 13 of 2309.00071, in Python floats."""
+    table = []
+    for i in range(shape.dim // 2):
+        plain = shape.theta ** (-2 * i / shape.dim)
+        turns = shape.trained_length / (2 * math.pi / plain)
+        ramp = 0.0 if turns < 1 else 1.0 if turns > 32 else (turns - 1) / 31
+        table.append((1 - ramp) * plain / FACTOR + ramp * plain)
+    return table, 1.0
+
+
+def mixed(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+    """Su's formula in Python floats: `a (d/2)^0.75 = ln s`."""
+    a = math.log(FACTOR) / (shape.dim / 2) ** 0.75
+    pairs = range(shape.dim // 2)
+    return [shape.theta ** (-2 * i / shape.dim) * math.exp(-a * (i + 1) ** 0.75) for i in pairs], 1.0
+
+
+def needed(shape: RopeShape, seq_len: int) -> float:
+    return max(1.0, seq_len / shape.trained_length)
 
 
 YARN_OPTIONS = {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.3}
@@ -97,6 +121,18 @@ ENCODINGS = [
         label="yarn-attention",
     ),
     EncodingCase("llama3", stock("llama3", low_freq_factor=1.0, high_freq_factor=4.0), {"factor": FACTOR}),
+    EncodingCase("ntk_by_parts", by_parts, {"factor": FACTOR}),
+    EncodingCase("ntk_mixed", mixed, {"factor": FACTOR}),
+    EncodingCase(
+        "dynamic_linear",
+        lambda shape, n: stock("linear", factor=needed(shape, n))(shape, n),
+        reloads=False,
+    ),
+    EncodingCase(
+        "dynamic_yarn",
+        lambda shape, n: stock("yarn", factor=needed(shape, n))(shape, n),
+        reloads=False,
+    ),
     EncodingCase("abf", base(lambda shape: 750_000.0), {"theta": 750_000.0}),
 ]
 

@@ -50,6 +50,10 @@ def test_native_rope_parameters_round_trip(case: EncodingCase) -> None:
     made = rx.encoding(case.name, **case.parameters)
     assert isinstance(made, RopeEncoding)
     shape = RopeShape(64, 10_000.0, 4096)
+    if not case.reloads:
+        with pytest.raises(rx.RopeExtendError, match="no form that stock transformers can load"):
+            made.rope_parameters(shape)
+        return
     parameters = made.rope_parameters(shape)
     assert parameters["rope_theta"] is not None
     if made.rope_type is not None:
@@ -85,6 +89,8 @@ def test_other_bad_numbers_are_refused(name: str, field: str, value: Any) -> Non
         (lambda: rx.encoding("yarn", factor=8.0, mscale=1.0), "only act together"),
         (lambda: rx.encoding("yarn", factor=8.0, truncate="no"), "truncate must be true or false"),
         (lambda: rx.encoding("llama3", factor=8.0, low_freq_factor=4.0), "high_freq_factor must exceed"),
+        (lambda: rx.encoding("ntk_by_parts", factor=8.0, alpha=40.0), "beta must exceed"),
+        (lambda: rx.encoding("dynamic_yarn", beta_fast=0.5), "beta_fast must exceed"),
         (lambda: Encoding.from_dict({"factor": 8.0}), "a mapping such as"),
         (lambda: Encoding.from_dict("yarn"), "a mapping such as"),
         (lambda: RopeShape(7, 10_000.0, 64), "dim must be an even whole number"),
@@ -139,7 +145,7 @@ def test_the_invariant_of_each_method(shape: RopeShape, factor: float) -> None:
         ntk = rx.encoding("ntk", factor=factor).inv_freq(shape)
         assert ntk[0] == plain[0]
         torch.testing.assert_close(ntk[-1] * factor, plain[-1], rtol=1e-9, atol=0)
-    for name in ("yarn", "llama3"):
+    for name in ("yarn", "llama3", "ntk_by_parts"):
         between = rx.encoding(name, factor=factor).inv_freq(shape)
         assert bool((between <= plain * (1 + 1e-12)).all())
         assert bool((between >= linear * (1 - 1e-12)).all())

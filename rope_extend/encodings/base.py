@@ -258,8 +258,12 @@ class RopeEncoding(Encoding):
         return shape.trained_length
 
     def max_position_embeddings(self, shape: RopeShape, target_length: int) -> int:
-        """What `config.max_position_embeddings` must be for stock loaders to compute the same tables."""
-        return target_length
+        """What `config.max_position_embeddings` must be for stock loaders to compute the same tables.
+
+        Length-dependent schedules start from the trained length, and stock transformers reads it from this
+        field.
+        """
+        return shape.trained_length if self.depends_on_length else target_length
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:

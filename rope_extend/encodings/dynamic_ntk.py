@@ -26,7 +26,3 @@ class DynamicNTK(ScaledRope):
             return shape.inv_freq()
         stretch = self.factor * seq_len / shape.trained_length - (self.factor - 1)
         return shape.inv_freq(ntk_theta(shape, stretch))
-
-    def max_position_embeddings(self, shape: RopeShape, target_length: int) -> int:
-        """The trained length: stock transformers reads L from this field for `dynamic`."""
-        return shape.trained_length

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.encodings.ntk_by_parts import by_parts
 from rope_extend.errors import RopeExtendError
 
 
@@ -41,10 +41,7 @@ class Llama3(ScaledRope):
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`(1 - keep) * theta_i / s + keep * theta_i`, `[dim/2]` float64, radians per token."""
-        plain = shape.inv_freq()
-        turns = shape.trained_length * plain / (2 * math.pi)
-        keep = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return (1 - keep) * plain / self.factor + keep * plain
+        return by_parts(shape, self.factor, self.low_freq_factor, self.high_freq_factor)
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
         """Stock `llama3`, with the trained length its ramp depends on."""

@@ -1,0 +1,51 @@
+"""Dynamic YaRN: YaRN at just the factor that the current length needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from rope_extend.encodings.base import RopeEncoding, RopeShape
+from rope_extend.encodings.dynamic_linear import needed_factor
+from rope_extend.encodings.yarn import YaRN
+
+
+@dataclass(frozen=True)
+class DynamicYaRN(RopeEncoding):
+    """Dynamic YaRN: plain RoPE within the trained window, beyond it YaRN at the factor the length needs.
+
+    Attributes:
+        beta_fast: as in `yarn`.
+        beta_slow: as in `yarn`.
+        truncate: as in `yarn`.
+    """
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    name: ClassVar[str] = "dynamic_yarn"
+    paper: ClassVar[str] = "2309.00071"
+    depends_on_length: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        checked = self._yarn(1.0)
+        object.__setattr__(self, "beta_fast", checked.beta_fast)
+        object.__setattr__(self, "beta_slow", checked.beta_slow)
+
+    def _yarn(self, factor: float) -> YaRN:
+        return YaRN(factor, beta_fast=self.beta_fast, beta_slow=self.beta_slow, truncate=self.truncate)
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """YaRN's table at `max(1, l/L)`, `[dim/2]` float64, radians per token."""
+        return self._yarn(needed_factor(shape, seq_len)).inv_freq(shape)
+
+    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
+        """`0.1 ln max(1, l/L) + 1`."""
+        return self._yarn(needed_factor(shape, seq_len)).attention_factor(shape)
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """None: it follows any length."""
+        return None
