@@ -328,13 +328,13 @@ def plot(arguments: argparse.Namespace) -> None:
         raise RopeExtendError(f"{output} exists; choose another file, or --overwrite")
     options: dict[str, Any] = {"title": arguments.title}
     if arguments.kind == "frequencies":
-        from rope_extend.encodings import RopeEncoding, encoding_class, encodings
+        from rope_extend.encodings import RopeEncoding, encodings, rotary_method
         from rope_extend.info import info as inspect_model
 
         shape = inspect_model(arguments.model).shape
         target = arguments.target_length or 8 * shape.trained_length
-        classes = [encoding_class(name) for name in arguments.methods or encodings(RopeEncoding)]
-        rotary = [cls.for_target(shape, target) for cls in classes if issubclass(cls, RopeEncoding)]
+        names = arguments.methods or encodings(RopeEncoding)
+        rotary = [rotary_method(name).for_target(shape, target) for name in names]
         plots.plot_frequencies(rotary, shape, output, seq_len=target, **options)
     elif arguments.kind == "training":
         run = Path(arguments.run)
@@ -359,7 +359,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of the results (default: demo-output)",
     )
     parser.add_argument(
-        "--methods", type=_names, metavar="NAME,NAME", default=["none", "linear", "ntk", "yarn"],
+        "--methods", type=_names, metavar="NAME,NAME",
         help="which to compare (default: none,linear,ntk,yarn)",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, metavar="N", help="LoRA steps of each method")
@@ -373,8 +373,11 @@ def demo(arguments: argparse.Namespace) -> None:
 
     Needs no network and no GPU. An interrupted demo goes on where it stopped.
     """
-    from rope_extend.demo.run import run_demo
+    from rope_extend.demo.run import METHODS, run_demo
 
     run_demo(
-        arguments.output, methods=arguments.methods, steps=arguments.steps, overwrite=arguments.overwrite
+        arguments.output,
+        methods=arguments.methods or METHODS,
+        steps=arguments.steps,
+        overwrite=arguments.overwrite,
     )

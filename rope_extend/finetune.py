@@ -118,14 +118,14 @@ def finetune(
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the others then find the tokens in the cache
-        documents = _documents(
+        documents = load_documents(
             recipe.data,
-            recipe,
             tokenizer,
-            recipe.split,
-            recipe.length,
-            recipe.max_documents,
-            recipe.max_tokens,
+            text_column=recipe.text_column,
+            split=recipe.split,
+            min_tokens=recipe.length,
+            max_documents=recipe.max_documents,
+            max_tokens=recipe.max_tokens,
         )
         data = RunData(blocks(documents, recipe.length, shuffle=False), *_held_out(recipe, tokenizer, shape))
     state = _first_state(recipe, documents, accelerator, checkpoint)
@@ -265,26 +265,6 @@ def _extend(model: nn.Module, recipe: Recipe) -> Patch:
     )
 
 
-def _documents(
-    source: str | Sequence[str],
-    recipe: Recipe,
-    tokenizer: Any,
-    split: str,
-    min_tokens: int,
-    max_documents: int | None,
-    max_tokens: int | None,
-) -> list[Document]:
-    return load_documents(
-        source,
-        tokenizer,
-        text_column=recipe.text_column,
-        split=split,
-        min_tokens=min_tokens,
-        max_documents=max_documents,
-        max_tokens=max_tokens,
-    )
-
-
 def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Document], Sequence[int]]:
     """Documents to evaluate on, long enough for every window, and the windows."""
     if recipe.eval_data is None:
@@ -294,8 +274,14 @@ def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Do
         doublings = math.ceil(math.log2(recipe.target_length / shape.trained_length))
         lengths = (*(shape.trained_length * 2**i for i in range(doublings)), recipe.target_length)
     longest = max(lengths)
-    documents = _documents(
-        recipe.eval_data, recipe, tokenizer, recipe.eval_split, longest, recipe.eval_documents, longest
+    documents = load_documents(
+        recipe.eval_data,
+        tokenizer,
+        text_column=recipe.text_column,
+        split=recipe.eval_split,
+        min_tokens=longest,
+        max_documents=recipe.eval_documents,
+        max_tokens=longest,
     )
     return documents, lengths
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encoding_class, encodings
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encodings, rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import adapter_for
 from rope_extend.patching import active_table, config_record, shape_of, unwrap
@@ -93,12 +93,8 @@ class ModelInfo:
                 f"target_length must exceed the trained window of {self.shape.trained_length} tokens, "
                 f"got {target_length}"
             )
-        found = []
-        for name in encodings(RopeEncoding):
-            cls = encoding_class(name)
-            assert issubclass(cls, RopeEncoding)
-            found.append(self.effect(cls.for_target(self.shape, target_length), target_length))
-        return found
+        made = [rotary_method(name).for_target(self.shape, target_length) for name in encodings(RopeEncoding)]
+        return [self.effect(encoding, target_length) for encoding in made]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values of JSON."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encoding_class
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, rotary_method
 from rope_extend.encodings.base import check_length
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
 from rope_extend.families import FamilyAdapter, adapter_for
@@ -444,9 +444,7 @@ def extend(
         PatchError: the rotary tables would not change.
         RopeExtendError: an unknown method or parameter, or a target that is not beyond the trained window.
     """
-    cls = encoding_class(method)
-    if not issubclass(cls, RopeEncoding):
-        raise RopeExtendError(f"extend needs a rotary method; {method} is not one")
+    cls = rotary_method(method)
     target_length = check_length("extend", "target_length", target_length)
     shape = shape_of(model, trained_length)
     if target_length <= shape.trained_length:

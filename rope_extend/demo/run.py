@@ -10,16 +10,11 @@ from pathlib import Path
 
 from rope_extend.checkpoint import RECORD_NAME
 from rope_extend.demo import MODEL_DIR
-from rope_extend.encodings import encoding_class
+from rope_extend.encodings import rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.perplexity import EvaluationRow
-from rope_extend.evaluation.report import (
-    RESULTS,
-    markdown_table,
-    read_results,
-    write_report,
-)
+from rope_extend.evaluation.report import RESULTS, markdown_table, read_results, write_report
 from rope_extend.finetune import FinetuneInterrupted, finetune
 from rope_extend.info import info
 from rope_extend.recipe import Recipe
@@ -56,7 +51,7 @@ def run_demo(
     if not (MODEL_DIR / "config.json").exists():
         raise RopeExtendError(f"the bundled model is missing from {MODEL_DIR}; install rope_extend again")
     for method in methods:
-        encoding_class(method)
+        rotary_method(method)
     output = Path(output)
     if (output / RESULTS).exists() and not overwrite:
         rows = read_results(output)
@@ -108,7 +103,13 @@ def _finetune(recipe: Recipe) -> None:
     """Run a recipe, go on with it where it stopped, or leave it where it is done."""
     directory = Path(recipe.output_dir)
     if (directory / RECORD_NAME).exists():
-        check_continues(read_state(checkpoints(directory)[-1]), recipe)
+        found = checkpoints(directory)
+        if not found:
+            raise RopeExtendError(
+                f"{directory} holds an adapter but no checkpoint that says how it was made; --overwrite runs "
+                "the demonstration again"
+            )
+        check_continues(read_state(found[-1]), recipe)
         print(f"  done before: {directory}")
         return
     try:

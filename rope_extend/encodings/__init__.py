@@ -15,6 +15,7 @@ from rope_extend.encodings.base import (
     encoding,
     encoding_class,
     encodings,
+    rotary_method,
 )
 
 for _module in iter_modules(__path__):  # a new method is a new file, and nothing else
@@ -32,4 +33,5 @@ __all__ = [
     "encoding",
     "encoding_class",
     "encodings",
+    "rotary_method",
 ]

@@ -368,6 +368,19 @@ class ScaledRope(RopeEncoding):
         return cls(factor=target_length / shape.trained_length, **parameters)
 
 
+def rotary_method(name: str) -> type[RopeEncoding]:
+    """The rotary schedule registered under `name`.
+
+    Raises:
+        RopeExtendError: unknown name, or an encoding of another kind.
+    """
+    cls = encoding_class(name)
+    if not issubclass(cls, RopeEncoding):
+        rotary = ", ".join(encodings(RopeEncoding))
+        raise RopeExtendError(f"{name} is not a rotary method; there are {rotary}")
+    return cls
+
+
 class BiasEncoding(Encoding):
     """A bias on the attention logits, as ALiBi and T5 have it; rotary becomes the identity."""
 

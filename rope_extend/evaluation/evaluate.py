@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_extend.checkpoint import load_adapter, read_record
+from rope_extend.checkpoint import Record, load_adapter, read_record
 from rope_extend.data import format_length, load_documents
-from rope_extend.encodings import RopeEncoding, RopeShape, encoding, encoding_class, encodings
+from rope_extend.encodings import RopeShape, encoding, rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import EvaluationRow, perplexity
 from rope_extend.info import info
@@ -72,8 +72,9 @@ def evaluate(
     wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
     for method in methods:
         _check_method(method, shape, wanted[-1])
-    for adapter in adapters:
-        if read_record(adapter).shape != shape:
+    records = {adapter: read_record(adapter) for adapter in adapters}
+    for adapter, record in records.items():
+        if record.shape != shape:
             raise RopeExtendError(f"the adapter in {adapter} is for another model than {model!r}")
     tokenizer = pretrained(AutoTokenizer, model)
     documents = load_documents(
@@ -117,8 +118,7 @@ def evaluate(
         else:
             with extend(lm, wanted[-1], method, trained_length=trained):
                 yield from rows(lm, method, None)
-    labels = _adapter_labels(adapters, trained)
-    for adapter, label in zip(adapters, labels, strict=True):
+    for adapter, label in _labels(records).items():
         logger.info("evaluating %s", label)
         tuned = load_adapter(lm, adapter)
         try:
@@ -134,10 +134,7 @@ def _check_method(method: str, shape: RopeShape, longest: int) -> None:
     """Refuse, before anything is loaded, a method that could not be patched in later."""
     if method in (AS_IS, "none"):
         return
-    cls = encoding_class(method)
-    if not issubclass(cls, RopeEncoding):
-        rotary = ", ".join(encodings(RopeEncoding))
-        raise RopeExtendError(f"{method} is not a rotary method; there are {rotary}")
+    cls = rotary_method(method)
     if longest <= shape.trained_length:
         raise RopeExtendError(
             f"the longest length, {longest}, is within the trained window of {shape.trained_length} tokens, "
@@ -146,17 +143,15 @@ def _check_method(method: str, shape: RopeShape, longest: int) -> None:
     cls.for_target(shape, longest)
 
 
-def _adapter_labels(adapters: Sequence[str], trained: int) -> list[str]:
+def _labels(records: Mapping[str, Record]) -> dict[str, str]:
     """`yarn + LoRA`; `none + LoRA at 256` for a control; with the directory's name where two are alike."""
-    labels = []
-    for adapter in adapters:
-        record = read_record(adapter)
-        label = f"{record.encoding.name} + LoRA"
+    labels = {}
+    for adapter, record in records.items():
+        labels[adapter] = f"{record.encoding.name} + LoRA"
         if record.encoding.name == "none":
-            label += f" at {format_length(record.target_length)}"
-        labels.append(label)
-    count = Counter(labels)
-    return [
-        f"{label} ({Path(adapter).name})" if count[label] > 1 else label
-        for adapter, label in zip(adapters, labels, strict=True)
-    ]
+            labels[adapter] += f" at {format_length(record.target_length)}"
+    count = Counter(labels.values())
+    return {
+        adapter: f"{label} ({Path(adapter).name})" if count[label] > 1 else label
+        for adapter, label in labels.items()
+    }
