@@ -11,4 +11,5 @@ ADAPTER = FamilyAdapter(
     model_types=("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"),
     rotary_paths=("rotary_emb",),
     note="neighbouring channels as pairs",
+    pairs="neighbours",
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -22,12 +23,22 @@ class FamilyAdapter:
         rotary_paths: paths of the rotary modules below the decoder (transformers' `model.base_model`).
         note: what sets the shape apart, in a few words, for `rope-extend families`.
         stock_rope_types: the `rope_type`s the family's config accepts; None for all of them.
+        pairs: which channels turn together where queries and keys reach the attention function: one of each
+            half of the rotated channels (`halves`), or two neighbours (`neighbours`).
+        rotated: where in a head the rotated channels lie, if they are not all of it: `first` or `last`.
+        rotates: whether an attention module rotates by the tables that are replaced, for families with layers
+            that do not; None if all do.
+        unreachable: why encodings that act inside attention cannot be patched in; empty if they can.
     """
 
     model_types: tuple[str, ...]
     rotary_paths: tuple[str, ...]
     note: str
     stock_rope_types: tuple[str, ...] | None = None
+    pairs: Literal["halves", "neighbours"] = "halves"
+    rotated: Literal["first", "last"] = "first"
+    rotates: Callable[[nn.Module], bool] | None = None
+    unreachable: str = ""
 
     def accepts(self, rope_type: str) -> bool:
         """Whether the family's own config class loads this `rope_type`."""

@@ -6,8 +6,10 @@ from pkgutil import iter_modules
 from rope_extend.encodings.base import (
     AbsoluteEncoding,
     BiasEncoding,
+    ComposedRope,
     Encoding,
     KernelEncoding,
+    LengthDependent,
     PositionRemap,
     RopeEncoding,
     RopeShape,
@@ -24,8 +26,10 @@ for _module in iter_modules(__path__):  # a new method is a new file, and nothin
 __all__ = [
     "AbsoluteEncoding",
     "BiasEncoding",
+    "ComposedRope",
     "Encoding",
     "KernelEncoding",
+    "LengthDependent",
     "PositionRemap",
     "RopeEncoding",
     "RopeShape",

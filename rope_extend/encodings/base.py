@@ -16,6 +16,7 @@ kind                 is                                          acts on
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 import math
@@ -114,6 +115,15 @@ class RopeShape:
         return (self.theta if theta is None else theta) ** -self.exponents
 
 
+def _brief(value: object) -> str:
+    """A parameter for logs and legends: numbers short, and a list of one per channel by its ends."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple) and len(value) > 4:
+        return f"({_brief(value[0])} .. {_brief(value[-1])})"
+    return str(value)
+
+
 class Encoding(ABC):
     """A position encoding: frozen, validated when it is made, hashable, and found by name.
 
@@ -125,9 +135,6 @@ class Encoding(ABC):
     """Registry key, as the field calls the method."""
     paper: ClassVar[str]
     """Where it comes from: an arXiv id, or the name of the public post it appeared in."""
-    depends_on_length: ClassVar[bool] = False
-    """Whether the tensors change with the current length, as in dynamic NTK."""
-
     _registry: ClassVar[dict[str, type[Encoding]]] = {}
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -158,12 +165,13 @@ class Encoding(ABC):
     @classmethod
     def required(cls) -> list[str]:
         """The names of the parameters that have no default."""
-        return [field.name for field in cls._fields() if field.default is MISSING]
+        missing = (MISSING, MISSING)
+        return [field.name for field in cls._fields() if (field.default, field.default_factory) == missing]
 
     def __str__(self) -> str:
         """`yarn(factor=8)`: the name and what differs from the defaults, for logs and legends."""
         given = [
-            f"{field.name}={value:g}" if isinstance(value, float) else f"{field.name}={value}"
+            f"{field.name}={_brief(value)}"
             for field in self._fields()
             if (value := getattr(self, field.name)) != field.default
         ]
@@ -172,7 +180,16 @@ class Encoding(ABC):
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., parameter: value, ...}`; parameters left at None are omitted."""
         values = {key: getattr(self, key) for key in self.parameters()}
-        return {"name": self.name, **{key: value for key, value in values.items() if value is not None}}
+        plain = {
+            key: value.to_dict()
+            if isinstance(value, Encoding)
+            else list(value)
+            if isinstance(value, tuple)
+            else value
+            for key, value in values.items()
+            if value is not None
+        }
+        return {"name": self.name, **plain}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Encoding:
@@ -241,6 +258,33 @@ class RopeEncoding(Encoding):
     """The stock `rope_type` with the same formula and the same parameters, if there is one."""
     stock_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Parameters that `config.rope_parameters` calls otherwise: our name to the stock name."""
+    depends_on_length: bool = False
+    """Whether the table changes with the length, as in dynamic NTK."""
+    per_row: bool = False
+    """Whether every token of a row is rotated by the table of the row's whole length, later tokens included."""
+    start_tokens: int = 0
+    """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
+
+    def __post_init__(self) -> None:  # noqa: B027  # the end of every subclass's chain of checks
+        """Check the parameters; each subclass adds its own to its parents'."""
+
+    @property
+    def rotates_in_attention(self) -> bool:
+        """Whether keys are cached unrotated, and rotated together with each query that reads them."""
+        return self.depends_on_length and not self.per_row
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """The length whose table serves a query that ends a text of `lengths` `[...]` tokens, int64 `[...]`.
+
+        Equal lengths share one table, so the fewer values this has, the fewer times keys are rotated.
+        """
+        return torch.full_like(lengths, shape.trained_length)
+
+    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The factor on a query's logits beside the attention factor, float64, like `position_ids` `[...]`;
+        None for 1.
+        """
+        return None
 
     @abstractmethod
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
@@ -296,10 +340,17 @@ class RopeEncoding(Encoding):
         That form carries any static table of non-zero frequencies, to float32 rounding.
 
         Raises:
-            RopeExtendError: the schedule depends on the length or has zero frequencies.
+            RopeExtendError: the schedule depends on the length, has zero frequencies, or does more to
+                attention than a table can.
         """
         table = self.inv_freq(shape)
-        if self.depends_on_length or not bool((table > 0).all()):
+        beyond_a_table = (
+            self.depends_on_length
+            or self.rotates_in_attention
+            or self.start_tokens > 0
+            or self.logit_scale(shape, torch.arange(1)) is not None
+        )
+        if beyond_a_table or not bool((table > 0).all()):
             raise RopeExtendError(f"{self.name} has no form that stock transformers can load")
         factors = (shape.inv_freq() / table).tolist()
         return {
@@ -339,6 +390,7 @@ class ScaledRope(RopeEncoding):
     factor: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check("factor", minimum=1, maximum=MAX_FACTOR)
 
     def _check(self, field: str, *, minimum: float, maximum: float = math.inf, above: bool = False) -> None:
@@ -368,17 +420,183 @@ class ScaledRope(RopeEncoding):
         return cls(factor=target_length / shape.trained_length, **parameters)
 
 
-def rotary_method(name: str) -> type[RopeEncoding]:
-    """The rotary schedule registered under `name`.
+@dataclass(frozen=True, kw_only=True)
+class LengthDependent(RopeEncoding):
+    """A rotary schedule whose table changes with the length.
+
+    The papers give a table for a text of l tokens, and leave open whose text that is while a model reads on.
+    Two answers:
+
+    `per="query"` (default): each query is rotated, and sees its keys rotated, by the table of the text that
+    it ends. What a token sees then never depends on later tokens, so one forward, a prefill in chunks and
+    decoding with a cache agree exactly.
+
+    `per="row"`: every token of a row is rotated by the table of the row's whole length, as the published
+    figures were measured. Each new token then changes all that was computed before it, which no cache can
+    follow: decoding beyond the trained window is refused unless `use_cache=False`.
+
+    Attributes:
+        per: whose length it is, `query` or `row`.
+        step: with `per="query"`, tables change every this many tokens beyond the trained window, and each is
+            the table of its last token; by default a sixteenth of the trained window. 1 follows every token,
+            and costs a rotation of all keys for each.
+    """
+
+    per: str = "query"
+    step: int | None = None
+
+    depends_on_length = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per not in ("query", "row"):
+            raise RopeExtendError(f"{self.name}: per must be 'query' or 'row', got {self.per!r}")
+        if self.step is not None:
+            check_length(self.name, "step", self.step)
+
+    @property
+    def per_row(self) -> bool:  # type: ignore[override]
+        """Whether `per` is `row`."""
+        return self.per == "row"
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """The trained length within it; beyond, the end of the step that a length falls into."""
+        trained, step = shape.trained_length, self.step or max(1, shape.trained_length // 16)
+        beyond = (lengths - trained).clamp(min=0)
+        return trained + (beyond + step - 1) // step * step
+
+    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
+        """The stock form, where there is one, which reads every row by the longest of its batch."""
+        ours = ("per", "step")
+        return {key: value for key, value in super().rope_parameters(shape).items() if key not in ours}
+
+
+@dataclass(frozen=True)
+class ComposedRope(RopeEncoding):
+    """A change to another rotary schedule: `resonance(yarn)`, `logn(ntk)`.
+
+    Whatever a subclass does not change is the inner schedule's.
+
+    Attributes:
+        inner: the schedule that is changed, an encoding or its `to_dict()`; plain RoPE by default.
+    """
+
+    inner: RopeEncoding = dataclasses.field(default_factory=lambda: _rotary(encoding("none")))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inner = Encoding.from_dict(self.inner) if isinstance(self.inner, Mapping) else self.inner
+        if not isinstance(inner, RopeEncoding):
+            raise RopeExtendError(
+                f"{self.name}: inner must be a rotary schedule, such as encoding('yarn', factor=8.0), "
+                f"got {self.inner!r}"
+            )
+        object.__setattr__(self, "inner", inner)
+
+    @property
+    def depends_on_length(self) -> bool:  # type: ignore[override]
+        """As the inner schedule."""
+        return self.inner.depends_on_length
+
+    @property
+    def per_row(self) -> bool:  # type: ignore[override]
+        """As the inner schedule."""
+        return self.inner.per_row
+
+    @property
+    def start_tokens(self) -> int:  # type: ignore[override]
+        """As the inner schedule."""
+        return self.inner.start_tokens
+
+    @property
+    def rotates_in_attention(self) -> bool:
+        """As the inner schedule."""
+        return self.inner.rotates_in_attention
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """The inner schedule's, `[dim/2]` float64, radians per token."""
+        return self.inner.inv_freq(shape, seq_len)
+
+    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
+        """The inner schedule's."""
+        return self.inner.attention_factor(shape, seq_len)
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """The inner schedule's."""
+        return self.inner.table_length(shape, lengths)
+
+    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The inner schedule's."""
+        return self.inner.logit_scale(shape, position_ids)
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """The inner schedule's."""
+        return self.inner.target_length(shape)
+
+    def __str__(self) -> str:
+        """`resonance(yarn(factor=8))`: the inner schedule, then what differs from the defaults."""
+        given = [
+            f"{field.name}={_brief(value)}"
+            for field in self._fields()
+            if field.name != "inner" and (value := getattr(self, field.name)) != field.default
+        ]
+        return f"{self.name}({', '.join([str(self.inner), *given])})"
+
+
+@dataclass(frozen=True)
+class RotaryMethod:
+    """A rotary method by name, before it knows a model: `yarn`, or composed, `resonance(yarn)`.
+
+    Attributes:
+        classes: the schedules, the outermost first.
+    """
+
+    classes: tuple[type[RopeEncoding], ...]
+
+    def for_target(self, shape: RopeShape, target_length: int, **parameters: Any) -> RopeEncoding:
+        """The encoding that reads `target_length` tokens; a parameter goes to the outermost that has it.
+
+        Raises:
+            RopeExtendError: unknown or invalid parameters.
+        """
+        made: RopeEncoding | None = None
+        given = [{} for _ in self.classes]
+        unknown = {}
+        for key, value in parameters.items():
+            owner = next((i for i, cls in enumerate(self.classes) if key in cls.parameters()), None)
+            (unknown if owner is None else given[owner])[key] = value
+        given[-1] |= unknown  # for the innermost to refuse
+        for cls, values in zip(reversed(self.classes), reversed(given), strict=True):
+            made = cls.for_target(shape, target_length, **values, **({} if made is None else {"inner": made}))
+        assert made is not None
+        return made
+
+
+def rotary_method(name: str) -> RotaryMethod:
+    """The rotary method called `name`, which may be composed, as `resonance(yarn)` is.
 
     Raises:
-        RopeExtendError: unknown name, or an encoding of another kind.
+        RopeExtendError: unknown name, an encoding of another kind, or one around another that takes none.
     """
-    cls = encoding_class(name)
-    if not issubclass(cls, RopeEncoding):
-        rotary = ", ".join(encodings(RopeEncoding))
-        raise RopeExtendError(f"{name} is not a rotary method; there are {rotary}")
-    return cls
+    names = str(name).replace(" ", "").split("(")
+    closing = len(names) - 1
+    names[-1] = names[-1].removesuffix(")" * closing) if closing else names[-1]
+    classes = []
+    for position, part in enumerate(names):
+        cls = encoding_class(part)
+        if not issubclass(cls, RopeEncoding):
+            rotary = ", ".join(encodings(RopeEncoding))
+            raise RopeExtendError(f"{part} is not a rotary method; there are {rotary}")
+        if position < closing and not issubclass(cls, ComposedRope):
+            composed = ", ".join(encodings(ComposedRope))
+            raise RopeExtendError(f"{name}: {part} stands alone; those that go around another: {composed}")
+        classes.append(cls)
+    return RotaryMethod(tuple(classes))
+
+
+def _rotary(made: Encoding) -> RopeEncoding:
+    assert isinstance(made, RopeEncoding)
+    return made
 
 
 class BiasEncoding(Encoding):

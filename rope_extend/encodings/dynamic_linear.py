@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeEncoding, RopeShape
+from rope_extend.encodings.base import LengthDependent, RopeShape
 
 
 def needed_factor(shape: RopeShape, seq_len: int | None) -> float:
@@ -16,12 +16,16 @@ def needed_factor(shape: RopeShape, seq_len: int | None) -> float:
 
 
 @dataclass(frozen=True)
-class DynamicLinear(RopeEncoding):
-    """Dynamic interpolation: plain within the trained window, beyond it linear by what the length needs."""
+class DynamicLinear(LengthDependent):
+    """Dynamic interpolation: plain within the trained window, beyond it linear by what the length needs.
+
+    Attributes:
+        per: whose length it is, `query` or `row`.
+        step: tables change every this many tokens, with `per="query"`.
+    """
 
     name: ClassVar[str] = "dynamic_linear"
     paper: ClassVar[str] = "2309.00071"
-    depends_on_length: ClassVar[bool] = True
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`theta_i / max(1, l/L)`, `[dim/2]` float64, radians per token."""

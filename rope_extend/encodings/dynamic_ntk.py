@@ -7,18 +7,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.encodings.base import LengthDependent, RopeShape, ScaledRope
 from rope_extend.encodings.ntk import ntk_theta
 
 
 @dataclass(frozen=True)
-class DynamicNTK(ScaledRope):
-    """Dynamic NTK: plain RoPE within the trained window, and a base that grows with the length beyond it."""
+class DynamicNTK(ScaledRope, LengthDependent):
+    """Dynamic NTK: plain RoPE within the trained window, and a base that grows with the length beyond it.
+
+    Attributes:
+        factor: how fast the base grows: `s*l/L - (s-1)` times the window at l tokens.
+        per: whose length it is, `query` or `row`.
+        step: tables change every this many tokens, with `per="query"`.
+    """
 
     name: ClassVar[str] = "dynamic_ntk"
     paper: ClassVar[str] = "emozilla 2023 (dynamically scaled RoPE); described in 2309.00071"
     rope_type: ClassVar[str | None] = "dynamic"
-    depends_on_length: ClassVar[bool] = True
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """Plain RoPE's table at `theta * (s*l/L - (s-1))^(d/(d-2))` for l > L, `[dim/2]` float64."""

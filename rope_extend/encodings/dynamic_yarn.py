@@ -7,19 +7,21 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeEncoding, RopeShape
+from rope_extend.encodings.base import LengthDependent, RopeShape
 from rope_extend.encodings.dynamic_linear import needed_factor
 from rope_extend.encodings.yarn import YaRN
 
 
 @dataclass(frozen=True)
-class DynamicYaRN(RopeEncoding):
+class DynamicYaRN(LengthDependent):
     """Dynamic YaRN: plain RoPE within the trained window, beyond it YaRN at the factor the length needs.
 
     Attributes:
         beta_fast: as in `yarn`.
         beta_slow: as in `yarn`.
         truncate: as in `yarn`.
+        per: whose length it is, `query` or `row`.
+        step: tables change every this many tokens, with `per="query"`.
     """
 
     beta_fast: float = 32.0
@@ -28,9 +30,9 @@ class DynamicYaRN(RopeEncoding):
 
     name: ClassVar[str] = "dynamic_yarn"
     paper: ClassVar[str] = "2309.00071"
-    depends_on_length: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         checked = self._yarn(1.0)
         object.__setattr__(self, "beta_fast", checked.beta_fast)
         object.__setattr__(self, "beta_slow", checked.beta_slow)
