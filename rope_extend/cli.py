@@ -79,6 +79,12 @@ def _methods_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
+def _follows_length(cls: type[Any]) -> bool:
+    """Whether a method's table changes with the length; for one that goes around another, by itself."""
+    value = getattr(cls, "depends_on_length", False)
+    return value if isinstance(value, bool) else bool(cls().depends_on_length)
+
+
 def methods(arguments: argparse.Namespace) -> None:
     """List the position encodings: what each is, its parameters, and its source."""
     from rope_extend.encodings import encoding_class, encodings
@@ -87,7 +93,7 @@ def methods(arguments: argparse.Namespace) -> None:
         {
             "name": name,
             "parameters": cls.parameters(),
-            "depends_on_length": cls.depends_on_length,
+            "depends_on_length": _follows_length(cls),
             "paper": cls.paper,
             "summary": cls.summary(),
         }
@@ -328,12 +334,12 @@ def plot(arguments: argparse.Namespace) -> None:
         raise RopeExtendError(f"{output} exists; choose another file, or --overwrite")
     options: dict[str, Any] = {"title": arguments.title}
     if arguments.kind == "frequencies":
-        from rope_extend.encodings import RopeEncoding, encodings, rotary_method
+        from rope_extend.encodings import dialled_methods, rotary_method
         from rope_extend.info import info as inspect_model
 
         shape = inspect_model(arguments.model).shape
         target = arguments.target_length or 8 * shape.trained_length
-        names = arguments.methods or encodings(RopeEncoding)
+        names = arguments.methods or dialled_methods()
         rotary = [rotary_method(name).for_target(shape, target) for name in names]
         plots.plot_frequencies(rotary, shape, output, seq_len=target, **options)
     elif arguments.kind == "training":

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from rope_extend.errors import UnsupportedModelError
+from rope_extend.rotary import Widening
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class FamilyAdapter:
         rotary_paths: paths of the rotary modules below the decoder (transformers' `model.base_model`).
         note: what sets the shape apart, in a few words, for `rope-extend families`.
         stock_rope_types: the `rope_type`s the family's config accepts; None for all of them.
+        widened: how the rotary module lays out the value of each pair for the channels: the table twice
+            (`halves`), or each value twice (`neighbours`).
         pairs: which channels turn together where queries and keys reach the attention function: one of each
             half of the rotated channels (`halves`), or two neighbours (`neighbours`).
         rotated: where in a head the rotated channels lie, if they are not all of it: `first` or `last`.
@@ -35,6 +38,7 @@ class FamilyAdapter:
     rotary_paths: tuple[str, ...]
     note: str
     stock_rope_types: tuple[str, ...] | None = None
+    widened: Widening = "halves"
     pairs: Literal["halves", "neighbours"] = "halves"
     rotated: Literal["first", "last"] = "first"
     rotates: Callable[[nn.Module], bool] | None = None

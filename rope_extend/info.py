@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encodings, rotary_method
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, dialled_methods, rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import adapter_for
 from rope_extend.patching import active_table, config_record, shape_of, unwrap
@@ -83,7 +83,7 @@ class ModelInfo:
         )
 
     def effects(self, target_length: int) -> list[MethodEffect]:
-        """What each registered rotary method does at `target_length` tokens.
+        """What each rotary method that follows from the length alone does at `target_length` tokens.
 
         Raises:
             RopeExtendError: the target is not beyond the trained window.
@@ -93,7 +93,7 @@ class ModelInfo:
                 f"target_length must exceed the trained window of {self.shape.trained_length} tokens, "
                 f"got {target_length}"
             )
-        made = [rotary_method(name).for_target(self.shape, target_length) for name in encodings(RopeEncoding)]
+        made = [rotary_method(name).for_target(self.shape, target_length) for name in dialled_methods()]
         return [self.effect(encoding, target_length) for encoding in made]
 
     def to_dict(self) -> dict[str, Any]:

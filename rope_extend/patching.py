@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rope_extend.attention import AttentionReader, remove_readers
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, rotary_method
 from rope_extend.encodings.base import check_length
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
 from rope_extend.families import FamilyAdapter, adapter_for
 from rope_extend.rotary import ExtendedRotaryEmbedding
+from rope_extend.undo import UndoLog
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +179,8 @@ def length_groups(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
     """
     base = unwrap(model)
     modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
+    if all(isinstance(m, ExtendedRotaryEmbedding) and not m.encoding.per_row for m in modules.values()):
+        return [sorted(set(lengths))]
     groups: dict[tuple[Any, ...], list[int]] = {}
     for length in sorted(set(lengths)):
         tables = [active_table(module, base.config, length) for module in modules.values()]
@@ -203,28 +207,6 @@ def _stock_parameters(
     return None
 
 
-class _UndoLog:
-    """Attribute changes, in order, as plain data that survives copying and pickling."""
-
-    _MISSING = "__missing__"
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        self.entries.append((owner, name, getattr(owner, name, self._MISSING)))
-        setattr(owner, name, value)
-
-    def unwind(self) -> None:
-        while self.entries:
-            owner, name, value = self.entries.pop()
-            if isinstance(value, str) and value == self._MISSING:
-                if hasattr(owner, name):
-                    delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-
-
 class Patch:
     """A handle on one change of a model's position encoding; also a context manager that undoes it.
 
@@ -244,7 +226,8 @@ class Patch:
         self.shape = shape
         self.target_length = target_length
         self.changed = False
-        self._undo = _UndoLog()
+        self._undo = UndoLog()
+        self._reader: AttentionReader | None = None
         self._active = False
 
     def _apply(self, tokenizer: Any | None) -> None:
@@ -252,29 +235,53 @@ class Patch:
         adapter = adapter_for(base.config.model_type)
         modules = adapter.rotary_modules(base.base_model)
         try:
+            self._act_inside_attention(base.base_model, adapter)
             for path, module in modules.items():
                 before = active_table(module, base.config, self.target_length)
-                self._replace(base, path, module)
+                self._replace(base, path, module, adapter)
                 installed = base.base_model.get_submodule(path)
                 after = active_table(installed, base.config, self.target_length)
                 self.changed |= not torch.allclose(before[0], after[0], rtol=1e-5, atol=0)
                 self.changed |= abs(before[1] - after[1]) > 1e-6
+            encoding = self.encoding
+            self.changed |= encoding.decay(self.shape) is not None
+            self.changed |= encoding.logit_scale(self.shape, torch.arange(1)) is not None
             self._keep_config_in_step(base, adapter)
             if tokenizer is not None:
                 self._undo.set(tokenizer, "model_max_length", self.target_length)
             self._undo.set(base, _STACK, [*getattr(base, _STACK, []), self])
         except BaseException:
-            self._undo.unwind()
+            self._unwind(base.base_model)
             raise
         self._active = True
 
-    def _replace(self, base: Any, path: str, module: Any) -> None:
+    def _act_inside_attention(self, decoder: Any, adapter: FamilyAdapter) -> None:
+        """Install what the encoding needs beside its tables, and put away what an earlier one needed."""
+        scales = self.encoding.logit_scale(self.shape, torch.arange(1)) is not None
+        inside = scales or self.encoding.rotates_in_attention
+        if not inside:
+            remove_readers(decoder, self._undo)
+        if inside or self.encoding.per_row:
+            self._reader = AttentionReader(self.encoding, self.shape, adapter)
+            if inside:
+                self._reader.install(decoder, self._undo)
+            else:
+                self._reader.watch(decoder, self._undo)
+
+    def _unwind(self, decoder: Any) -> None:
+        if self._reader is not None:
+            self._reader.leave(decoder)
+        self._undo.unwind()
+
+    def _replace(self, base: Any, path: str, module: Any, adapter: FamilyAdapter) -> None:
         parent_path, _, name = path.rpartition(".")
         stand_in = ExtendedRotaryEmbedding(
             self.encoding,
             self.shape,
             base.config,
             device=module.inv_freq.device,
+            widened=adapter.widened,
+            reader=self._reader,
         )
         stand_in.train(module.training)
         self._undo.set(base.base_model.get_submodule(parent_path), name, stand_in)
@@ -319,10 +326,10 @@ class Patch:
                 "only rope_extend.load restores it; otherwise the checkpoint reads with its old window",
                 self.encoding, model_type,
             )  # fmt: skip
-        if self.encoding.depends_on_length:
+        elif self.encoding.depends_on_length:
             logger.warning(
-                "%s depends on the length: keys cached before its tables change are not rotated again, so "
-                "decoding with a cache beyond %d tokens differs from one forward over the whole text",
+                "%s: stock transformers reads its form by the longest row of a batch, and inexactly with a "
+                "cache beyond %d tokens; rope_extend.load reads it as it is read now",
                 self.encoding, self.shape.trained_length,
             )  # fmt: skip
 
@@ -345,7 +352,7 @@ class Patch:
         base = unwrap(self.model)
         paths = adapter_for(base.config.model_type).rotary_paths
         devices = {path: base.base_model.get_submodule(path).inv_freq.device for path in paths}
-        self._undo.unwind()
+        self._unwind(base.base_model)
         self._active = False
         for path, device in devices.items():
             self._follow(base, base.base_model.get_submodule(path), device)
@@ -427,6 +434,7 @@ def extend(
     *,
     trained_length: int | None = None,
     tokenizer: Any | None = None,
+    short: str | None = None,
     **parameters: Any,
 ) -> Patch:
     """Make a model read `target_length` tokens; the one dial is the length, everything else follows.
@@ -434,9 +442,11 @@ def extend(
     Args:
         model: a transformers model of a supported family; PEFT-wrapped, before or after, is fine.
         target_length: the window it shall read, in tokens; longer than the one it was trained on.
-        method: a rotary method's name, see `rope_extend.encodings()`.
+        method: a rotary method's name, see `rope_extend.encodings()`; or composed, `resonance(yarn)`.
         trained_length: the window it was pretrained on, in tokens, where the config does not say it right.
         tokenizer: its `model_max_length` is kept in step.
+        short: `original` reads texts within the trained window as the model was pretrained, exactly, and
+            longer ones by the method; the same as the method `short_original(...)`.
         parameters: the method's own, such as `beta_fast=16`; never `factor`, which follows from the length.
 
     Raises:
@@ -444,7 +454,9 @@ def extend(
         PatchError: the rotary tables would not change.
         RopeExtendError: an unknown method or parameter, or a target that is not beyond the trained window.
     """
-    cls = rotary_method(method)
+    if short not in (None, "original"):
+        raise RopeExtendError(f"extend: short must be 'original' or None, got {short!r}")
+    named = rotary_method(f"short_original({method})" if short else method)
     target_length = check_length("extend", "target_length", target_length)
     shape = shape_of(model, trained_length)
     if target_length <= shape.trained_length:
@@ -452,7 +464,7 @@ def extend(
             f"extend: target_length must exceed the trained window of {shape.trained_length} tokens, got "
             f"{target_length}; within it the model needs no extension"
         )
-    encoding = cls.for_target(shape, target_length, **parameters)
+    encoding = named.for_target(shape, target_length, **parameters)
     patch = patch_model(
         model, encoding, trained_length=shape.trained_length, target_length=target_length, tokenizer=tokenizer
     )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from rope_extend.encodings import RopeEncoding, RopeShape
+
+if TYPE_CHECKING:
+    from rope_extend.attention import AttentionReader
 
 _PIECE = 12
 """Bits per piece in the split-float path: a product of two 12-bit integers is exact in float32."""
@@ -49,11 +52,48 @@ def split_angles(position_ids: Tensor, pieces: Tensor) -> Tensor:
     return (turns - turns.floor()) * (2 * math.pi)
 
 
+def has_float64(device: torch.device) -> bool:
+    """Whether a device computes in float64."""
+    return device.type != "mps"
+
+
+def angles_of(encoding: RopeEncoding, shape: RopeShape, position_ids: Tensor, inv_freq: Tensor) -> Tensor:
+    """The angles by which an encoding turns at `position_ids` `[batch, T]`, `[batch, T, dim/2]` radians.
+
+    `inv_freq` `[dim/2]`, or `[batch, 1, dim/2]` for a table per row, float64. The angles are float64, or
+    float32 modulo a turn on devices without it. Positions below `start_tokens` keep plain RoPE's.
+    """
+
+    def angles(table: Tensor) -> Tensor:
+        if has_float64(position_ids.device):
+            return position_ids[..., None].to(torch.float64) * table.to(position_ids.device)
+        return split_angles(position_ids, split_turns(table).to(position_ids.device))
+
+    if encoding.start_tokens == 0:
+        return angles(inv_freq)
+    early = (position_ids < encoding.start_tokens)[..., None]
+    return torch.where(early, angles(shape.inv_freq()), angles(inv_freq))
+
+
+Widening = Literal["halves", "neighbours"]
+"""How a family's rotary module lays out one value per pair for the channels of a head, see `widen`."""
+
+
+def widen(cos: Tensor, sin: Tensor, form: Widening) -> tuple[Tensor, Tensor]:
+    """Lay out the cos and sin of each pair, `[batch, T, dim/2]`, as a family's attention takes them.
+
+    `halves`: the whole table twice, `[batch, T, dim]`; `neighbours`: each value twice, `[batch, T, dim]`.
+    """
+    if form == "neighbours":
+        return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
 class ExtendedRotaryEmbedding(nn.Module):
     """Stands in for a model's rotary module and computes cos and sin for any `RopeEncoding`.
 
     The contract of the stock module is kept: `forward(x, position_ids)` gives `(cos, sin)`, each
-    `[batch, T, dim]` in x's dtype, the table of channel pairs laid out twice ("half" layout), and the
+    `[batch, T, dim]` in x's dtype, the table of channel pairs laid out as the stock module does, and the
     attributes that transformers' loading code relies on exist. Both buffers are non-persistent, so
     `state_dict()` is the stock one.
 
@@ -66,18 +106,29 @@ class ExtendedRotaryEmbedding(nn.Module):
         shape: the numbers it is computed from.
         config: the model's config, kept because transformers' loading code passes it around.
         device: where the tables go.
+        widened: how the family's rotary module lays out the value of each pair.
+        reader: what acts inside attention for this encoding, and has to be told the positions; None if
+            nothing does.
     """
 
     inv_freq: Tensor
     original_inv_freq: Tensor
 
     def __init__(
-        self, encoding: RopeEncoding, shape: RopeShape, config: Any, device: torch.device | None = None
+        self,
+        encoding: RopeEncoding,
+        shape: RopeShape,
+        config: Any,
+        device: torch.device | None = None,
+        widened: Widening = "halves",
+        reader: AttentionReader | None = None,
     ) -> None:
         super().__init__()
         self.encoding = encoding
         self.shape = shape
         self.config = config
+        self.widened = widened
+        self.reader = reader
         # What stock code reads off a rotary module. "default" makes PreTrainedModel._init_weights refill
         # the buffers from `compute_default_rope_parameters` below, after a meta-device init.
         self.rope_type = "default"
@@ -95,15 +146,11 @@ class ExtendedRotaryEmbedding(nn.Module):
         """`(inv_freq [dim/2] float32, attention factor)` of the encoding, as transformers asks for them."""
         return self.encoding.inv_freq(self.shape).to(torch.float32), self.attention_scaling
 
-    @staticmethod
-    def _has_float64(device: torch.device) -> bool:
-        return device.type != "mps"
-
     @classmethod
     def _for_device(cls, inv_freq: Tensor, device: torch.device) -> Tensor:
         """The float64 table, or its split form, on `device`; on the CPU while the model is on meta."""
         target = torch.device("cpu") if device.type == "meta" else device
-        return inv_freq.to(target) if cls._has_float64(target) else split_turns(inv_freq).to(target)
+        return inv_freq.to(target) if has_float64(target) else split_turns(inv_freq).to(target)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExtendedRotaryEmbedding:
         """Follow the model to its device, but not to its dtype; refill what `to_empty` leaves undefined."""
@@ -117,7 +164,7 @@ class ExtendedRotaryEmbedding(nn.Module):
 
     def _angles(self, position_ids: Tensor, table: Tensor) -> Tensor:
         """`[batch, T, dim/2]` radians: float64, or float32 modulo a turn where the device has no float64."""
-        if self._has_float64(position_ids.device):
+        if has_float64(position_ids.device):
             return position_ids[..., None].to(torch.float64) * table
         return split_angles(position_ids, table)
 
@@ -125,28 +172,33 @@ class ExtendedRotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """`(cos, sin)`, each `[batch, T, dim]` in the dtype of `x`, for `position_ids` `[batch, T]`.
 
-        `x` gives dtype and device only. A length-dependent schedule is chosen per row, from that row's
-        largest position.
+        `x` gives dtype and device only. A schedule that rotates in attention turns nothing here (cos 1,
+        sin 0); one that is chosen per row takes the table of that row's largest position.
         """
         factor: Tensor | float
-        if self.encoding.depends_on_length:
+        if self.reader is not None and self.encoding.rotates_in_attention:
+            self.reader.begin(position_ids)
+            angles, factor = torch.zeros(*position_ids.shape, self.shape.dim // 2, device=x.device), 1.0
+        elif self.encoding.depends_on_length:
             angles, factor = self._rowwise(x, position_ids)
         else:
+            if self.reader is not None:
+                self.reader.begin(position_ids)
             # A model dispatched over several devices by hooks never calls `_apply`.
             table = self._table.to(x.device) if self._table.device != x.device else self._table
             angles, factor = self._angles(position_ids, table), self.attention_scaling
         cos, sin = (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
-        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+        return widen(cos, sin, self.widened)
 
     def _rowwise(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Angles `[batch, T, dim/2]` and factors `[batch, 1, 1]`, each row under its own table."""
+        if self.reader is not None:
+            self.reader.refuse_changed_rows(position_ids)
         lengths = (position_ids.amax(dim=-1) + 1).tolist()
-        angles = [
-            self._angles(row, self._for_device(self.encoding.inv_freq(self.shape, length), x.device))
-            for row, length in zip(position_ids, lengths, strict=True)
-        ]
+        tables = torch.stack([self.encoding.inv_freq(self.shape, length) for length in lengths])
         factors = [self.encoding.attention_factor(self.shape, length) for length in lengths]
-        return torch.stack(angles), torch.tensor(factors, device=x.device, dtype=torch.float32)[:, None, None]
+        angles = angles_of(self.encoding, self.shape, position_ids, tables[:, None])
+        return angles, torch.tensor(factors, device=x.device, dtype=torch.float32)[:, None, None]
 
     def extra_repr(self) -> str:
         """The encoding and the shape, for `print(model)`."""

@@ -16,6 +16,7 @@ kind                 is                                          acts on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -261,11 +262,11 @@ class RopeEncoding(Encoding):
     depends_on_length: bool = False
     """Whether the table changes with the length, as in dynamic NTK."""
     per_row: bool = False
-    """Whether every token of a row is rotated by the table of the row's whole length, later tokens included."""
+    """Whether every token of a row is rotated by the table of the row's whole length, later ones included."""
     start_tokens: int = 0
     """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
 
-    def __post_init__(self) -> None:  # noqa: B027  # the end of every subclass's chain of checks
+    def __post_init__(self) -> None:  # the end of every subclass's chain of checks
         """Check the parameters; each subclass adds its own to its parents'."""
 
     @property
@@ -283,6 +284,12 @@ class RopeEncoding(Encoding):
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """The factor on a query's logits beside the attention factor, float64, like `position_ids` `[...]`;
         None for 1.
+        """
+        return None
+
+    def decay(self, shape: RopeShape) -> Tensor | None:
+        """`[dim/2]` float64, at most 0: ln of the factor on a query-key product per token between the two;
+        None for none.
         """
         return None
 
@@ -314,10 +321,15 @@ class RopeEncoding(Encoding):
         """The encoding of this method that reads `target_length` tokens, from the one dial.
 
         Raises:
-            RopeExtendError: unknown or invalid parameters.
+            RopeExtendError: unknown, missing or invalid parameters.
         """
-        check_parameters(cls, parameters)
-        return cls(**parameters)
+        return cls._made(parameters)
+
+    @classmethod
+    def _made(cls, parameters: Mapping[str, Any]) -> Self:
+        made = encoding(cls.name, **parameters)
+        assert isinstance(made, cls)
+        return made
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
         """What `config.rope_parameters` gets, so that stock transformers computes the same tables.
@@ -349,6 +361,7 @@ class RopeEncoding(Encoding):
             or self.rotates_in_attention
             or self.start_tokens > 0
             or self.logit_scale(shape, torch.arange(1)) is not None
+            or self.decay(shape) is not None
         )
         if beyond_a_table or not bool((table > 0).all()):
             raise RopeExtendError(f"{self.name} has no form that stock transformers can load")
@@ -416,8 +429,7 @@ class ScaledRope(RopeEncoding):
                 f"{target_length / shape.trained_length:g}); give one of the two. "
                 f"For a factor of its own: patch_model(model, encoding({cls.name!r}, factor=...))"
             )
-        check_parameters(cls, parameters)
-        return cls(factor=target_length / shape.trained_length, **parameters)
+        return cls._made({"factor": target_length / shape.trained_length, **parameters})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -529,6 +541,10 @@ class ComposedRope(RopeEncoding):
         """The inner schedule's."""
         return self.inner.logit_scale(shape, position_ids)
 
+    def decay(self, shape: RopeShape) -> Tensor | None:
+        """The inner schedule's."""
+        return self.inner.decay(shape)
+
     def target_length(self, shape: RopeShape) -> int | None:
         """The inner schedule's."""
         return self.inner.target_length(shape)
@@ -560,8 +576,8 @@ class RotaryMethod:
             RopeExtendError: unknown or invalid parameters.
         """
         made: RopeEncoding | None = None
-        given = [{} for _ in self.classes]
-        unknown = {}
+        given: list[dict[str, Any]] = [{} for _ in self.classes]
+        unknown: dict[str, Any] = {}
         for key, value in parameters.items():
             owner = next((i for i, cls in enumerate(self.classes) if key in cls.parameters()), None)
             (unknown if owner is None else given[owner])[key] = value
@@ -592,6 +608,19 @@ def rotary_method(name: str) -> RotaryMethod:
             raise RopeExtendError(f"{name}: {part} stands alone; those that go around another: {composed}")
         classes.append(cls)
     return RotaryMethod(tuple(classes))
+
+
+def dialled_methods() -> list[str]:
+    """The rotary methods that need nothing but a target length, and no other method inside them."""
+    names = []
+    for name in encodings(RopeEncoding):
+        cls = encoding_class(name)
+        with contextlib.suppress(RopeExtendError):
+            assert issubclass(cls, RopeEncoding)
+            cls.for_target(RopeShape(dim=128, theta=1e4, trained_length=4096), 32_768)
+            if not issubclass(cls, ComposedRope):
+                names.append(name)
+    return names
 
 
 def _rotary(made: Encoding) -> RopeEncoding:

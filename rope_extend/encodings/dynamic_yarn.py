@@ -20,6 +20,7 @@ class DynamicYaRN(LengthDependent):
         beta_fast: as in `yarn`.
         beta_slow: as in `yarn`.
         truncate: as in `yarn`.
+        ramp: as in `yarn`.
         per: whose length it is, `query` or `row`.
         step: tables change every this many tokens, with `per="query"`.
     """
@@ -27,6 +28,7 @@ class DynamicYaRN(LengthDependent):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    ramp: str = "index"
 
     name: ClassVar[str] = "dynamic_yarn"
     paper: ClassVar[str] = "2309.00071"
@@ -38,7 +40,13 @@ class DynamicYaRN(LengthDependent):
         object.__setattr__(self, "beta_slow", checked.beta_slow)
 
     def _yarn(self, factor: float) -> YaRN:
-        return YaRN(factor, beta_fast=self.beta_fast, beta_slow=self.beta_slow, truncate=self.truncate)
+        return YaRN(
+            factor,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            truncate=self.truncate,
+            ramp=self.ramp,
+        )
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """YaRN's table at `max(1, l/L)`, `[dim/2]` float64, radians per token."""

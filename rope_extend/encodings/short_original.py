@@ -31,8 +31,8 @@ class ShortOriginal(ComposedRope):
         super().__post_init__()
         if self.inner.depends_on_length:
             raise RopeExtendError(
-                f"short_original goes around a static schedule, such as yarn; {self.inner} follows the length "
-                f"by itself"
+                f"short_original goes around a static schedule, such as yarn; {self.inner} follows the "
+                f"length by itself"
             )
 
     @property

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.encodings.ntk_by_parts import by_parts
 from rope_extend.errors import RopeExtendError
 
 
@@ -19,17 +20,19 @@ from rope_extend.errors import RopeExtendError
 class YaRN(ScaledRope):
     """YaRN: slow channels are interpolated, fast ones kept, with a ramp between, and attention is sharpened.
 
-    The ramp is linear in the channel index, as in YaRN's code and in transformers; the paper's text has
-    one that is linear in the number of turns.
+    Two ramps are called YaRN. In its code and in transformers it is linear in the channel index; in the
+    paper's text (equation 13) it is linear in the number of turns.
 
     Attributes:
         factor: `s = target_length / trained_length`.
         beta_fast: channels that turn more often than this within the trained window are kept.
         beta_slow: channels that turn less often than this are divided by s.
         attention_scale: replaces the factor `0.1 ln s + 1` on cos and sin; `attention_factor` in config.json.
-        truncate: whether the ends of the ramp are rounded outwards to whole channels.
+        truncate: whether the ends of the ramp are rounded outwards to whole channels, where it is linear in
+            the index.
         mscale: with `mscale_all_dim`, DeepSeek's form of the factor: the weight of `ln s` in its numerator.
         mscale_all_dim: the weight of `ln s` in its denominator.
+        ramp: what it is linear in, `index` or `turns`.
     """
 
     beta_fast: float = 32.0
@@ -38,6 +41,7 @@ class YaRN(ScaledRope):
     truncate: bool = True
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    ramp: str = "index"
 
     name: ClassVar[str] = "yarn"
     paper: ClassVar[str] = "2309.00071"
@@ -59,9 +63,17 @@ class YaRN(ScaledRope):
             raise RopeExtendError("yarn: mscale and mscale_all_dim only act together; give both or neither")
         if not isinstance(self.truncate, bool):
             raise RopeExtendError(f"yarn: truncate must be true or false, got {self.truncate!r}")
+        if self.ramp not in ("index", "turns"):
+            raise RopeExtendError(f"yarn: ramp must be 'index' or 'turns', got {self.ramp!r}")
+        if self.ramp == "turns" and not self.truncate:
+            raise RopeExtendError(
+                "yarn: truncate=False means nothing with ramp='turns', whose ends are never rounded; leave it out"
+            )
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`ramp * theta_i / s + (1 - ramp) * theta_i`, `[dim/2]` float64, radians per token."""
+        if self.ramp == "turns":
+            return by_parts(shape, self.factor, self.beta_slow, self.beta_fast)
         low = self._channel_turning(self.beta_fast, shape)
         high = self._channel_turning(self.beta_slow, shape)
         if self.truncate:
@@ -92,5 +104,9 @@ class YaRN(ScaledRope):
         return 0.1 * weight * math.log(self.factor) + 1.0
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """Stock `yarn`, with the trained length its ramp depends on."""
-        return {**super().rope_parameters(shape), "original_max_position_embeddings": shape.trained_length}
+        """Stock `yarn`, with the trained length its ramp depends on; stock `longrope` for the other ramp."""
+        if self.ramp == "turns":
+            return self.longrope_parameters(shape)
+        values = super().rope_parameters(shape)
+        del values["ramp"]
+        return {**values, "original_max_position_embeddings": shape.trained_length}
