@@ -31,8 +31,8 @@ PREFIX = "rope_extend_"
 READER = "_rope_extend_reader"
 """The attribute by which a module finds the `AttentionReader` of the patch that is active in it."""
 
-DECAY_BLOCK = 512
-"""xPos: queries in one block of positions share a centre, so that no factor leaves the range of float16."""
+DECAY_LIMIT = 4.0
+"""Decay (xPos) is counted from a centre that moves on before any factor exceeds `exp` of this."""
 MASK_ROWS = 512
 """Where causality needs a mask of its own, it is built for at most this many queries at a time."""
 TABLE_BYTES = 2**28
@@ -126,8 +126,10 @@ class _Forward:
     def _cut(self) -> list[_Segment]:
         lengths = self.encoding.table_length(self.shape, self.queries + 1)
         centres = torch.zeros_like(self.queries)
-        if self.encoding.decay(self.shape) is not None:
-            centres = self.queries // DECAY_BLOCK * DECAY_BLOCK
+        decay = self.encoding.decay(self.shape)
+        if decay is not None:
+            block = _decay_block(decay)
+            centres = self.queries // block * block
         changes = ((lengths.diff() != 0) | (centres.diff() != 0)).any(dim=0)
         starts = [0, *(changes.nonzero().flatten() + 1).tolist()]
         stops = [*starts[1:], self.queries.shape[1]]
@@ -166,7 +168,9 @@ class _Forward:
         if decay is not None:
             centre = torch.tensor(segment.centres, device=like.device)[:, None]
             # Keys after the block are never attended to, but what multiplies them must stay finite.
-            away = (keys - centre).clamp(max=DECAY_BLOCK)[..., None] * decay.to(like.device, cos.dtype)
+            away = (keys - centre).clamp(max=_decay_block(decay))[..., None] * decay.to(
+                like.device, cos.dtype
+            )
             pair_q = tuple(part * away[:, first:].exp() for part in pair_q)  # type: ignore[assignment]
             pair_k = tuple(part * (-away).exp() for part in pair_k)  # type: ignore[assignment]
         made = tuple(part[:, None].to(like.dtype) for part in (*pair_q, *pair_k))
@@ -174,6 +178,11 @@ class _Forward:
         if size * len(self.segments) <= TABLE_BYTES:
             self.tables[wanted] = made
         return made  # type: ignore[return-value]
+
+
+def _decay_block(decay: Tensor) -> int:
+    """How many positions share a centre of decay."""
+    return max(1, int(DECAY_LIMIT / max(float(-decay.min()), 1e-9)))
 
 
 class AttentionReader:
