@@ -47,7 +47,7 @@ class _Tracked:
     """Mixed into a cache's class: the positions of its keys `[1 or batch, seen]`, in step with its rows."""
 
     rope_extend_positions: Tensor
-    rope_extend_encoding: str
+    rope_extend_encoding: RopeEncoding
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -257,10 +257,11 @@ class AttentionReader:
         past = self._past or next((value for value in values if isinstance(value, Cache)), None)
         if past is not None:
             if not isinstance(past, _Tracked):
-                past.__class__ = _tracked(type(past))
+                cls: Any = type(past)
+                past.__class__ = _tracked(cls)
             assert isinstance(past, _Tracked)
             past.rope_extend_positions = self._forward.keys
-            past.rope_extend_encoding = str(self.encoding)
+            past.rope_extend_encoding = self.encoding
         self._past = None
         self._forward.tables.clear()
 
@@ -295,7 +296,7 @@ class AttentionReader:
                 f"{self.encoding} cannot read this {type(self._past).__name__}: its {seen} tokens were "
                 f"cached without it, so their keys are already rotated; start from an empty cache"
             )
-        if self._past.rope_extend_encoding != str(self.encoding):
+        if self._past.rope_extend_encoding != self.encoding:
             raise PatchError(
                 f"{self.encoding} cannot read this {type(self._past).__name__}: it was filled under "
                 f"{self._past.rope_extend_encoding}; start from an empty cache"

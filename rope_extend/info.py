@@ -121,7 +121,9 @@ def info(model: str | nn.Module, *, trained_length: int | None = None) -> ModelI
     parameters = dict(config.rope_parameters or {})
     record = config_record(config)
     known = (
-        Encoding.from_dict(record["encoding"]) if record else RopeEncoding.from_rope_parameters(parameters)
+        Encoding.from_dict(record["encoding"])
+        if record
+        else RopeEncoding.from_rope_parameters(parameters, config.max_position_embeddings)
     )
     # The stock table must be computable: a config that is broken in other ways shows it here, not later.
     active_table(rotary, config, shape.trained_length)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from cases import FACTOR, PARTIAL, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -45,7 +45,7 @@ FAMILIES = [
     FamilyCase("qwen3", {"head_dim": 16}),
     FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 24}),
     FamilyCase("mistral", {"head_dim": 16, "sliding_window": 24}),
-    FamilyCase("gpt_neox", {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    FamilyCase("gpt_neox", {**PARTIAL, "hidden_size": 64}),
     FamilyCase("glm", {"head_dim": 32, "pad_token_id": 0}),
 ]  # fmt: skip
 """All with 16 rotated channels, which is what LongRoPE's lists above are for."""
@@ -215,7 +215,7 @@ LINEAR = {"name": "linear", "factor": FACTOR}
 
 
 @pytest.mark.parametrize(
-    "encoding, rotation",
+    ("encoding", "rotation"),
     [
         (INSIDE["dynamic_ntk-each-token"], dynamic_ntk),
         (INSIDE["dynamic_linear"], dynamic_linear_in_steps),
@@ -352,7 +352,8 @@ def test_a_continued_chat_reads_its_cache(model: PreTrainedModel) -> None:
                     pad_token_id=0,
                 )
             )
-        assert torch.equal(answers[0], answers[2]) and torch.equal(answers[1], answers[2])
+        assert torch.equal(answers[0], answers[2])
+        assert torch.equal(answers[1], answers[2])
 
 
 def test_a_cache_keeps_its_positions_when_its_rows_change() -> None:
@@ -400,9 +401,12 @@ def test_gradients_are_those_of_attention_without_checkpoints(encoding: Any) -> 
             # Two forwards before one backward: each is run again with the positions that it had.
             losses = [
                 model(
-                    ids, position_ids=torch.arange(start, start + 60)[None], labels=ids, use_cache=False
+                    tokens(1, 60, seed=first),
+                    position_ids=torch.arange(first, first + 60)[None],
+                    labels=tokens(1, 60, seed=first),
+                    use_cache=False,
                 ).loss
-                for start, ids in ((0, tokens(1, 60)), (20, tokens(1, 60, seed=2)))
+                for first in (0, 20)
             ]
             sum(losses).backward()
         gradients.append([weight.grad for weight in model.parameters()])
@@ -412,7 +416,7 @@ def test_gradients_are_those_of_attention_without_checkpoints(encoding: Any) -> 
 
 
 def test_long_inputs_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tables over 2,000 tokens: the longest mask has MASK_ROWS rows, and the logits are those of parts."""
+    """Two tables over 1,000 tokens: no mask, or one of the later queries only, and the logits of parts."""
     model, data = llama(head_dim=16), Batch(tokens(1, 1000), torch.ones(1, 1000, dtype=torch.long))
     masks: list[int] = []
     inner = nn.functional.scaled_dot_product_attention
@@ -502,7 +506,7 @@ def test_another_attention_implementation_is_refused_until_patched_again() -> No
     model = llama(head_dim=16)
     with patched(model, "dynamic_ntk"):
         model.set_attn_implementation("eager")
-        with pytest.raises(PatchError, match="became 'eager'.*patch again"):
+        with pytest.raises(PatchError, match=r"became 'eager'.*patch again"):
             model(tokens(1, 10))
 
 
@@ -532,7 +536,7 @@ def test_flex_attention_is_refused_where_tables_change() -> None:
 def test_a_family_out_of_reach_is_refused() -> None:
     model = tiny_model(FamilyCase("gpt_neox_japanese"))
     before = logits(model, tokens(1, 40))
-    with pytest.raises(UnsupportedModelError, match="gpt_neox_japanese.*static schedule works"):
+    with pytest.raises(UnsupportedModelError, match=r"gpt_neox_japanese.*static schedule works"):
         patched(model, "dynamic_ntk")
     assert torch.equal(logits(model, tokens(1, 40)), before)
 

@@ -30,7 +30,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": TRAINED,
 }  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
-    "linear": {}, "ntk": {}, "dynamic_ntk": {}, "yarn": {"beta_fast": 16.0}, "llama3": {},
+    "linear": {}, "ntk": {}, "dynamic_ntk": {"per": "row"}, "yarn": {"beta_fast": 16.0}, "llama3": {},
     "abf": {"theta": 1e6},
 }  # fmt: skip
 
@@ -178,7 +178,7 @@ def test_a_save_that_fails_leaves_what_was_there(adapter: Path, monkeypatch: pyt
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("rope_extend.checkpoint.write_record", full)
+    monkeypatch.setattr("rope_extend.checkpoint.saving.write_record", full)
     with pytest.raises(OSError, match="no space"):
         save(model, adapter, overwrite=True)
     assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before

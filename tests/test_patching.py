@@ -278,7 +278,9 @@ def test_length_groups() -> None:
     assert length_groups(model, lengths) == [[16, 32, 64, 128]]
     with rx.extend(model, TARGET, "yarn"):
         assert length_groups(model, lengths) == [[16, 32, 64, 128]]
-    with rx.extend(model, TARGET, "dynamic_ntk"):
+    with rx.extend(model, TARGET, "dynamic_ntk"):  # each query by its own length: one pass serves all
+        assert length_groups(model, lengths) == [[16, 32, 64, 128]]
+    with rx.extend(model, TARGET, "dynamic_ntk", per="row"):
         assert length_groups(model, lengths) == [[16, 32], [64], [128]]
     stock = llama(rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10_000.0})
     assert length_groups(stock, lengths) == [[16, 32], [64], [128]]

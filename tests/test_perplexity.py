@@ -95,18 +95,20 @@ def test_every_length_is_measured_on_the_same_documents() -> None:
     assert result.data != measure(model, documents[:1], [16, 64]).data
 
 
-def test_encodings_that_depend_on_length_get_a_pass_for_each_table() -> None:
+@pytest.mark.parametrize(("per", "passes"), [("query", [128]), ("row", [32, 64, 128])])
+def test_encodings_that_depend_on_length_get_a_pass_for_each_table(per: str, passes: list[int]) -> None:
+    """One for each length beyond the window where a row has one table, and one in all where each query has."""
     model, documents, lengths = tiny(), texts(128, 130), [16, 32, 64, 128]
     plain = measure(model, documents, lengths)
-    with rx.extend(model, 128, method="dynamic_ntk"):
+    with rx.extend(model, 128, method="dynamic_ntk", per=per):
         result = measure(model, documents, lengths)
         truncated = {n: measure(model, documents, [n]) for n in lengths}
         expected = {
             n: torch.cat([naive_losses(model, d.input_ids[:n]) for d in documents]).mean().exp().item()
             for n in lengths
         }
-    assert result.passes == 3  # up to 32, 64, 128
-    assert result.forward_tokens == 2 * (32 + 64 + 128)
+    assert result.passes == len(passes)
+    assert result.forward_tokens == 2 * sum(passes)
     for length in lengths:
         assert result.ppl[length] == pytest.approx(expected[length], rel=1e-5)
         assert result.ppl[length] == pytest.approx(truncated[length].ppl[length], rel=1e-6)

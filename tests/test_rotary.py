@@ -162,7 +162,7 @@ def test_split_floats_equal_float64(position: int, dim: int, theta: float, facto
 def test_the_module_uses_split_floats_where_there_is_no_float64(
     patched: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ExtendedRotaryEmbedding, "_has_float64", staticmethod(lambda device: False))
+    monkeypatch.setattr("rope_extend.rotary.has_float64", lambda device: False)
     patched.to(torch.bfloat16)  # moving is when the form of the table is chosen
     assert rotary(patched)._table.dtype == torch.float32
     assert_exact(patched, torch.bfloat16, BF16_ROUNDING)

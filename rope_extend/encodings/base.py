@@ -269,6 +269,12 @@ class RopeEncoding(Encoding):
     def __post_init__(self) -> None:  # the end of every subclass's chain of checks
         """Check the parameters; each subclass adds its own to its parents'."""
 
+    def _check(self, field: str, *, minimum: float, maximum: float = math.inf, above: bool = False) -> None:
+        value = check_number(
+            self.name, field, getattr(self, field), minimum=minimum, maximum=maximum, above=above
+        )
+        object.__setattr__(self, field, value)
+
     @property
     def rotates_in_attention(self) -> bool:
         """Whether keys are cached unrotated, and rotated together with each query that reads them."""
@@ -349,7 +355,8 @@ class RopeEncoding(Encoding):
     def longrope_parameters(self, shape: RopeShape) -> dict[str, Any]:
         """The schedule as stock `longrope` with equal short and long lists.
 
-        That form carries any static table of non-zero frequencies, to float32 rounding.
+        That form carries any static table of non-zero frequencies, to float32 rounding. Its `factor` changes
+        nothing beside an `attention_factor`; it says which window is meant.
 
         Raises:
             RopeExtendError: the schedule depends on the length, has zero frequencies, or does more to
@@ -366,6 +373,7 @@ class RopeEncoding(Encoding):
         if beyond_a_table or not bool((table > 0).all()):
             raise RopeExtendError(f"{self.name} has no form that stock transformers can load")
         factors = (shape.inv_freq() / table).tolist()
+        target = self.target_length(shape)
         return {
             "rope_type": "longrope",
             "rope_theta": shape.theta,
@@ -373,11 +381,17 @@ class RopeEncoding(Encoding):
             "long_factor": factors,
             "attention_factor": self.attention_factor(shape),
             "original_max_position_embeddings": shape.trained_length,
+            **({} if target is None else {"factor": max(1.0, target / shape.trained_length)}),
         }
 
     @staticmethod
-    def from_rope_parameters(rope_parameters: Mapping[str, Any]) -> RopeEncoding | None:
-        """The encoding that a stock `config.rope_parameters` describes; None for a type without one here.
+    def from_rope_parameters(
+        rope_parameters: Mapping[str, Any], max_position_embeddings: int | None = None
+    ) -> RopeEncoding | None:
+        """The encoding that a stock `config.rope_parameters` describes.
+
+        None for a type without one here, and for Phi-3's form of `longrope`, which takes its factor from the
+        config's `max_position_embeddings`, where that is not given.
 
         Raises:
             RopeExtendError: the parameters are invalid.
@@ -385,11 +399,15 @@ class RopeEncoding(Encoding):
         rope_type = rope_parameters.get("rope_type", "default")
         for cls in Encoding._registry.values():
             if issubclass(cls, RopeEncoding) and cls.rope_type == rope_type:
-                given = {key: rope_parameters.get(cls.stock_names.get(key, key)) for key in cls.parameters()}
-                made = encoding(cls.name, **{key: value for key, value in given.items() if value is not None})
-                assert isinstance(made, RopeEncoding)
-                return made
+                return cls._from_stock(rope_parameters, max_position_embeddings)
         return None
+
+    @classmethod
+    def _from_stock(
+        cls, rope_parameters: Mapping[str, Any], max_position_embeddings: int | None
+    ) -> RopeEncoding | None:
+        given = {key: rope_parameters.get(cls.stock_names.get(key, key)) for key in cls.parameters()}
+        return cls._made({key: value for key, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -405,12 +423,6 @@ class ScaledRope(RopeEncoding):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check("factor", minimum=1, maximum=MAX_FACTOR)
-
-    def _check(self, field: str, *, minimum: float, maximum: float = math.inf, above: bool = False) -> None:
-        value = check_number(
-            self.name, field, getattr(self, field), minimum=minimum, maximum=maximum, above=above
-        )
-        object.__setattr__(self, field, value)
 
     def target_length(self, shape: RopeShape) -> int | None:
         """`factor * trained_length`, to the nearest token."""
@@ -576,16 +588,26 @@ class RotaryMethod:
             RopeExtendError: unknown or invalid parameters.
         """
         made: RopeEncoding | None = None
-        given: list[dict[str, Any]] = [{} for _ in self.classes]
-        unknown: dict[str, Any] = {}
-        for key, value in parameters.items():
-            owner = next((i for i, cls in enumerate(self.classes) if key in cls.parameters()), None)
-            (unknown if owner is None else given[owner])[key] = value
-        given[-1] |= unknown  # for the innermost to refuse
-        for cls, values in zip(reversed(self.classes), reversed(given), strict=True):
-            made = cls.for_target(shape, target_length, **values, **({} if made is None else {"inner": made}))
+        for cls, values in reversed(list(zip(self.classes, self.shared_out(parameters), strict=True))):
+            inside = {} if made is None else {"inner": made}
+            made = cls.for_target(shape, target_length, **values, **inside)
         assert made is not None
         return made
+
+    def shared_out(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Parameters by the schedule that they go to, the outermost that has them.
+
+        Raises:
+            RopeExtendError: none has one of them.
+        """
+        takes = [set(cls.parameters()) - {"inner"} for cls in self.classes]
+        if not set(parameters) <= set().union(*takes):
+            inner = self.classes[-1]  # the one whose parameters are meant most often
+            check_parameters(inner, {key: 0 for key in parameters if not any(key in taken for taken in takes)})
+        shares: list[dict[str, Any]] = [{} for _ in self.classes]
+        for key, value in parameters.items():
+            shares[next(i for i, taken in enumerate(takes) if key in taken)][key] = value
+        return shares
 
 
 def rotary_method(name: str) -> RotaryMethod:
@@ -596,7 +618,9 @@ def rotary_method(name: str) -> RotaryMethod:
     """
     names = str(name).replace(" ", "").split("(")
     closing = len(names) - 1
-    names[-1] = names[-1].removesuffix(")" * closing) if closing else names[-1]
+    if not names[-1].endswith(")" * closing):
+        raise RopeExtendError(f"{name}: {closing} opening brackets want as many closing ones at the end")
+    names[-1] = names[-1][: len(names[-1]) - closing]
     classes = []
     for position, part in enumerate(names):
         cls = encoding_class(part)

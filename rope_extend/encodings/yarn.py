@@ -67,7 +67,7 @@ class YaRN(ScaledRope):
             raise RopeExtendError(f"yarn: ramp must be 'index' or 'turns', got {self.ramp!r}")
         if self.ramp == "turns" and not self.truncate:
             raise RopeExtendError(
-                "yarn: truncate=False means nothing with ramp='turns', whose ends are never rounded; leave it out"
+                "yarn: truncate=False means nothing with ramp='turns', whose ends are never rounded; omit it"
             )
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:

@@ -1,0 +1,42 @@
+"""Log-n scaling: attention as sharp over a long text as over a trained one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rope_extend.encodings.base import ComposedRope, RopeShape
+from rope_extend.errors import RopeExtendError
+
+
+@dataclass(frozen=True)
+class LogN(ComposedRope):
+    """Log-n scaling: a query beyond the trained window attends more sharply, by `ln(p+1) / ln L`.
+
+    Softmax over more keys is flatter; this keeps its entropy about what it was in training. Frequencies are
+    the inner schedule's.
+
+    Attributes:
+        inner: the schedule that queries and keys are rotated by.
+    """
+
+    name: ClassVar[str] = "logn"
+    paper: ClassVar[str] = "Su 2021 (log-n attention scaling, kexue.fm/archives/8823)"
+
+    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """`max(1, ln(p+1) / ln L)` at position p, times the inner schedule's; float64, like `position_ids`.
+
+        Raises:
+            RopeExtendError: a trained window of one token, for which the formula has no value.
+        """
+        if shape.trained_length == 1:
+            raise RopeExtendError(
+                "logn needs a model trained on 2 or more tokens, this one has a window of 1"
+            )
+        scale = torch.log1p(position_ids.to(torch.float64)) / math.log(shape.trained_length)
+        inner = self.inner.logit_scale(shape, position_ids)
+        return scale.clamp(min=1) if inner is None else scale.clamp(min=1) * inner

@@ -1,0 +1,170 @@
+"""LongRoPE: a divisor of its own for every channel, found by search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from numbers import Integral
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rope_extend.encodings.base import (
+    MAX_FACTOR,
+    MAX_LENGTH,
+    LengthDependent,
+    RopeEncoding,
+    RopeShape,
+    ScaledRope,
+    check_length,
+    check_number,
+)
+from rope_extend.errors import RopeExtendError
+
+
+@dataclass(frozen=True)
+class LongRoPE(ScaledRope, LengthDependent):
+    """LongRoPE: every channel slowed by a searched divisor of its own, with another set for short texts.
+
+    A text of exactly the trained length is a short one. The attention factor is the same on both sides, as in
+    transformers and in Phi-3. LongRoPE's search keeps the divisors non-decreasing from the fastest channel to
+    the slowest; they need not be here, because stock checkpoints carry other schedules in the same form.
+
+    Attributes:
+        factor: `s = target_length / trained_length`, which the attention factor follows from.
+        long_factor: the divisor of each channel pair's frequency beyond the trained length, fastest first.
+        short_factor: the same up to and including the trained length; all 1 by default.
+        start_tokens: n-hat: positions below this keep plain RoPE's angles.
+        attention_scale: replaces the factor `sqrt(1 + ln s / ln L)` on cos and sin; `attention_factor` in
+            config.json.
+        per: whose length it is, `query` or `row`.
+        step: not taken: there is one change of tables, at the trained length.
+    """
+
+    long_factor: tuple[float, ...]
+    short_factor: tuple[float, ...] | None = None
+    start_tokens: int = 0
+    attention_scale: float | None = None
+
+    name: ClassVar[str] = "longrope"
+    paper: ClassVar[str] = "2402.13753"
+    rope_type: ClassVar[str | None] = "longrope"
+    stock_names: ClassVar[Mapping[str, str]] = MappingProxyType({"attention_scale": "attention_factor"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.step is not None:
+            raise RopeExtendError(
+                f"longrope: tables change once, at the trained length, so step means nothing; got {self.step}"
+            )
+        for field in ("long_factor", "short_factor"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, self._divisors(field))
+        if self.short_factor is not None:
+            if len(self.short_factor) != len(self.long_factor):
+                raise RopeExtendError(
+                    f"longrope: short_factor and long_factor must be of one length, a value for each channel "
+                    f"pair, got {len(self.short_factor)} and {len(self.long_factor)}"
+                )
+            if set(self.short_factor) == {1.0}:
+                object.__setattr__(self, "short_factor", None)  # one way to say it, so that equals are equal
+        if self.long_factor == (self.short_factor or (1.0,) * len(self.long_factor)):
+            object.__setattr__(self, "depends_on_length", False)  # as checkpoints carry static schedules
+        start = self.start_tokens
+        if isinstance(start, bool) or not isinstance(start, Integral) or not 0 <= start <= MAX_LENGTH:
+            raise RopeExtendError(
+                f"longrope: start_tokens must be a whole number of positions, 0 or more, got {start!r}"
+            )
+        object.__setattr__(self, "start_tokens", int(start))
+        if self.attention_scale is not None:
+            self._check("attention_scale", minimum=0, maximum=100, above=True)
+
+    def _divisors(self, field: str) -> tuple[float, ...]:
+        values = getattr(self, field)
+        if not isinstance(values, list | tuple) or not values:
+            raise RopeExtendError(
+                f"longrope: {field} must be a list of numbers, one for each channel pair, got {values!r}"
+            )
+        return tuple(
+            check_number("longrope", f"{field}[{i}]", value, minimum=0, maximum=MAX_FACTOR, above=True)
+            for i, value in enumerate(values)
+        )
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """`theta_i / lambda_i`, long beyond the trained length and else short.
+
+        `[dim/2]` float64, radians per token.
+
+        Raises:
+            RopeExtendError: the lists are of another length than the model's number of rotated channel pairs.
+        """
+        if len(self.long_factor) != shape.dim // 2:
+            raise RopeExtendError(
+                f"longrope: long_factor has {len(self.long_factor)} values, and this model rotates "
+                f"{shape.dim // 2} channel pairs; give one value for each"
+            )
+        is_long = seq_len is not None and seq_len > shape.trained_length
+        divisors = self.long_factor if is_long else self.short_factor
+        plain = shape.inv_freq()
+        return plain if divisors is None else plain / torch.tensor(divisors, dtype=torch.float64)
+
+    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
+        """`sqrt(1 + ln s / ln L)`, 1 for s = 1, or `attention_scale`; the same at every length.
+
+        Raises:
+            RopeExtendError: a trained window of one token, for which the formula has no value.
+        """
+        if self.attention_scale is not None:
+            return self.attention_scale
+        if self.factor == 1:
+            return 1.0
+        if shape.trained_length == 1:
+            raise RopeExtendError(
+                "longrope: no attention factor follows from a window of 1 token; give attention_scale="
+            )
+        return math.sqrt(1 + math.log(self.factor) / math.log(shape.trained_length))
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """Two tables: one up to and including the trained length, and one beyond."""
+        return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
+
+    def max_position_embeddings(self, shape: RopeShape, target_length: int) -> int:
+        """The target: stock `longrope` reads the trained length from a field of its own."""
+        return target_length
+
+    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
+        """Stock `longrope`.
+
+        Raises:
+            RopeExtendError: there are start tokens, or the lists do not fit the model.
+        """
+        if self.start_tokens:
+            raise RopeExtendError(
+                f"longrope with start_tokens={self.start_tokens} has no form that stock transformers can load"
+            )
+        self.inv_freq(shape)
+        values = super().rope_parameters(shape)
+        del values["start_tokens"]
+        values.setdefault("short_factor", [1.0] * len(self.long_factor))
+        return {**values, "original_max_position_embeddings": shape.trained_length}
+
+    @classmethod
+    def _from_stock(
+        cls, rope_parameters: Mapping[str, Any], max_position_embeddings: int | None
+    ) -> RopeEncoding | None:
+        if rope_parameters.get("factor") is not None:
+            return super()._from_stock(rope_parameters, max_position_embeddings)
+        original = rope_parameters.get("original_max_position_embeddings")
+        if original is not None and max_position_embeddings is not None:
+            original = check_length("longrope", "original_max_position_embeddings", original)
+            factor = max(1.0, max_position_embeddings / original)
+            return super()._from_stock({**rope_parameters, "factor": factor}, max_position_embeddings)
+        if rope_parameters.get("attention_factor") is None:
+            return None
+        # Beside an attention factor it only says how far the model reaches: as far as its slowest channel.
+        made = super()._from_stock({**rope_parameters, "factor": 1.0}, max_position_embeddings)
+        assert isinstance(made, LongRoPE)
+        return replace(made, factor=max(1.0, *made.long_factor))

@@ -1,0 +1,70 @@
+"""Truncated basis: channels too slow to have turned in training are stopped."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rope_extend.encodings.base import ComposedRope, RopeShape
+from rope_extend.errors import RopeExtendError
+
+
+@dataclass(frozen=True)
+class Truncated(ComposedRope):
+    """Truncated basis: fast channels kept, slow ones set to one small frequency, the slowest stopped.
+
+    By default the limits are those of Giraffe's code: a full turn within the trained window of L tokens is
+    kept, less than an eighth of a turn is stopped, and those between turn once in 16 L. All three are in
+    radians per token.
+
+    Attributes:
+        inner: the schedule that is truncated.
+        keep_above: a: channels at least this fast are kept; `2 pi / L` by default.
+        zero_below: b: channels slower than this stand still; `a / 8` by default.
+        between: rho: the frequency of those from b up to a; `a / 16` by default.
+    """
+
+    keep_above: float | None = None
+    zero_below: float | None = None
+    between: float | None = None
+
+    name: ClassVar[str] = "truncated"
+    paper: ClassVar[str] = "2308.10882"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("keep_above", "zero_below", "between"):
+            if getattr(self, field) is not None:
+                self._check(field, minimum=0, maximum=2 * math.pi, above=field == "keep_above")
+        if self.keep_above is not None:
+            self._limits(self.keep_above)
+
+    def _limits(self, above: float) -> tuple[float, float, float]:
+        """`(a, b, rho)`.
+
+        Raises:
+            RopeExtendError: b or rho is above a, so that a slower channel would become the faster one.
+        """
+        below = above / 8 if self.zero_below is None else self.zero_below
+        between = above / 16 if self.between is None else self.between
+        if max(below, between) > above:
+            raise RopeExtendError(
+                f"truncated: zero_below and between must not exceed keep_above, got {below:g} and "
+                f"{between:g} against {above:g} radians per token"
+            )
+        return above, below, between
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """`theta_i` from a on, rho from b up to a, else 0; `[dim/2]` float64, radians per token.
+
+        Raises:
+            RopeExtendError: a limit exceeds the default `2 pi / L` of this model.
+        """
+        above, below, between = self._limits(self.keep_above or 2 * math.pi / shape.trained_length)
+        table = self.inner.inv_freq(shape, seq_len)
+        slow = torch.where(table >= below, torch.full_like(table, between), torch.zeros_like(table))
+        return torch.where(table >= above, table, slow)
