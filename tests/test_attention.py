@@ -24,7 +24,7 @@ YARN = {"name": "yarn", "factor": FACTOR}
 LISTS = {"long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0], "short_factor": [1.0] * 7 + [1.25]}
 INSIDE: dict[str, dict[str, Any]] = {
     "dynamic_ntk": {"name": "dynamic_ntk", "factor": FACTOR},
-    "dynamic_ntk-each-token": {"name": "dynamic_ntk", "factor": FACTOR, "step": 1},
+    "dynamic_ntk-each-token": {"name": "dynamic_ntk", "factor": FACTOR, "step": 0},
     "dynamic_linear": {"name": "dynamic_linear"},
     "dynamic_yarn": {"name": "dynamic_yarn"},
     "longrope": {"name": "longrope", "factor": FACTOR, **LISTS},
@@ -184,9 +184,10 @@ def dynamic_ntk(query: int, position: int) -> tuple[list[float], float]:
 
 def dynamic_linear_in_steps(query: int, position: int) -> tuple[list[float], float]:
     length = query + 1
-    if length > TRAINED:  # tables change every TRAINED / 16 = 2 tokens
-        length = math.ceil(length / 2) * 2
-    return [position * f / max(1.0, length / TRAINED) for f in PLAIN], 1.0
+    reach = TRAINED  # of a table: each serves texts a sixteenth longer than the one before
+    while reach < length:
+        reach += reach // 16
+    return [position * f * TRAINED / reach for f in PLAIN], 1.0
 
 
 def longrope_with_start(query: int, position: int) -> tuple[list[float], float]:

@@ -165,8 +165,8 @@ def test_other_bad_numbers_are_refused(name: str, field: str, value: Any) -> Non
         (lambda: rx.encoding("longrope", factor=8.0), "missing long_factor"),
         (lambda: rotary_method("longrope").for_target(SHAPE, 8192), "longrope: missing long_factor"),
         (
-            lambda: rx.encoding("longrope", factor=8.0, long_factor=[2.0], step=64),
-            "step means nothing; got 64",
+            lambda: rx.encoding("longrope", factor=8.0, long_factor=[2.0], step=0.1),
+            "longrope: unknown parameter 'step'",
         ),
         (lambda: rx.encoding("longrope", factor=8.0, long_factor="2, 2"), "must be a list of numbers"),
         (lambda: rx.encoding("longrope", factor=8.0, long_factor=[]), "must be a list of numbers"),
@@ -493,3 +493,18 @@ def test_the_largest_factor_is_accepted() -> None:
 def test_two_encodings_cannot_share_a_name() -> None:
     with pytest.raises(TypeError, match="two encodings are named 'linear'"):
         type("Another", (Encoding,), {"name": "linear"})
+
+
+@given(shape=SHAPES, step=st.just(0.0) | st.floats(1 / 1024, 1), grown=st.lists(st.floats(0.01, 40), min_size=1, max_size=20))
+def test_a_growing_table_serves_texts_up_to_its_own_length(
+    shape: RopeShape, step: float, grown: list[float]
+) -> None:
+    made = rx.encoding("dynamic_ntk", factor=2.0, step=step)
+    lengths = torch.tensor(sorted(max(1, int(shape.trained_length * by)) for by in grown))
+    serving = made.table_length(shape, lengths)
+    assert (serving >= lengths.clamp(min=shape.trained_length)).all()
+    assert (serving <= (lengths * (1 + step)).clamp(min=shape.trained_length) + 1).all()
+    assert (serving.diff() >= 0).all()
+    assert (serving[lengths <= shape.trained_length] == shape.trained_length).all()
+    # A text as long as a table's own length is served by that table.
+    assert torch.equal(made.table_length(shape, serving), serving)

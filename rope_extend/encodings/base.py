@@ -36,6 +36,9 @@ from rope_extend.errors import RopeExtendError
 MAX_FACTOR = 65_536.0
 """The largest extension taken at its word: 256 tokens to 16M. More is a slip of the keyboard."""
 
+_FINEST_STEP = 1 / 1024
+"""The smallest share by which tables of a growing schedule are told apart, short of every token."""
+
 MAX_LENGTH = 2**40
 """The longest window, in tokens, that is taken at its word."""
 
@@ -461,13 +464,9 @@ class LengthDependent(RopeEncoding):
 
     Attributes:
         per: whose length it is, `query` or `row`.
-        step: with `per="query"`, tables change every this many tokens beyond the trained window, and each is
-            the table of its last token; by default a sixteenth of the trained window. 1 follows every token,
-            and costs a rotation of all keys for each.
     """
 
     per: str = "query"
-    step: int | None = None
 
     depends_on_length = True
 
@@ -475,8 +474,6 @@ class LengthDependent(RopeEncoding):
         super().__post_init__()
         if self.per not in ("query", "row"):
             raise RopeExtendError(f"{self.name}: per must be 'query' or 'row', got {self.per!r}")
-        if self.step is not None:
-            check_length(self.name, "step", self.step)
 
     @property
     def per_row(self) -> bool:  # type: ignore[override]
@@ -484,15 +481,44 @@ class LengthDependent(RopeEncoding):
         return self.per == "row"
 
     def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
-        """The trained length within it; beyond, the end of the step that a length falls into."""
-        trained, step = shape.trained_length, self.step or max(1, shape.trained_length // 16)
-        beyond = (lengths - trained).clamp(min=0)
-        return trained + (beyond + step - 1) // step * step
+        """Two tables: one up to and including the trained length, and one beyond."""
+        return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
         """The stock form, where there is one, which reads every row by the longest of its batch."""
         ours = ("per", "step")
         return {key: value for key, value in super().rope_parameters(shape).items() if key not in ours}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingRope(LengthDependent):
+    """A rotary schedule whose table follows the length beyond the trained window.
+
+    Attributes:
+        per: whose length it is, `query` or `row`.
+        step: with `per="query"`, by what share a text grows until the next table, which is the one of the
+            longest text it serves. 0 follows every token, and costs a rotation of all keys for each.
+    """
+
+    step: float = 1 / 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("step", minimum=0, maximum=1)
+        if 0 < self.step < _FINEST_STEP:
+            raise RopeExtendError(
+                f"{self.name}: step must be 0, for each token, or at least {_FINEST_STEP}, got {self.step!r}"
+            )
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """The trained length within it; beyond, the longest text of the step that a length falls into."""
+        if self.step == 0:
+            return lengths.clamp(min=shape.trained_length)
+        ends = [shape.trained_length]
+        while ends[-1] < int(lengths.max()):
+            ends.append(max(ends[-1] + 1, int(ends[-1] * (1 + self.step))))
+        table = torch.tensor(ends, device=lengths.device)
+        return table[torch.searchsorted(table, lengths.contiguous())]
 
 
 @dataclass(frozen=True)
@@ -602,8 +628,8 @@ class RotaryMethod:
         """
         takes = [set(cls.parameters()) - {"inner"} for cls in self.classes]
         if not set(parameters) <= set().union(*takes):
-            inner = self.classes[-1]  # the one whose parameters are meant most often
-            check_parameters(inner, {key: 0 for key in parameters if not any(key in taken for taken in takes)})
+            # The innermost refuses them: its parameters are the ones that are meant most often.
+            check_parameters(self.classes[-1], {key: 0 for key in parameters if key not in set().union(*takes)})
         shares: list[dict[str, Any]] = [{} for _ in self.classes]
         for key, value in parameters.items():
             shares[next(i for i, taken in enumerate(takes) if key in taken)][key] = value

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import LengthDependent, RopeShape
+from rope_extend.encodings.base import GrowingRope, RopeShape
 
 
 def needed_factor(shape: RopeShape, seq_len: int | None) -> float:
@@ -16,12 +16,12 @@ def needed_factor(shape: RopeShape, seq_len: int | None) -> float:
 
 
 @dataclass(frozen=True)
-class DynamicLinear(LengthDependent):
+class DynamicLinear(GrowingRope):
     """Dynamic interpolation: plain within the trained window, beyond it linear by what the length needs.
 
     Attributes:
         per: whose length it is, `query` or `row`.
-        step: tables change every this many tokens, with `per="query"`.
+        step: with `per="query"`, by what share a text grows until the next table.
     """
 
     name: ClassVar[str] = "dynamic_linear"

@@ -7,18 +7,18 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import LengthDependent, RopeShape, ScaledRope
+from rope_extend.encodings.base import GrowingRope, RopeShape, ScaledRope
 from rope_extend.encodings.ntk import ntk_theta
 
 
 @dataclass(frozen=True)
-class DynamicNTK(ScaledRope, LengthDependent):
+class DynamicNTK(ScaledRope, GrowingRope):
     """Dynamic NTK: plain RoPE within the trained window, and a base that grows with the length beyond it.
 
     Attributes:
         factor: how fast the base grows: `s*l/L - (s-1)` times the window at l tokens.
         per: whose length it is, `query` or `row`.
-        step: tables change every this many tokens, with `per="query"`.
+        step: with `per="query"`, by what share a text grows until the next table.
     """
 
     name: ClassVar[str] = "dynamic_ntk"

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import LengthDependent, RopeShape
+from rope_extend.encodings.base import GrowingRope, RopeShape
 from rope_extend.encodings.dynamic_linear import needed_factor
 from rope_extend.encodings.yarn import YaRN
 
 
 @dataclass(frozen=True)
-class DynamicYaRN(LengthDependent):
+class DynamicYaRN(GrowingRope):
     """Dynamic YaRN: plain RoPE within the trained window, beyond it YaRN at the factor the length needs.
 
     Attributes:
@@ -22,7 +22,7 @@ class DynamicYaRN(LengthDependent):
         truncate: as in `yarn`.
         ramp: as in `yarn`.
         per: whose length it is, `query` or `row`.
-        step: tables change every this many tokens, with `per="query"`.
+        step: with `per="query"`, by what share a text grows until the next table.
     """
 
     beta_fast: float = 32.0

@@ -41,7 +41,6 @@ class LongRoPE(ScaledRope, LengthDependent):
         attention_scale: replaces the factor `sqrt(1 + ln s / ln L)` on cos and sin; `attention_factor` in
             config.json.
         per: whose length it is, `query` or `row`.
-        step: not taken: there is one change of tables, at the trained length.
     """
 
     long_factor: tuple[float, ...]
@@ -56,10 +55,6 @@ class LongRoPE(ScaledRope, LengthDependent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.step is not None:
-            raise RopeExtendError(
-                f"longrope: tables change once, at the trained length, so step means nothing; got {self.step}"
-            )
         for field in ("long_factor", "short_factor"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, self._divisors(field))
@@ -126,10 +121,6 @@ class LongRoPE(ScaledRope, LengthDependent):
                 "longrope: no attention factor follows from a window of 1 token; give attention_scale="
             )
         return math.sqrt(1 + math.log(self.factor) / math.log(shape.trained_length))
-
-    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
-        """Two tables: one up to and including the trained length, and one beyond."""
-        return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
 
     def max_position_embeddings(self, shape: RopeShape, target_length: int) -> int:
         """The target: stock `longrope` reads the trained length from a field of its own."""
