@@ -1,1 +1,1 @@
-"""One adapter per family shape, each a module with an `ADAPTER`; `rope_extend.families` finds them."""
+"""The family shapes, each a module with one `ADAPTER` or `ADAPTERS`; `rope_extend.families` finds them."""

@@ -1,14 +1,58 @@
-"""Phi-3: Llama's shape, but its config class loads only two kinds of rotary parameters.
+"""Phi-3: Llama's shape, but its config classes load only two kinds of rotary parameters.
 
-Every other schedule travels as `longrope`, which carries any static table. Phi-4-mini shares the class
-and rotates three quarters of each head.
+Every other schedule travels as `longrope`, which carries any static table. Phi-4-mini shares the class of
+Phi-3 and rotates three quarters of each head; Phi-4 multimodal is the same beside an eye and an ear.
+Phi-3.5-MoE multiplies cos and sin by numbers of its own, for short texts and long ones.
 """
+
+from typing import Any
+
+from torch import nn
 
 from rope_extend.families import FamilyAdapter
 
-ADAPTER = FamilyAdapter(
-    model_types=("phi3",),
-    rotary_paths=("rotary_emb",),
-    note="all or the first channels of a head",
-    stock_rope_types=("default", "longrope"),
+
+def of_text(attention: nn.Module) -> bool:
+    """Phi-4 multimodal: images and sound are not rotated."""
+    return type(attention).__name__ == "Phi4MultimodalAttention"
+
+
+def with_mscale(parameters: dict[str, Any]) -> dict[str, Any] | None:
+    """Phi-3.5-MoE: the attention factor under the names its config class asks for.
+
+    It reads the short list of `longrope` at any length, so a form whose lists differ does not serve.
+    """
+    if parameters["rope_type"] == "default":
+        return parameters
+    if parameters["short_factor"] != parameters["long_factor"]:
+        return None
+    factor = parameters["attention_factor"]
+    return parameters | {"short_mscale": factor, "long_mscale": factor}
+
+
+_PATHS = ("rotary_emb",)
+_NOTE = "all or the first channels of a head"
+_ROPE_TYPES = ("default", "longrope")
+
+ADAPTERS = (
+    FamilyAdapter(
+        model_types=("phi3",),
+        rotary_paths=_PATHS,
+        note=_NOTE,
+        stock_rope_types=_ROPE_TYPES,
+    ),
+    FamilyAdapter(
+        model_types=("phi4_multimodal",),
+        rotary_paths=_PATHS,
+        note=_NOTE,
+        stock_rope_types=_ROPE_TYPES,
+        rotates=of_text,
+    ),
+    FamilyAdapter(
+        model_types=("phimoe",),
+        rotary_paths=_PATHS,
+        note="all channels of a head",
+        stock_rope_types=_ROPE_TYPES,
+        completes=with_mscale,
+    ),
 )

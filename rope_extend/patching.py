@@ -9,8 +9,10 @@ exception half-way leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -20,11 +22,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_extend.attention import AttentionReader, remove_readers
+from rope_extend.attention import AttentionReader, attention_modules, remove_readers
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, rotary_method
 from rope_extend.encodings.base import check_length
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
-from rope_extend.families import FamilyAdapter, adapter_for
+from rope_extend.families import FamilyAdapter, adapter_for, find_adapter
 from rope_extend.rotary import ExtendedRotaryEmbedding
 from rope_extend.undo import UndoLog
 
@@ -34,8 +36,14 @@ CONFIG_RECORD = "rope_extend"
 """The attribute of `config` that says what was done; stock loaders carry it along and ignore it."""
 
 _STACK = "_rope_extend_patches"
-_CARRIED = ("partial_rotary_factor", "mrope_section")
+_CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 """Rotary parameters that describe the model's shape, not its scaling, and survive a change of scaling."""
+
+
+_RESTING = 1e-20
+"""Radians per token below which a pair does not turn at all."""
+_STILL = 1e28
+"""The factor in `longrope` by which a pair is slowed so far."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -64,6 +72,31 @@ def unwrap(model: nn.Module) -> Any:
     return inner
 
 
+def rotary_part(config: Any) -> tuple[Any, dict[str, Any]]:
+    """The part of a model's config that describes its rotary modules, and the `rope_parameters` in it of the
+    layers that are extended.
+
+    For most families that is the config itself; `rope_parameters` may be nested, by kinds of layer.
+
+    Raises:
+        UnsupportedModelError: the model rotates no layer of the kind that is extended.
+    """
+    adapter = find_adapter(config.model_type)
+    if adapter is None:
+        return config, config.rope_parameters or {}
+    part, kind = adapter.rotary_config(config), adapter.layer_type(config)
+    parameters = part.rope_parameters or {}
+    return part, parameters if kind is None else parameters[kind]
+
+
+def layer_config(config: Any) -> Any:
+    """The config of the layers that are extended, which say for themselves what differs between layers."""
+    adapter = find_adapter(config.model_type)
+    part, _ = rotary_part(config)
+    kind = adapter.layer_type(config) if adapter else None
+    return part.per_layer_config[kind] if kind and getattr(part, "is_heterogeneous", False) else part
+
+
 def trained_length_of(config: Any) -> int:
     """The window, in tokens, that a checkpoint was pretrained on, before any scaling it carries.
 
@@ -74,10 +107,11 @@ def trained_length_of(config: Any) -> int:
     record = config_record(config)
     if record is not None:
         return RopeShape(**record["shape"]).trained_length
-    parameters = config.rope_parameters or {}
+    config, parameters = rotary_part(config)
     rope_type = parameters.get("rope_type", "default")
     original = parameters.get("original_max_position_embeddings")
-    if rope_type == "default" or rope_type == "dynamic":
+    plain = rope_type == "proportional" and parameters.get("factor", 1.0) == 1.0
+    if plain or rope_type == "default" or rope_type == "dynamic":
         return int(config.max_position_embeddings)
     if original is None:
         original = getattr(config, "original_max_position_embeddings", None)
@@ -111,7 +145,7 @@ def config_record(config: Any) -> dict[str, Any] | None:
         raise RopeExtendError(
             f"config.{CONFIG_RECORD} is damaged ({error}): {record!r}; without it the checkpoint can be read"
         ) from error
-    current = config.rope_parameters or {}
+    _, current = rotary_part(config)
     if all(current.get(key) == value for key, value in written.items()):
         return dict(record)
     logger.warning(
@@ -132,16 +166,33 @@ def shape_of(model: nn.Module, trained_length: int | None = None) -> RopeShape:
     base = unwrap(model)
     config = base.config
     modules = adapter_for(config.model_type).rotary_modules(base.base_model)
-    widths = {module.inv_freq.shape[-1] * 2 for module in modules.values()}
-    if len(widths) != 1:
-        raise UnsupportedModelError(f"the rotary modules of this model differ in width: {sorted(widths)}")
+    _, parameters = rotary_part(config)
     record = config_record(config)
-    theta = record["shape"]["theta"] if record else (config.rope_parameters or {}).get("rope_theta")
+    theta = record["shape"]["theta"] if record else parameters.get("rope_theta")
     if theta is None:
         raise RopeExtendError(
             f"config.rope_parameters of this {config.model_type} model has no rope_theta, only "
-            f"{config.rope_parameters}; set it to the base the model was pretrained with"
+            f"{parameters}; set it to the base the model was pretrained with"
         )
+    channels, widths = set(), set()
+    for module in modules.values():
+        table, _ = active_table(module, config, 1)
+        channels.add(2 * len(table))
+        widths.add(
+            module.shape.dim
+            if isinstance(module, ExtendedRotaryEmbedding)
+            else record["shape"]["dim"]
+            if record
+            else 2 * int((table > _RESTING).sum())
+        )
+    if not record and len(widths) == len(channels) == 1:
+        # "Proportional" rotary: the exponents count all channels, and only the fastest pairs turn.
+        theta **= min(widths) / min(channels)
+    if len(widths) != 1:
+        raise UnsupportedModelError(f"the rotary modules of this model differ in width: {sorted(widths)}")
+    bases = {each for each in getattr(rotary_part(config)[0], "layer_rope_theta", None) or () if each}
+    if len(bases) > 1:
+        raise UnsupportedModelError(f"the layers of this model differ in base: {sorted(bases)}")
     if trained_length is None:
         trained_length = trained_length_of(config)
     return RopeShape(widths.pop(), theta, trained_length)
@@ -154,17 +205,32 @@ def current_patch(model: nn.Module) -> Patch | None:
 
 
 def active_table(module: Any, config: Any, seq_len: int) -> tuple[Tensor, float]:
-    """`(inv_freq [dim/2] float64, attention factor)` that a rotary module uses for `seq_len` tokens."""
-    if isinstance(module, ExtendedRotaryEmbedding):
-        return (
-            module.encoding.inv_freq(module.shape, seq_len),
-            module.encoding.attention_factor(module.shape, seq_len),
-        )
-    # From the stock formula, not from the module's buffer, which a cast of the model may have rounded.
-    if module.rope_type == "default":
-        table, factor = module.compute_default_rope_parameters(config)
-    else:
-        table, factor = ROPE_INIT_FUNCTIONS[module.rope_type](config, torch.device("cpu"), seq_len=seq_len)
+    """`(inv_freq [dim/2] float64, attention factor)` that a rotary module uses for `seq_len` tokens.
+
+    `config` is the model's. Of several tables, the one of the layers that are extended.
+    """
+    with torch.device("cpu"):  # tables are made there, also where the caller made another the default
+        if isinstance(module, ExtendedRotaryEmbedding):
+            return (
+                module.with_resting(module.encoding.inv_freq(module.shape, seq_len)),
+                module.encoding.attention_factor(module.shape, seq_len),
+            )
+        # From the stock formula, not from the module's buffer, which a cast of the model may have rounded.
+        part, _ = rotary_part(config)
+        adapter = find_adapter(config.model_type)
+        kind = adapter.layer_type(config) if adapter else None
+        rope_type = module.rope_type if kind is None else module.rope_type[kind]
+        if rope_type != "default":
+            return _stock_table(part, rope_type, kind, seq_len)
+        of_kind = {} if kind is None else {"layer_type": kind}
+        table, factor = module.compute_default_rope_parameters(layer_config(config), **of_kind)
+        return table.to("cpu", torch.float64), float(factor)
+
+
+def _stock_table(config: Any, rope_type: str, layer_type: str | None, seq_len: int) -> tuple[Tensor, float]:
+    """What transformers computes from the config of a rotary module, for a `rope_type` but `default`."""
+    of_kind = {} if layer_type is None else {"layer_type": layer_type}
+    table, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len, **of_kind)
     return table.to("cpu", torch.float64), float(factor)
 
 
@@ -193,18 +259,117 @@ def length_groups(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
 # Changing a model
 
 
-def _stock_parameters(
-    encoding: RopeEncoding, shape: RopeShape, adapter: FamilyAdapter
-) -> dict[str, Any] | None:
-    """The `rope_parameters` in which stock transformers can carry an encoding, native if the family's config
-    class accepts that; None if there are none.
+def _stock_forms(
+    encoding: RopeEncoding, shape: RopeShape, pairs: int, softmax_scale: Mapping[str, Any] | None
+) -> Iterator[dict[str, Any]]:
+    """The `rope_parameters` that may carry an encoding, the native form first.
+
+    With more than `dim/2` pairs, those that do not turn are part of the form: `proportional` has a share of
+    pairs that turn, and in `longrope` the others are slowed to a halt. `softmax_scale` is that of
+    `_softmax_scale`: a patch leaves it as it was, so the form has to give the same.
     """
     for make in (encoding.rope_parameters, encoding.longrope_parameters):
         with contextlib.suppress(RopeExtendError):
             form = make(shape)
-            if adapter.accepts(form["rope_type"]):
-                return form
+            resting = pairs - shape.dim // 2
+            if resting:
+                share = shape.dim / (2 * pairs)
+                form["rope_theta"] = float(f"{form['rope_theta'] ** (1 / share):.12g}")
+                if form["rope_type"] in ("default", "linear"):
+                    form |= {"rope_type": "proportional", "partial_rotary_factor": share}
+                elif form["rope_type"] == "longrope":
+                    for name in ("short_factor", "long_factor"):
+                        form[name] = [*form[name], *[_STILL] * resting]
+                    form["partial_rotary_factor"] = 1.0
+                else:
+                    continue
+            if softmax_scale is not None and "mscale_all_dim" in form:
+                form = {key: value for key, value in form.items() if key not in ("mscale", "mscale_all_dim")}
+                form["attention_factor"] = encoding.attention_factor(shape)
+            if softmax_scale is not None and form["rope_type"] != "default":
+                form.setdefault("factor", 1.0)  # transformers 5.17 asks for one, to no effect
+            if softmax_scale:
+                if form["rope_type"] != "longrope":
+                    continue
+                form |= softmax_scale
+            yield form
+
+
+def _softmax_scale(base: Any) -> dict[str, Any] | None:
+    """The `rope_parameters` from which a model's attention scales its logits, as DeepSeek's families do;
+    None for the others.
+    """
+    if not hasattr(sys.modules[type(base).__module__], "yarn_get_mscale"):
+        return None
+    _, parameters = rotary_part(base.config)
+    if not parameters.get("mscale_all_dim"):
+        return {}
+    return {key: parameters[key] for key in ("factor", "mscale_all_dim")}
+
+
+def _stock_parameters(
+    encoding: RopeEncoding,
+    shape: RopeShape,
+    adapter: FamilyAdapter,
+    config: Any,
+    forms: Iterable[dict[str, Any]],
+    pairs: int,
+    target_length: int,
+) -> dict[str, Any] | None:
+    """Of the `rope_parameters` that may carry an encoding, the first that the family accepts and that stock
+    transformers computes the same tables from; None if there are none.
+
+    Not every native form does: with layers of several kinds, YaRN's `truncate` is not read where it stands.
+    """
+    for form in forms:
+        if not adapter.accepts(form["rope_type"]):
+            continue
+        if form["rope_type"] == "longrope" and not _takes_lists(adapter.rotary_config(config)):
+            continue
+        completed = form if adapter.completes is None else adapter.completes(form)
+        if completed is None:
+            continue
+        form = completed
+        if encoding.depends_on_length or form["rope_type"] == "default":
+            return form
+        changed = copy.deepcopy(config)
+        part, old = rotary_part(changed)
+        form |= {key: old[key] for key in _CARRIED if key in old and key not in form}
+        part.rope_parameters = _nested(adapter, changed, form)
+        part.max_position_embeddings = encoding.max_position_embeddings(shape, target_length)
+        table, factor = _stock_table(part, form["rope_type"], adapter.layer_type(changed), target_length)
+        ours, scale = encoding.inv_freq(shape), encoding.attention_factor(shape)
+        same = (
+            abs(factor - scale) < 1e-4 and len(table) == pairs and bool((table[len(ours) :] < _RESTING).all())
+        )
+        if same and torch.allclose(table[: len(ours)], ours, rtol=1e-4, atol=0):
+            return form
     return None
+
+
+def _takes_lists(config: Any) -> bool:
+    """Whether transformers can check the length of `longrope` lists: it looks for one width of all heads, and
+    raises where layers differ in it.
+    """
+    try:
+        return bool(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
+    except RuntimeError:
+        return False
+
+
+def _reach(decoder: Any, adapter: FamilyAdapter) -> int | None:
+    """How many tokens the layers that rotate can see, if the others are without positions and these slide."""
+    if adapter.rotates is None or adapter.layer_types:
+        return None
+    rotating = [module for module in attention_modules(decoder) if adapter.rotates(module)]
+    windows = [int(getattr(module, "sliding_window", None) or 0) for module in rotating]
+    return max(windows) if windows and all(windows) else None
+
+
+def _nested(adapter: FamilyAdapter, config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` for a model's config: those of the kind of layer that is extended are exchanged."""
+    kind = adapter.layer_type(config)
+    return parameters if kind is None else {**adapter.rotary_config(config).rope_parameters, kind: parameters}
 
 
 class Patch:
@@ -275,31 +440,55 @@ class Patch:
 
     def _replace(self, base: Any, path: str, module: Any, adapter: FamilyAdapter) -> None:
         parent_path, _, name = path.rpartition(".")
+        kind = adapter.layer_type(base.config)
+        original: Any = module.original if kind and isinstance(module, ExtendedRotaryEmbedding) else module
+        table = original.inv_freq if kind is None else getattr(original, f"{kind}_inv_freq")
+        sections = (getattr(module, "sections", None) or module.mrope_section) if adapter.sections else ()
         stand_in = ExtendedRotaryEmbedding(
             self.encoding,
             self.shape,
-            base.config,
-            device=module.inv_freq.device,
+            adapter.rotary_config(base.config),
+            device=table.device,
             widened=adapter.widened,
             reader=self._reader,
+            original=original,
+            layer_type=kind,
+            pairs=table.shape[-1],
+            sections=sections,
         )
         stand_in.train(module.training)
         self._undo.set(base.base_model.get_submodule(parent_path), name, stand_in)
 
     def _keep_config_in_step(self, base: Any, adapter: FamilyAdapter) -> None:
         config = base.config
-        old_parameters, old_length = dict(config.rope_parameters or {}), config.max_position_embeddings
-        stock = _stock_parameters(self.encoding, self.shape, adapter)
-        parameters = stock or {"rope_type": "default", "rope_theta": self.shape.theta}
-        parameters |= {key: old_parameters[key] for key in _CARRIED if key in old_parameters}
-        self._undo.set(config, "rope_parameters", parameters)
-        length = self.encoding.max_position_embeddings(self.shape, self.target_length)
-        self._undo.set(config, "max_position_embeddings", length)
-        if hasattr(config, "original_max_position_embeddings"):  # Phi-3 gives it precedence over the above
-            self._undo.set(config, "original_max_position_embeddings", self.shape.trained_length)
-        if getattr(config, "head_dim", 0) is None:
+        part, old = rotary_part(config)
+        old_parameters, old_length = dict(old), part.max_position_embeddings
+        if not getattr(part, "is_heterogeneous", False) and getattr(part, "head_dim", 0) is None:
             # Mixtral leaves it open, and the stock functions for `yarn` and `dynamic` then fail on reload.
-            self._undo.set(config, "head_dim", config.hidden_size // config.num_attention_heads)
+            self._undo.set(part, "head_dim", part.hidden_size // part.num_attention_heads)
+        pairs = next(iter(adapter.rotary_modules(base.base_model).values())).pairs
+        softmax_scale = _softmax_scale(base)
+        forms = _stock_forms(self.encoding, self.shape, pairs, softmax_scale)
+        stock = _stock_parameters(
+            self.encoding, self.shape, adapter, config, forms, pairs, self.target_length
+        )
+        none = rotary_method("none").for_target(self.shape, self.shape.trained_length)
+        parameters = stock or next(_stock_forms(none, self.shape, pairs, softmax_scale))
+        parameters |= {
+            key: old_parameters[key] for key in _CARRIED if key in old_parameters and key not in parameters
+        }
+        if "llama_4_scaling_beta" in parameters:  # Ministral 3 scales queries by the window they stand in
+            parameters.setdefault("original_max_position_embeddings", self.shape.trained_length)
+        if getattr(part, "layer_rope_theta", None):  # Granite's bases by layer, 0 where nothing is rotated
+            bases = [theta and parameters["rope_theta"] for theta in part.layer_rope_theta]
+            self._undo.set(part, "layer_rope_theta", bases)
+        self._undo.set(part, "rope_parameters", _nested(adapter, config, parameters))
+        length = self.shape.trained_length  # of a stock form that there is not
+        if stock is not None:
+            length = self.encoding.max_position_embeddings(self.shape, self.target_length)
+        self._undo.set(part, "max_position_embeddings", length)
+        if hasattr(part, "original_max_position_embeddings"):  # Phi-3 gives it precedence over the above
+            self._undo.set(part, "original_max_position_embeddings", self.shape.trained_length)
         record = {
             "encoding": self.encoding.to_dict(),
             "shape": asdict(self.shape),
@@ -320,6 +509,18 @@ class Patch:
             "%s: %s replaced by %s (window %d, trained on %d)",
             model_type, was, self.encoding, self.target_length, self.shape.trained_length,
         )  # fmt: skip
+        kind = adapter_for(model_type).layer_type(unwrap(self.model).config)
+        if kind is not None:
+            logger.info(
+                "%s: only %s layers are extended; the tables of others are as they were", model_type, kind
+            )
+        decoder = unwrap(self.model).base_model
+        reach = _reach(decoder, adapter_for(model_type))
+        if reach is not None and reach <= self.shape.trained_length and self.changed:
+            logger.warning(
+                "%s rotates only in layers that see %d tokens, in texts of any length; %s cannot help there, "
+                "and changes what they learnt", model_type, reach, self.encoding,
+            )  # fmt: skip
         if not has_stock_form:
             logger.warning(
                 "%s has no form that stock transformers loads for %s; only rope_extend.save keeps it, and "
@@ -350,8 +551,8 @@ class Patch:
                 f"and is still active; remove that first"
             )
         base = unwrap(self.model)
-        paths = adapter_for(base.config.model_type).rotary_paths
-        devices = {path: base.base_model.get_submodule(path).inv_freq.device for path in paths}
+        modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
+        devices = {path: module.inv_freq.device for path, module in modules.items()}
         self._unwind(base.base_model)
         self._active = False
         for path, device in devices.items():
@@ -360,9 +561,10 @@ class Patch:
     @staticmethod
     def _follow(base: Any, module: Any, device: torch.device) -> None:
         """Bring a module to where the model went while the module was out of it."""
-        if device.type == "meta" or module.inv_freq.device == device:
+        present = next(module.buffers()).device
+        if device.type == "meta" or present == device:
             return
-        if module.inv_freq.device.type == "meta":
+        if present.type == "meta":
             module.to_empty(device=device)
             base._init_weights(module)
         else:
@@ -421,9 +623,10 @@ def patch_model(
     if target_length is None:
         target_length = encoding.target_length(shape)
     if target_length is None:
-        target_length = unwrap(model).config.max_position_embeddings
+        target_length = rotary_part(unwrap(model).config)[0].max_position_embeddings
     patch = Patch(model, encoding, shape, check_length("patch_model", "target_length", target_length))
-    patch._apply(tokenizer)
+    with torch.device("cpu"):  # tables are made there, also for a model that is made under another device
+        patch._apply(tokenizer)
     return patch
 
 

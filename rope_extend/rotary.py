@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.errors import PatchError
 
 if TYPE_CHECKING:
     from rope_extend.attention import AttentionReader
@@ -75,15 +76,21 @@ def angles_of(encoding: RopeEncoding, shape: RopeShape, position_ids: Tensor, in
     return torch.where(early, angles(shape.inv_freq()), angles(inv_freq))
 
 
-Widening = Literal["halves", "neighbours"]
+Widening = Literal["halves", "neighbours", "once", "complex"]
 """How a family's rotary module lays out one value per pair for the channels of a head, see `widen`."""
 
 
-def widen(cos: Tensor, sin: Tensor, form: Widening) -> tuple[Tensor, Tensor]:
+def widen(cos: Tensor, sin: Tensor, form: Widening) -> tuple[Tensor, Tensor] | Tensor:
     """Lay out the cos and sin of each pair, `[batch, T, dim/2]`, as a family's attention takes them.
 
-    `halves`: the whole table twice, `[batch, T, dim]`; `neighbours`: each value twice, `[batch, T, dim]`.
+    `halves`: the whole table twice, `[batch, T, dim]`; `neighbours`: each value twice, `[batch, T, dim]`;
+    `once`: as they are, `[batch, T, dim/2]`; `complex`: as one number for each pair, `cos + i sin`, complex64
+    `[batch, T, dim/2]`.
     """
+    if form == "complex":
+        return torch.complex(cos.float(), sin.float())
+    if form == "once":
+        return cos, sin
     if form == "neighbours":
         return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
@@ -95,7 +102,8 @@ class ExtendedRotaryEmbedding(nn.Module):
     The contract of the stock module is kept: `forward(x, position_ids)` gives `(cos, sin)`, each
     `[batch, T, dim]` in x's dtype, the table of channel pairs laid out as the stock module does, and the
     attributes that transformers' loading code relies on exist. Both buffers are non-persistent, so
-    `state_dict()` is the stock one.
+    `state_dict()` is the stock one. Where the stock module has a table for each kind of layer, and
+    `forward(x, position_ids, layer_type)`, it goes on to serve the kinds that are left alone.
 
     The table that is computed with is float64 and out of reach of dtype casts: `model.to(torch.bfloat16)`
     rounds every buffer, and a rounded frequency is wrong by whole turns at long positions. Angles are
@@ -109,6 +117,10 @@ class ExtendedRotaryEmbedding(nn.Module):
         widened: how the family's rotary module lays out the value of each pair.
         reader: what acts inside attention for this encoding, and has to be told the positions; None if
             nothing does.
+        original: the stock module.
+        layer_type: the kind of layer that reads with the encoding; None if all layers do.
+        pairs: how many channel pairs the stock module has values for; those beyond `dim/2` do not turn.
+        sections: how many pairs turn by each part (time, height, width) of a position, if it has parts.
     """
 
     inv_freq: Tensor
@@ -122,6 +134,10 @@ class ExtendedRotaryEmbedding(nn.Module):
         device: torch.device | None = None,
         widened: Widening = "halves",
         reader: AttentionReader | None = None,
+        original: nn.Module | None = None,
+        layer_type: str | None = None,
+        pairs: int | None = None,
+        sections: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.encoding = encoding
@@ -129,22 +145,34 @@ class ExtendedRotaryEmbedding(nn.Module):
         self.config = config
         self.widened = widened
         self.reader = reader
+        self.layer_type = layer_type
+        self.pairs = pairs or shape.dim // 2
+        self.sections = tuple(sections)
+        if layer_type is not None:
+            self.original = original
+            self.layer_types = list(getattr(original, "layer_types", ()))  # LFM3 asks for it
         # What stock code reads off a rotary module. "default" makes PreTrainedModel._init_weights refill
         # the buffers from `compute_default_rope_parameters` below, after a meta-device init.
         self.rope_type = "default"
         self.max_seq_len_cached = self.original_max_seq_len = config.max_position_embeddings
         self.attention_scaling = encoding.attention_factor(shape)
         table = encoding.inv_freq(shape)
-        self.register_buffer("inv_freq", table.to(device, torch.float32), persistent=False)
-        self.register_buffer(
-            "original_inv_freq", shape.inv_freq().to(device, torch.float32), persistent=False
-        )
+        self.register_buffer("inv_freq", self._buffer(table, device), persistent=False)
+        # As in the stock module, a copy of the table that is in use.
+        self.register_buffer("original_inv_freq", self._buffer(table, device), persistent=False)
         # A plain attribute, not a buffer: no cast reaches it.
         self._table = self._for_device(table, self.inv_freq.device)
 
     def compute_default_rope_parameters(self, config: Any = None, **kwargs: Any) -> tuple[Tensor, float]:
         """`(inv_freq [dim/2] float32, attention factor)` of the encoding, as transformers asks for them."""
-        return self.encoding.inv_freq(self.shape).to(torch.float32), self.attention_scaling
+        return self._buffer(self.encoding.inv_freq(self.shape), None), self.attention_scaling
+
+    def _buffer(self, table: Tensor, device: torch.device | None) -> Tensor:
+        return self.with_resting(table).to(device, torch.float32)
+
+    def with_resting(self, values: Tensor) -> Tensor:
+        """Frequencies or angles `[..., dim/2]`, with zeros for the pairs that do not turn, `[..., pairs]`."""
+        return nn.functional.pad(values, (0, self.pairs - self.shape.dim // 2))
 
     @classmethod
     def _for_device(cls, inv_freq: Tensor, device: torch.device) -> Tensor:
@@ -156,9 +184,10 @@ class ExtendedRotaryEmbedding(nn.Module):
         """Follow the model to its device, but not to its dtype; refill what `to_empty` leaves undefined."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.inv_freq.device
-        table = self.encoding.inv_freq(self.shape)
-        self.inv_freq = table.to(device, torch.float32)
-        self.original_inv_freq = self.shape.inv_freq().to(device, torch.float32)
+        with torch.device("cpu"):  # not on a device that the caller made the default, such as meta
+            table = self.encoding.inv_freq(self.shape)
+        self.inv_freq = self._buffer(table, device)
+        self.original_inv_freq = self._buffer(table, device)
         self._table = self._for_device(table, device)
         return self
 
@@ -169,14 +198,29 @@ class ExtendedRotaryEmbedding(nn.Module):
         return split_angles(position_ids, table)
 
     @torch.no_grad()
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> tuple[Tensor, Tensor] | Tensor:
         """`(cos, sin)`, each `[batch, T, dim]` in the dtype of `x`, for `position_ids` `[batch, T]`.
 
         `x` gives dtype and device only. A schedule that rotates in attention turns nothing here (cos 1,
-        sin 0); one that is chosen per row takes the table of that row's largest position.
+        sin 0); one that is chosen per row takes the table of that row's largest position. Positions in
+        parts are `[3, batch, T]`.
         """
+        if layer_type != self.layer_type:
+            assert self.original is not None
+            given: tuple[Tensor, Tensor] = self.original(x, position_ids, layer_type)
+            return given
+        parts = None
+        if position_ids.dim() == 3:
+            parts, position_ids = position_ids, position_ids[0]
         factor: Tensor | float
         if self.reader is not None and self.encoding.rotates_in_attention:
+            if parts is not None and not bool((parts == parts[:1]).all()):
+                raise PatchError(
+                    f"{self.encoding} rotates inside attention, by one position for each token; this input "
+                    f"has tokens with several (time, height, width). A static schedule reads it, such as yarn"
+                )
             self.reader.begin(position_ids)
             angles, factor = torch.zeros(*position_ids.shape, self.shape.dim // 2, device=x.device), 1.0
         elif self.encoding.depends_on_length:
@@ -187,8 +231,23 @@ class ExtendedRotaryEmbedding(nn.Module):
             # A model dispatched over several devices by hooks never calls `_apply`.
             table = self._table.to(x.device) if self._table.device != x.device else self._table
             angles, factor = self._angles(position_ids, table), self.attention_scaling
+            if parts is not None:
+                angles = self._in_sections(self._angles(parts, table))
+        if self.pairs > self.shape.dim // 2:
+            angles = self.with_resting(angles)
         cos, sin = (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
         return widen(cos, sin, self.widened)
+
+    def _in_sections(self, angles: Tensor) -> Tensor:
+        """Of the angles by each part of a position, `[3, batch, T, dim/2]`, those that each pair turns by.
+
+        Pairs take turns, time, height, width, time, ..., until a part has had its share; the rest is time's.
+        """
+        chosen = angles[0].clone()
+        for part in (1, 2):
+            turns = slice(part, 3 * self.sections[part], 3)
+            chosen[..., turns] = angles[part, ..., turns]
+        return chosen
 
     def _rowwise(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Angles `[batch, T, dim/2]` and factors `[batch, 1, 1]`, each row under its own table."""

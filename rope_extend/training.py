@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from rope_extend.data import Blocks, Document
 from rope_extend.errors import RopeExtendError
@@ -74,6 +76,9 @@ def lora_config(model: Any, recipe: Recipe) -> LoraConfig:
         RopeExtendError: `lora_targets` names a layer that the model does not have.
     """
     extra: dict[str, Any] = {}
+    senses = _senses(model)
+    if senses:  # peft matches the ends of names, and a layer in an image encoder may be called the same
+        extra["exclude_modules"] = rf"({'|'.join(re.escape(name) for name in senses)})\..*"
     if recipe.train_norm_embed:
         embedding = model.get_input_embeddings()
         chosen = [
@@ -87,22 +92,48 @@ def lora_config(model: Any, recipe: Recipe) -> LoraConfig:
         r=recipe.lora_rank,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
-        target_modules=_lora_targets(model, recipe.lora_targets),
+        target_modules=_lora_targets(model, recipe.lora_targets, senses),
         **extra,
     )
 
 
-def _lora_targets(model: nn.Module, wanted: str | Sequence[str]) -> str | list[str]:
+def _senses(model: Any) -> list[str]:
+    """Paths of the parts that read images or sound, which text gives no gradient."""
+    return [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, PreTrainedModel) and re.search("Audio|Vision", type(part.config).__name__)
+    ]
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Whether the module lets text attend to text."""
+    name = type(module).__name__
+    return ("Attention" in name or name.endswith("MLA")) and "CrossAttention" not in name
+
+
+def _user_of(model: nn.Module, name: str) -> nn.Module:
+    """The module that a linear layer serves, which may hold it in a wrapper, as Moshi's and ZAYA's do."""
+    path = name.rpartition(".")[0]
+    while re.search("(Linear|Projection)$", type(model.get_submodule(path)).__name__):
+        path = path.rpartition(".")[0]
+    return model.get_submodule(path)
+
+
+def _lora_targets(model: nn.Module, wanted: str | Sequence[str], senses: Sequence[str]) -> str | list[str]:
     """Module names in the form that peft matches: the ends of paths."""
     if wanted == "all-linear":
         return wanted
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not any(name.startswith(f"{part}.") for part in senses)
+    ]
     if wanted == "attention":
-        inside = {
-            name
-            for name in linear
-            if "Attention" in type(model.get_submodule(name.rpartition(".")[0])).__name__
-        }
+        inside = {name for name in linear if _is_attention(_user_of(model, name))}
+        if any(_leaf(name) == "gate_up_proj" for name, _ in model.named_parameters()):
+            # peft takes any `gate_proj` for the half of such experts that went by this name, and refuses it.
+            inside = {name for name in inside if _leaf(name) != "gate_proj"}
         elsewhere = {_leaf(name) for name in linear if name not in inside}
         # A name that other layers have too, such as "dense", needs its parent to tell the two apart.
         parts = {name: 2 if _leaf(name) in elsewhere else 1 for name in inside}

@@ -1,13 +1,15 @@
 """Speed and memory against named peers, measured side by side in one run; ratios, not absolute times.
 
-Each row prints ours, the peer's, and ours / peer. Times are the minimum of interleaved repetitions; FLOPs,
-bytes and operation counts are deterministic.
+Each row prints ours, the peer's, and ours / peer. Times are the minimum of interleaved repetitions, or their
+median where a row says so; FLOPs, bytes, and counts of operations and graphs are deterministic.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
+import statistics
 import sys
 import time
 import weakref
@@ -19,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Cache, LlamaConfig, LlamaForCausalLM
 
 import rope_extend as rx
 from rope_extend.data import Document
@@ -54,11 +56,11 @@ class Counter(TorchDispatchMode):
         self.live -= size
 
 
-def model(vocabulary: int = 4096, window: int = 256) -> LlamaForCausalLM:
-    """A random Llama of about three million parameters, on the GPU where there is one."""
+def model(vocabulary: int = 4096, window: int = 256, layers: int = 6, width: int = 192) -> LlamaForCausalLM:
+    """A random Llama of about three million parameters, if nothing else is asked; on the GPU if any."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=192, intermediate_size=512, num_hidden_layers=6,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
         num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=window,
         tie_word_embeddings=True,
     )  # fmt: skip
@@ -72,17 +74,21 @@ def document(tokens: int, vocabulary: int) -> Document:
     )
 
 
-def timed(*functions: Callable[[], object], repetitions: int) -> list[float]:
-    """The shortest time of each function in seconds, over interleaved repetitions."""
-    best = [float("inf")] * len(functions)
-    for _ in range(repetitions + 1):  # the first round warms up
-        for index, function in enumerate(functions):
+def timed(
+    *functions: Callable[[], object], repetitions: int, summary: Callable[[list[float]], float] = min
+) -> list[float]:
+    """The time of each function in seconds, by default the shortest, over interleaved repetitions."""
+    times: list[list[float]] = [[] for _ in functions]
+    for turn in range(repetitions + 1):  # the first round warms up
+        # Every other round runs backwards, so that none always follows the same neighbour.
+        for index in range(len(functions))[:: -1 if turn % 2 else 1]:
             started = time.perf_counter()
-            function()
+            functions[index]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            best[index] = min(best[index], time.perf_counter() - started) if _ else best[index]
-    return best
+            if turn:
+                times[index].append(time.perf_counter() - started)
+    return [summary(taken) for taken in times]
 
 
 def row(name: str, peer: str, unit: str, ours: float, theirs: float) -> Row:
@@ -142,33 +148,163 @@ def whole_curve(repetitions: int) -> Iterator[Row]:
     yield row("curve of 32 lengths: time", peer, "s", *timed(ours, loop, repetitions=repetitions))
 
 
+@torch.no_grad()
+def hidden_states(lm: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """A forward without the head, which no patch touches."""
+    return lm.model(ids, use_cache=False).last_hidden_state
+
+
+def operations(lm: LlamaForCausalLM, ids: torch.Tensor) -> float:
+    """Dispatched operations of a forward."""
+    with Counter() as counter:
+        hidden_states(lm, ids)
+    return float(counter.operations)
+
+
+def graphs(lm: LlamaForCausalLM, ids: torch.Tensor) -> float:
+    """Into how many graphs `torch.compile` cuts a forward: 1 without a break."""
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(hidden_states)(lm, ids)
+    torch._dynamo.reset()
+    return float(explained.graph_break_count + 1)
+
+
+def static_methods() -> list[str]:
+    """The methods that are no more than another table: they act in the rotary module and nowhere else."""
+    names = []
+    for name in rx.encodings():
+        try:
+            patch = rx.extend(model(layers=1), 2048, name)
+        except rx.RopeExtendError:  # not rotary, or needs more than a length
+            continue
+        encoding, one = patch.encoding, torch.arange(1)
+        inside = encoding.rotates_in_attention or encoding.logit_scale(patch.shape, one) is not None
+        if not inside and not encoding.depends_on_length:
+            names.append(name)
+    return names
+
+
 def patched_forward(repetitions: int) -> Iterator[Row]:
-    """A forward with YaRN patched in, against the same model with stock transformers' own YaRN."""
-    patched, stock = model(), model()
-    rx.extend(patched, 2048)
+    """A forward with a static method patched in, against the model unpatched and against stock YaRN."""
+    long, short = (document(length, 4096).input_ids[None] for length in (4096, 64))
+    plain = [model(layers=layers) for layers in (1, 2)]
+    ids = short.to(plain[0].device)
+    names, peer = static_methods(), "unpatched"
+    before = [operations(lm, ids) for lm in plain]
+    layer, rest = {}, {}
+    for name in names:
+        after = []
+        for lm in plain:
+            with rx.extend(lm, 2048, name):
+                after.append(operations(lm, ids))
+        layer[name] = after[1] - after[0]
+        rest[name] = after[0] - layer[name]
+    stock_layer = before[1] - before[0]
+    worst = max(layer.values(), key=lambda count: abs(count - stock_layer))
+    every = f"the furthest of {len(names)} static methods"
+    yield row(f"patched forward: operations per layer, {every}", peer, "ops", worst, stock_layer)
+    yield row(
+        f"patched forward: operations outside the layers, {every}", peer, "ops",
+        max(rest.values()), before[0] - stock_layer,
+    )  # fmt: skip
+
+    unpatched, patched, stock = (model(width=384, layers=2) for _ in range(3))
+    rx.extend(patched, 4096)
     stock.config.rope_parameters = dict(patched.config.rope_parameters)
-    stock.model.rotary_emb = type(stock.model.rotary_emb)(stock.config)
-    ids = document(2048, 4096).input_ids[None].to(patched.device)
+    stock.model.rotary_emb = type(stock.model.rotary_emb)(stock.config).to(stock.device)
+    ids = long.to(patched.device)
+    torch.testing.assert_close(hidden_states(patched, ids), hidden_states(stock, ids), rtol=0, atol=2e-3)
+    yield row(
+        "patched forward: graphs under torch.compile", peer, "graphs", graphs(patched, ids),
+        graphs(unpatched, ids),
+    )  # fmt: skip
+    ours, theirs, yarn = timed(
+        *(lambda lm=lm: hidden_states(lm, ids) for lm in (patched, unpatched, stock)),
+        repetitions=max(repetitions, 7),
+        summary=statistics.median,
+    )
+    yield row("patched forward: median time at 4k tokens", peer, "s", ours, theirs)
+    yield row("patched forward: median time at 4k tokens", "stock yarn", "s", ours, yarn)
+
+
+def tensors_of(cache: Cache) -> float:
+    """Bytes of every tensor that a cache object and its layers hold."""
+    storages = {}
+    for owner in (cache, *cache.layers):
+        for tensor in tree_leaves(list(vars(owner).values())):
+            if isinstance(tensor, torch.Tensor):
+                storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    return float(sum(storages.values()))
+
+
+CONTEXTS = (512, 2048, 8192)
+STEPS = 8
+
+
+def dynamic_cache(repetitions: int) -> Iterator[Row]:
+    """Decoding with keys cached unrotated and rotated when they are read, against the model unpatched.
+
+    From a cache of the context, in steps of one token. The smallest context is the trained window: its first
+    token reads by another table than those before.
+    """
+    window, target = CONTEXTS[0], 2 * CONTEXTS[-1]
+    stock = model(window=window, width=384, layers=4)
+    text = document(CONTEXTS[-1] + STEPS, 4096).input_ids[None].to(stock.device)
 
     @torch.no_grad()
-    def forward(lm: LlamaForCausalLM) -> torch.Tensor:
-        return lm.model(ids, use_cache=False).last_hidden_state
+    def decode(lm: LlamaForCausalLM, cache: Cache, context: int) -> torch.Tensor:
+        """Logits of STEPS tokens after the context, which the cache holds before and after."""
+        steps = [
+            lm(text[:, at, None], past_key_values=cache, use_cache=True).logits
+            for at in range(context, context + STEPS)
+        ]
+        cache.crop(-STEPS)
+        return torch.cat(steps, dim=1)
 
-    torch.testing.assert_close(forward(patched), forward(stock), rtol=0, atol=1e-3)
-    operations = []
-    for lm in (patched, stock):
+    @torch.no_grad()
+    def prefill(lm: LlamaForCausalLM, context: int) -> Cache:
+        return lm(text[:, :context], use_cache=True, logits_to_keep=1).past_key_values
+
+    def peak(lm: LlamaForCausalLM, cache: Cache, context: int) -> float:
         with Counter() as counter:
-            forward(lm)
-        operations.append(float(counter.operations))
-    yield row("patched forward: dispatched operations", "stock yarn", "ops", *operations)
-    times = timed(lambda: forward(patched), lambda: forward(stock), repetitions=repetitions)
-    yield row("patched forward: time at 2k tokens", "stock yarn", "s", *times)
+            decode(lm, cache, context)
+        return float(counter.peak)
+
+    # Per method, with a model of its own: the cache of one cannot be read under another.
+    for method in ("dynamic_ntk", "short_original(yarn)"):
+        lm = model(window=window, width=384, layers=4)
+        rx.extend(lm, target, method)
+        for context in CONTEXTS:
+            ours, theirs = prefill(lm, context), prefill(stock, context)
+            where, peer = f"{method}: %s at {context} tokens", "stock cache, unpatched"
+            yield row(where % "cache", peer, "B", tensors_of(ours), tensors_of(theirs))
+            if context < CONTEXTS[-1]:  # what is timed is right: as one forward over the whole text
+                with torch.no_grad():
+                    whole = lm(text[:, : context + STEPS], use_cache=False, logits_to_keep=STEPS).logits
+                torch.testing.assert_close(decode(lm, ours, context), whole, rtol=0, atol=1e-3)
+            yield row(
+                where % "peak of a step", peer, "B", peak(lm, ours, context), peak(stock, theirs, context)
+            )
+            times = timed(
+                lambda lm=lm, ours=ours, context=context: decode(lm, ours, context),
+                lambda theirs=theirs, context=context: decode(stock, theirs, context),
+                repetitions=max(repetitions, 7),
+                summary=statistics.median,
+            )
+            yield row(where % "median time of a token", peer, "s", *(taken / STEPS for taken in times))
+        times = timed(
+            lambda lm=lm: prefill(lm, CONTEXTS[1]),
+            lambda: prefill(stock, CONTEXTS[1]),
+            repetitions=repetitions,
+        )
+        yield row(f"{method}: time to prefill {CONTEXTS[1]} tokens", peer, "s", *times)
 
 
 BENCHMARKS = {
     "evaluator-memory": evaluator_memory,
     "whole-curve": whole_curve,
     "patched-forward": patched_forward,
+    "dynamic-cache": dynamic_cache,
 }
 
 
@@ -187,17 +323,18 @@ def main() -> None:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     if arguments.output and arguments.output.exists():
         parser.error(f"{arguments.output} exists; give another file")
+    logging.getLogger("rope_extend").setLevel(logging.ERROR)  # what a patch tells a user is no news here
     device = (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
         else f"CPU, {torch.get_num_threads()} threads"
     )
     print(f"{device}, torch {torch.__version__}", file=sys.stderr)
-    print(f"{'benchmark':<58} {'ours':>12} {'peer':>12}  ratio  peer")
+    print(f"{'benchmark':<84} {'ours':>12} {'peer':>12}  ratio  peer")
     for name in arguments.names or BENCHMARKS:
         for result in BENCHMARKS[name](arguments.repetitions):
             print(
-                f"{result['name']:<58} {result['ours']:>12.4g} {result['theirs']:>12.4g} "
+                f"{result['name']:<84} {result['ours']:>12.4g} {result['theirs']:>12.4g} "
                 f"{result['ratio']:>6.3f}  {result['peer']} ({result['unit']})"
             )
             if arguments.output:

@@ -7,11 +7,13 @@ the formula of the source, written out in plain Python floats.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -22,7 +24,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_extend.encodings import RopeShape
+from rope_extend.encodings import RopeEncoding, RopeShape, encoding
 
 TRAINED = 32
 """The window of the tiny models, in tokens."""
@@ -65,75 +67,254 @@ def base(theta: Callable[[RopeShape], float]) -> Oracle:
 
 @dataclass(frozen=True)
 class EncodingCase:
-    """One method: its parameters beside the factor, its oracle, and the smallest change it must make."""
+    """One method: its parameters, which may follow from the model's shape, and its oracle."""
 
     name: str
     oracle: Oracle
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, Any] | Callable[[RopeShape], Mapping[str, Any]] = field(default_factory=dict)
     label: str = ""
     reloads: bool = True
     """Whether stock transformers has a form for it."""
+    tolerance: float = 1e-12
+    """How far, relative, the oracle itself may be off: `FLOAT32` where it is stock transformers."""
+
+    def made(self, shape: RopeShape) -> RopeEncoding:
+        """The encoding for a model of this shape."""
+        given = self.parameters(shape) if callable(self.parameters) else self.parameters
+        made = encoding(self.name, **given)
+        assert isinstance(made, RopeEncoding)
+        return made
 
     def __str__(self) -> str:
         return self.label or self.name
 
 
-def by_parts(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+FLOAT32 = 1e-6
+
+
+def plain(shape: RopeShape) -> list[float]:
+    """`theta_i` of 2104.09864."""
+    return [shape.theta ** (-2 * i / shape.dim) for i in range(shape.dim // 2)]
+
+
+def by_parts(shape: RopeShape, seq_len: int, factor: float = FACTOR) -> tuple[list[float], float]:
     """Equations 11 to 13 of 2309.00071, in Python floats."""
     table = []
-    for i in range(shape.dim // 2):
-        plain = shape.theta ** (-2 * i / shape.dim)
-        turns = shape.trained_length / (2 * math.pi / plain)
+    for theta in plain(shape):
+        turns = shape.trained_length / (2 * math.pi / theta)
         ramp = 0.0 if turns < 1 else 1.0 if turns > 32 else (turns - 1) / 31
-        table.append((1 - ramp) * plain / FACTOR + ramp * plain)
+        table.append((1 - ramp) * theta / factor + ramp * theta)
     return table, 1.0
+
+
+def yarn_by_turns(shape: RopeShape, seq_len: int, factor: float = FACTOR) -> tuple[list[float], float]:
+    """The same table with equation 15's factor."""
+    return by_parts(shape, seq_len, factor)[0], 0.1 * math.log(factor) + 1
 
 
 def mixed(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
     """Su's formula in Python floats: `a (d/2)^0.75 = ln s`."""
     a = math.log(FACTOR) / (shape.dim / 2) ** 0.75
-    pairs = range(shape.dim // 2)
-    return [shape.theta ** (-2 * i / shape.dim) * math.exp(-a * (i + 1) ** 0.75) for i in pairs], 1.0
+    return [theta * math.exp(-a * (i + 1) ** 0.75) for i, theta in enumerate(plain(shape))], 1.0
 
 
 def needed(shape: RopeShape, seq_len: int) -> float:
     return max(1.0, seq_len / shape.trained_length)
 
 
+def divisors(shape: RopeShape, last: float) -> list[float]:
+    """A list such as LongRoPE's search finds: from about 1 at the fastest pair up to `last`."""
+    pairs = shape.dim // 2
+    return [1.01 + (last - 1.01) * i / (pairs - 1) for i in range(pairs)]
+
+
+def longrope(**parameters: Any) -> Callable[[RopeShape], Mapping[str, Any]]:
+    return lambda shape: {
+        "factor": FACTOR,
+        "long_factor": divisors(shape, 1.25 * FACTOR),
+        "short_factor": divisors(shape, 1.5),
+        **parameters,
+    }
+
+
+def stock_longrope(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+    lists = {"long_factor": divisors(shape, 1.25 * FACTOR), "short_factor": divisors(shape, 1.5)}
+    return stock("longrope", **lists)(shape, seq_len)
+
+
+def rounded(inner: Oracle) -> Oracle:
+    """Algorithm 1 of 2403.00071: whole wavelengths, for those shorter than the trained window."""
+
+    def oracle(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+        table, factor = inner(shape, seq_len)
+        waves = [2 * math.pi / theta for theta in table]
+        waves = [round(wave) if wave < shape.trained_length else wave for wave in waves]
+        return [2 * math.pi / wave for wave in waves], factor
+
+    return oracle
+
+
+def fastest(pairs: Callable[[RopeShape], int], factor: float = 1.0) -> Oracle:
+    """2410.06205: the first pairs, the rest 0."""
+
+    def oracle(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+        return [theta / factor if i < pairs(shape) else 0.0 for i, theta in enumerate(plain(shape))], 1.0
+
+    return oracle
+
+
+def faded(count: int | None) -> Oracle:
+    """2602.05258: half a cosine over the last pairs; by default over those that turn less than once."""
+
+    def oracle(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+        table = plain(shape)
+        slow = sum(theta * shape.trained_length < 2 * math.pi for theta in table) if count is None else count
+        for k in range(slow):
+            angle = math.pi * k / (slow - 1) if slow > 1 else 0.0
+            table[len(table) - slow + k] *= 0.5 * (1 + math.cos(angle))
+        return table, 1.0
+
+    return oracle
+
+
+def truncated(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+    """Giraffe's code: `cutoff = 2 pi / L`, an eighth of it, and `2 pi / (16 L)`."""
+    cutoff = 2 * math.pi / shape.trained_length
+    low = 2 * math.pi / (16 * shape.trained_length)
+    return [f if f >= cutoff else low if f >= cutoff / 8 else 0.0 for f in plain(shape)], 1.0
+
+
+def power(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+    """2308.10882, with k = 0.5."""
+    return [theta * math.sqrt(1 - i / (shape.dim / 2)) for i, theta in enumerate(plain(shape))], 1.0
+
+
+def still(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+    return [0.0] * (shape.dim // 2), 1.0
+
+
+def beyond(inner: Oracle) -> Oracle:
+    """Plain RoPE up to and including the trained length, `inner` above."""
+    return lambda shape, n: (plain(shape), 1.0) if n <= shape.trained_length else inner(shape, n)
+
+
+LINEAR = {"name": "linear", "factor": FACTOR}
+NTK = {"name": "ntk", "factor": FACTOR}
+YARN = {"name": "yarn", "factor": FACTOR}
 YARN_OPTIONS = {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.3}
 
 ENCODINGS = [
     EncodingCase("none", base(lambda shape: shape.theta)),
-    EncodingCase("linear", stock("linear"), {"factor": FACTOR}),
+    EncodingCase("linear", stock("linear"), {"factor": FACTOR}, tolerance=FLOAT32),
     EncodingCase("ntk", base(lambda s: s.theta * FACTOR ** (s.dim / (s.dim - 2))), {"factor": FACTOR}),
-    EncodingCase("dynamic_ntk", stock("dynamic"), {"factor": FACTOR}),
-    EncodingCase("yarn", stock("yarn"), {"factor": FACTOR}),
+    EncodingCase("dynamic_ntk", stock("dynamic"), {"factor": FACTOR}, tolerance=FLOAT32),
+    EncodingCase("yarn", stock("yarn"), {"factor": FACTOR}, tolerance=FLOAT32),
     EncodingCase(
         "yarn",
         stock("yarn", **YARN_OPTIONS),
         {"factor": FACTOR, **YARN_OPTIONS},
         label="yarn-options",
+        tolerance=FLOAT32,
     ),
     EncodingCase(
         "yarn",
         stock("yarn", attention_factor=1.25),
         {"factor": FACTOR, "attention_scale": 1.25},
         label="yarn-attention",
+        tolerance=FLOAT32,
     ),
-    EncodingCase("llama3", stock("llama3", low_freq_factor=1.0, high_freq_factor=4.0), {"factor": FACTOR}),
+    EncodingCase("yarn", yarn_by_turns, {"factor": FACTOR, "ramp": "turns"}, label="yarn-turns"),
+    EncodingCase(
+        "llama3",
+        stock("llama3", low_freq_factor=1.0, high_freq_factor=4.0),
+        {"factor": FACTOR},
+        tolerance=FLOAT32,
+    ),
     EncodingCase("ntk_by_parts", by_parts, {"factor": FACTOR}),
     EncodingCase("ntk_mixed", mixed, {"factor": FACTOR}),
     EncodingCase(
         "dynamic_linear",
         lambda shape, n: stock("linear", factor=needed(shape, n))(shape, n),
         reloads=False,
+        tolerance=FLOAT32,
     ),
     EncodingCase(
         "dynamic_yarn",
         lambda shape, n: stock("yarn", factor=needed(shape, n))(shape, n),
         reloads=False,
+        tolerance=FLOAT32,
+    ),
+    EncodingCase(
+        "dynamic_yarn",
+        lambda shape, n: yarn_by_turns(shape, n, needed(shape, n)),
+        {"ramp": "turns"},
+        label="dynamic_yarn-turns",
+        reloads=False,
     ),
     EncodingCase("abf", base(lambda shape: 750_000.0), {"theta": 750_000.0}),
+    EncodingCase("longrope", stock_longrope, longrope(), tolerance=FLOAT32),
+    EncodingCase("longrope", stock_longrope, longrope(per="row"), label="longrope-row", tolerance=FLOAT32),
+    EncodingCase(
+        "longrope",
+        stock_longrope,
+        longrope(start_tokens=4),
+        label="longrope-start",
+        reloads=False,
+        tolerance=FLOAT32,
+    ),
+    EncodingCase(
+        "longrope",
+        lambda shape, n: (stock_longrope(shape, shape.trained_length)[0], 1.2),
+        lambda shape: {
+            "factor": FACTOR,
+            "long_factor": divisors(shape, 1.5),
+            "short_factor": divisors(shape, 1.5),
+            "attention_scale": 1.2,
+        },
+        label="longrope-static",
+        tolerance=FLOAT32,
+    ),
+    EncodingCase("p_rope", fastest(lambda shape: 3 * shape.dim // 8), reloads=False),
+    EncodingCase(
+        "p_rope",
+        fastest(lambda shape: shape.dim // 4, FACTOR),
+        {"inner": LINEAR, "fraction": 0.5},
+        label="p_rope(linear)",
+        reloads=False,
+    ),
+    EncodingCase("resonance", rounded(base(lambda shape: shape.theta))),
+    EncodingCase(
+        "resonance", rounded(stock("yarn")), {"inner": YARN}, label="resonance(yarn)", tolerance=FLOAT32
+    ),
+    EncodingCase("clipped", faded(None), reloads=False),
+    EncodingCase("clipped", faded(3), {"channels": 3}, label="clipped-3", reloads=False),
+    EncodingCase(
+        "clipped",
+        fastest(lambda shape: shape.dim // 2 - 3),
+        {"channels": 3, "hard": True},
+        label="clipped-hard",
+        reloads=False,
+    ),
+    EncodingCase("power", power),
+    EncodingCase("truncated", truncated, reloads=False),
+    EncodingCase(
+        "logn",
+        base(lambda s: s.theta * FACTOR ** (s.dim / (s.dim - 2))),
+        {"inner": NTK},
+        label="logn(ntk)",
+        reloads=False,
+    ),
+    EncodingCase("xpos", base(lambda shape: shape.theta), reloads=False),
+    EncodingCase("nope", still, reloads=False),
+    EncodingCase("drope", still, {"factor": FACTOR}, reloads=False),
+    EncodingCase(
+        "short_original",
+        beyond(stock("yarn")),
+        {"inner": YARN},
+        label="short_original(yarn)",
+        reloads=False,
+        tolerance=FLOAT32,
+    ),
 ]
 
 
@@ -143,10 +324,26 @@ class FamilyCase:
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
+    counts_cached: bool = True
+    """Whether stock's forward, if it is given no positions, counts on from what is in the cache."""
+    auto_reloads: bool = True
+    """Whether `AutoModelForCausalLM` loads what the stock model saves."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+    """Checks that the unpatched model fails as well, `cache` or `padding`, and why."""
+    reloads: Collection[str] | None = None
+    """The rows of ENCODINGS that stock transformers has a form for in this family; None for as many as
+    elsewhere."""
 
     def __str__(self) -> str:
         return self.model_type
 
+
+COMMON = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": TRAINED,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+"""Two layers and a window of TRAINED tokens."""
 
 MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 
@@ -154,57 +351,373 @@ PARTIAL = {"rope_parameters": {"rope_theta": 10_000.0, "partial_rotary_factor": 
 PLAIN = {"rope_parameters": {"rope_theta": 10_000.0}}
 """For families whose default config already carries scaling."""
 
+LATENT = {
+    **MOE, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+INDEXED = {**LATENT, "index_topk": 512, "index_head_dim": 16, "index_n_heads": 2}
+SHARED = {**MOE, "shared_expert_intermediate_size": 24}
+SENSE = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 32, "patch_size": 16,
+}  # fmt: skip
+"""For the eyes and ears of multimodal models, which stay closed."""
+SOME = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}
+"""For families that rotate only where attention slides: one layer of each kind."""
+MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8}
+
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+
+
+def tables(kind: str = "full_attention", **parameters: Any) -> Mapping[str, Any]:
+    """Rotary parameters for two kinds of layer, each with a base of its own."""
+    other = {"full_attention": "sliding_attention", "indexed_attention": "sliding_attention"}.get(
+        kind, f"{kind}_sliding"
+    )
+    return {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0, **parameters},
+            other: {"rope_type": "default", "rope_theta": 1_000.0, **parameters},
+        }
+    }
+
+
+GEMMA = {**KINDS, "head_dim": 16, "pad_token_id": 0}
+GEMMA3 = {**GEMMA, **tables(), "query_pre_attn_scalar": 16}
+GEMMA3N = {
+    **GEMMA3, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0,
+    "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": None,
+}  # fmt: skip
+GEMMA4 = {**GEMMA, "global_head_dim": 32, "num_kv_shared_layers": 0}
+"""Heads of other widths where attention is full; a quarter of their channels is rotated."""
+GEMMA4_TEXT = {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+SIGHT = {"num_key_value_heads": 2, "head_dim": 8, "image_size": 16, "patch_size": 8}
+ONE_BASE = ("none", "linear", "ntk", "abf")
+"""All that `proportional` can carry; transformers raises on `longrope` where layers have heads of different
+widths, or different numbers of heads."""
+NO_LISTS = (*ONE_BASE, "yarn", "yarn-options", "yarn-attention", "llama3")
+"""All but `longrope`."""
+
+LOCAL = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+BLT = {
+    "patch_in_forward": False, "local_attention_window_len": 16, "cross_attn_k": 1,
+    "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3],
+    "encoder_config": {**LOCAL, "hidden_size_global": 32, "num_hidden_layers": 1, "cross_attn_k": 1,
+                       "cross_attn_all_layers": False},
+    "decoder_config": {**LOCAL, "hidden_size_global": 32, "num_hidden_layers": 2, "cross_attn_k": 1},
+    "global_config": {**LOCAL, **PLAIN, "num_hidden_layers": 2, "max_position_embeddings": TRAINED},
+    "patcher_config": {**LOCAL, "num_hidden_layers": 1},
+}  # fmt: skip
+DOTS3 = {
+    **INDEXED, **tables("indexed_attention"), "sliding_window": 16,
+    "layer_types": ["sliding_attention", "indexed_attention"],
+    "head_dim": 16, "qk_rope_head_dim": 8, "pad_token_id": 0,
+    "shared_experts_intermediate_size": 24, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8,
+    "swa_v_head_dim": 16,
+}  # fmt: skip
+SECTIONS = {
+    "head_dim": 32, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+                        "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+}  # fmt: skip
+_AHEAD = "under sdpa it reads its mask the wrong way round, and sees what comes after"
+DOGE = {} if Version(transformers.__version__) >= Version("5.23") else {"cache": _AHEAD, "padding": _AHEAD}
+"""What the Doge of transformers 5.17 does not do."""
+
 ALL_FAMILIES = [
+    FamilyCase("afmoe", {**MOE, **SOME, "head_dim": 16, "num_shared_experts": 1}),
     FamilyCase("apertus", PLAIN),
     FamilyCase("arcee"),
     FamilyCase("aria_text"),
+    FamilyCase("axk1", LATENT),
+    FamilyCase("axk2", INDEXED),
+    FamilyCase(
+        "bailing_hybrid",
+        {**PLAIN, **LATENT, "layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0},
+    ),
+    FamilyCase("bamba", {"attn_layer_indices": [1], **MAMBA}, counts_cached=False),
     FamilyCase("bitnet"),
+    FamilyCase(
+        "blt",
+        BLT,
+        limits={
+            "cache": "its global transformer reads without a cache",
+            "padding": "its global transformer takes no attention mask",
+        },
+    ),
+    FamilyCase("cohere", {**PLAIN, "logit_scale": 1.0}),
+    FamilyCase("cohere2", {**SOME, "logit_scale": 1.0}),
+    FamilyCase("cohere2_moe", {**MOE, **SOME, "head_dim": 16, "logit_scale": 1.0}),
     FamilyCase("cwm", PLAIN),
+    FamilyCase("deepseek_v2", {**LATENT, "head_dim": 16, "first_k_dense_replace": 1}),
+    FamilyCase("deepseek_v3", LATENT),
+    FamilyCase("deepseek_v32", INDEXED),
     FamilyCase("diffllama", {"num_key_value_heads": 2}),
+    FamilyCase("doge", limits=DOGE),
+    FamilyCase("dots3_note_text", DOTS3, reloads=NO_LISTS),
     FamilyCase("ernie4_5"),
     FamilyCase("ernie4_5_moe"),
-    FamilyCase("exaone4"),
-    FamilyCase("exaone_moe"),
+    FamilyCase("exaone4", SOME),
+    FamilyCase("exaone_moe", SOME),
+    FamilyCase("falcon"),
+    FamilyCase("falcon_h1", {"mamba_d_ssm": 32, **MAMBA}),
     FamilyCase("flex_olmo", {"pad_token_id": 0}),
+    FamilyCase("flint", {**SHARED, **SOME, "head_dim": 16}),
+    FamilyCase("fuyu", {"text_config": {**COMMON, **PARTIAL, "model_type": "persimmon"}}),
     FamilyCase("gemma", {"head_dim": 16}),
     FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 64}),
+    FamilyCase(
+        "gemma3",
+        {"text_config": {**COMMON, **GEMMA3}, "vision_config": {**SENSE, **SIGHT}, "mm_tokens_per_image": 4},
+    ),
+    FamilyCase("gemma3_text", GEMMA3),
+    FamilyCase("gemma3n_text", GEMMA3N),
+    FamilyCase(
+        "gemma4",
+        {
+            "text_config": {**COMMON, **GEMMA4_TEXT},
+            "vision_config": {**SENSE, **SIGHT, "position_embedding_size": 16},
+            "audio_config": None,
+        },
+        reloads=ONE_BASE,
+    ),
+    FamilyCase("gemma4_text", GEMMA4_TEXT, reloads=ONE_BASE),
+    FamilyCase(
+        "gemma4_unified",
+        {
+            "text_config": {**COMMON, **GEMMA4},
+            "vision_config": {"mm_embed_dim": 16, "output_proj_dims": 16, "mm_posemb_size": 16},
+            "audio_config": None,
+        },
+        reloads=ONE_BASE,
+    ),
+    FamilyCase("gemma4_unified_text", GEMMA4, reloads=ONE_BASE),
     FamilyCase("glm", {"head_dim": 16, "pad_token_id": 0}),
     FamilyCase("glm4", {"head_dim": 16, "pad_token_id": 0}),
     FamilyCase("glm4_moe"),
+    FamilyCase("glm4_moe_lite", LATENT),
+    FamilyCase("glm_moe_dsa", INDEXED),
+    FamilyCase(
+        "got_ocr2",
+        {
+            "text_config": {**COMMON, "model_type": "qwen2"},
+            "vision_config": {
+                **SENSE,
+                "mlp_dim": 16,
+                "output_channels": 8,
+                "window_size": 2,
+                "global_attn_indexes": [0],
+            },
+        },
+    ),
     FamilyCase("gpt_neox", PARTIAL),
     FamilyCase("gpt_neox_japanese"),
+    FamilyCase(
+        "gpt_oss", {**KINDS, **PLAIN, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
     FamilyCase("granite"),
+    FamilyCase("granite_swa", {"sliding_window": 512, "layer_rope_theta": [0, 10_000.0]}),
     FamilyCase("granitemoe"),
+    FamilyCase(
+        "granitemoe_swa", {"num_local_experts": 4, "sliding_window": 512, "layer_rope_theta": [0, 10_000.0]}
+    ),
     FamilyCase("granitemoeshared"),
     FamilyCase("helium", {"head_dim": 16, "pad_token_id": 0}),
     FamilyCase("hrm_text"),
     FamilyCase("hy_v3"),
+    FamilyCase("hy_v4", {**INDEXED, "pad_token_id": 0}),
     FamilyCase("hyperclovax"),
     FamilyCase("internlm3"),
     FamilyCase("iquestcoder"),
     FamilyCase("jais2"),
     FamilyCase("jetmoe"),
+    FamilyCase("kolibri1", {**SHARED, **SOME, "head_dim": 16}),
+    FamilyCase(
+        "laguna",
+        {
+            **KINDS,
+            **tables(partial_rotary_factor=0.5),
+            **MOE,
+            "head_dim": 16,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    FamilyCase("lfm2", {**PLAIN, "num_hidden_layers": 3, "layer_types": ["conv", *["full_attention"] * 2]}),
+    FamilyCase(
+        "lfm3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "sliding_window": 16,
+            "pad_token_id": 0,
+            "layer_types": ["conv", "sliding_attention", "full_attention"],
+        },
+    ),
     FamilyCase("llama"),
-    FamilyCase("minimax_m2"),
+    FamilyCase(
+        "llama4_text",
+        {
+            **PLAIN,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 48,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": TARGET,
+        },
+    ),
+    FamilyCase(
+        "longcat_flash",
+        {
+            **PLAIN,
+            **LATENT,
+            "head_dim": 16,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+            "expert_ffn_hidden_size": 24,
+            "ffn_hidden_size": 48,
+            "num_hidden_layers": 4,
+        },
+    ),
+    FamilyCase("mellum", {**KINDS, **tables(), **MOE, "head_dim": 16}),
+    FamilyCase(
+        "mimo_v2_flash",
+        {
+            **KINDS,
+            **MOE,
+            **tables(partial_rotary_factor=0.5),
+            "head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+        },
+    ),
+    FamilyCase("minicpm3", LATENT),
+    FamilyCase("minimax", {**PLAIN, "num_local_experts": 4, "head_dim": 16}),
+    FamilyCase("minimax_m2", {**PLAIN, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    FamilyCase(
+        "minimax_m3_vl_text",
+        {
+            **PLAIN,
+            **MOE,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 24,
+            "index_n_heads": 1,
+            "index_head_dim": 16,
+        },
+    ),
+    FamilyCase(
+        "ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_theta": 10_000.0,
+                "llama_4_scaling_beta": 0.1,
+                "original_max_position_embeddings": TRAINED,
+            },
+        },
+    ),
     FamilyCase("mistral", {"sliding_window": 64}),
     FamilyCase("mixtral", {"num_local_experts": 4}),
+    FamilyCase(
+        "mllama",
+        {
+            "text_config": {**COMMON, **PLAIN, "cross_attention_layers": [1], "pad_token_id": 0},
+            "vision_config": {
+                **SENSE,
+                "num_global_layers": 1,
+                "attention_heads": 2,
+                "max_num_tiles": 1,
+                "supported_aspect_ratios": [[1, 1]],
+                "intermediate_layers_indices": [0],
+                "vision_output_dim": 32,
+            },
+        },
+        auto_reloads=False,
+    ),
+    FamilyCase(
+        "modernbert-decoder",
+        {**KINDS, **tables(), "local_attention": 32, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2},
+    ),
+    FamilyCase("moshi", {"head_dim": 16, "num_codebooks": 2, "audio_vocab_size": 32, "ffn_dim": 48}),
+    FamilyCase(
+        "moss_transcribe_diarize",
+        {
+            "text_config": {**COMMON, "head_dim": 16, "model_type": "qwen3"},
+            "audio_config": {
+                "d_model": 16,
+                "encoder_layers": 1,
+                "encoder_attention_heads": 2,
+                "encoder_ffn_dim": 16,
+                "num_mel_bins": 8,
+                "max_source_positions": 16,
+            },
+        },
+    ),
     FamilyCase("nanochat"),
     FamilyCase("olmo"),
     FamilyCase("olmo2"),
+    FamilyCase("olmo3", {**KINDS, **tables(), "pad_token_id": 0}),
+    FamilyCase("olmo_hybrid", {"pad_token_id": 0}),
     FamilyCase("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
     FamilyCase("persimmon"),
     FamilyCase("phi", PARTIAL),
     FamilyCase("phi3", {"original_max_position_embeddings": TRAINED, "pad_token_id": 0}),
+    FamilyCase(
+        "phi4_multimodal",
+        {
+            "original_max_position_embeddings": TRAINED,
+            "pad_token_id": 0,
+            "vision_config": {**SENSE, "crop_size": 32},
+            "audio_config": {
+                **SENSE,
+                "num_blocks": 1,
+                "ext_pw_out_channel": 16,
+                "nemo_conv_channels": 16,
+                "input_size": 16,
+                "nemo_final_size": 16,
+            },
+        },
+    ),
+    FamilyCase("phimoe", {**PLAIN, "num_local_experts": 4, "router_jitter_noise": 0.0}),
     FamilyCase("qwen2"),
     FamilyCase("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 24}),
     FamilyCase("qwen3", {"head_dim": 16}),
+    FamilyCase("qwen3_5_moe_text", {**SECTIONS, **MOE, "shared_expert_intermediate_size": 24}),
+    FamilyCase("qwen3_5_text", SECTIONS),
     FamilyCase("qwen3_moe", {**MOE, "head_dim": 16}),
+    FamilyCase(
+        "qwen3_next",
+        {
+            **PARTIAL,
+            **SHARED,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", *["full_attention"] * 2],
+        },
+    ),
     FamilyCase("seed_oss", {"head_dim": 16}),
-    FamilyCase("smollm3", {"pad_token_id": 0}),
+    FamilyCase("smollm3", {**PLAIN, "no_rope_layers": [1, 0], "pad_token_id": 0}),
     FamilyCase("solar_open"),
     FamilyCase("stablelm", PARTIAL),
     FamilyCase("starcoder2", {"sliding_window": None}),
     FamilyCase("vaultgemma", {"head_dim": 16}),
+    FamilyCase("youtu", LATENT),
+    FamilyCase(
+        "zaya",
+        {
+            **tables("hybrid", partial_rotary_factor=0.5),
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 24,
+            "router_hidden_size": 16,
+        },
+    ),
 ]
 
 FAMILIES = [case for case in ALL_FAMILIES if case.model_type in CONFIG_MAPPING]
@@ -213,12 +726,7 @@ FAMILIES = [case for case in ALL_FAMILIES if case.model_type in CONFIG_MAPPING]
 
 def tiny_config(case: FamilyCase) -> Any:
     """A configuration of the family with two layers and a window of TRAINED tokens."""
-    common = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": TRAINED,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    return AutoConfig.for_model(case.model_type, **{**common, **case.config})
+    return AutoConfig.for_model(case.model_type, **{**COMMON, **case.config})
 
 
 def tiny_model(case: FamilyCase, seed: int = 0) -> PreTrainedModel:
@@ -235,6 +743,8 @@ def tiny_model(case: FamilyCase, seed: int = 0) -> PreTrainedModel:
                 fan_in = weight.shape[-1]
                 wide = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv", "query_key")) else 1.0
                 weight.normal_(0, wide / math.sqrt(fan_in))
+            elif name.endswith("qk_norm.temp"):  # ZAYA's keys start at zero
+                weight.fill_(1.0)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.encodings import encoding_class
+from rope_extend.errors import UnsupportedModelError
+from rope_extend.families import adapter_for
 from rope_extend.loss import NextTokenLoss
-from rope_extend.patching import unwrap
+from rope_extend.patching import rotary_part, shape_of, unwrap
 from rope_extend.training import lora_config
 
 LENGTH = 80
 
 
 @pytest.fixture(params=FAMILIES, ids=str, scope="module")
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    case: FamilyCase = request.param
-    return tiny_model(case)
+def family(request: pytest.FixtureRequest) -> FamilyCase:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(family: FamilyCase) -> PreTrainedModel:
+    return tiny_model(family)
 
 
 @pytest.fixture(params=ENCODINGS, ids=str)
@@ -32,9 +39,21 @@ def case(request: pytest.FixtureRequest) -> EncodingCase:
     return request.param
 
 
+def patched_by(model: PreTrainedModel, case: EncodingCase) -> rx.Patch:
+    """The model patched by a method; skips what the family says it cannot be patched with."""
+    encoding = case.made(shape_of(model))
+    try:
+        return rx.patch_model(model, encoding, target_length=TARGET)
+    except UnsupportedModelError as error:
+        reason = adapter_for(model.config.model_type).unreachable
+        if not reason or reason not in str(error):
+            raise
+        pytest.skip(reason)
+
+
 @pytest.fixture
 def patch(model: PreTrainedModel, case: EncodingCase) -> Iterator[rx.Patch]:
-    with rx.patch_model(model, rx.encoding(case.name, **case.parameters), target_length=TARGET) as patch:
+    with patched_by(model, case) as patch:
         yield patch
 
 
@@ -43,7 +62,28 @@ def tokens(*shape: int) -> torch.Tensor:
 
 
 def rotary(model: PreTrainedModel) -> Any:
-    return unwrap(model).base_model.rotary_emb
+    return rotaries(model)[0]
+
+
+def rotaries(model: PreTrainedModel) -> list[Any]:
+    return list(adapter_for(model.config.model_type).rotary_modules(unwrap(model).base_model).values())
+
+
+def turned(module: Any, model: PreTrainedModel, position_ids: torch.Tensor) -> torch.Tensor:
+    """What a rotary module says of each pair of channels, as `cos + i sin`, `[batch, T, pairs]`."""
+    adapter = adapter_for(model.config.model_type)
+    kind = adapter.layer_type(model.config)
+    result = module(torch.zeros(1), position_ids, *([] if kind is None else [kind]))
+    if adapter.widened == "complex":
+        return result.to(torch.complex128)
+    cos, sin = result
+    if adapter.widened == "once":
+        return torch.complex(cos.double(), sin.double())
+    axis, sizes = (-2, (2, -1)) if adapter.widened == "halves" else (-1, (-1, 2))
+    both = torch.complex(cos.double(), sin.double()).unflatten(-1, sizes)
+    once, again = both.unbind(axis)
+    assert torch.equal(once, again)
+    return once
 
 
 @torch.no_grad()
@@ -62,19 +102,52 @@ def test_tables_equal_the_oracle(model: PreTrainedModel, case: EncodingCase, pat
         angles = torch.arange(length, dtype=torch.float64)[:, None] * torch.tensor(
             expected, dtype=torch.float64
         )
-        cos, sin = rotary(model)(torch.zeros(1), torch.arange(length)[None])
-        assert cos.shape == sin.shape == (1, length, patch.shape.dim)
-        # The stock functions work in float32: a relative 2e-7 of the angle, which is at most `length`.
-        tolerance = {"rtol": 0, "atol": 1e-6 * length}
-        for half in (slice(None, patch.shape.dim // 2), slice(patch.shape.dim // 2, None)):
-            torch.testing.assert_close(cos[0, :, half].double(), angles.cos() * factor, **tolerance)
-            torch.testing.assert_close(sin[0, :, half].double(), angles.sin() * factor, **tolerance)
+        for module in rotaries(model):
+            (values,) = turned(module, model, torch.arange(length)[None])
+            # The stock functions work in float32: a relative 2e-7 of the angle, which is at most `length`.
+            tolerance = {"rtol": 0, "atol": 1e-6 * length}
+            pairs = patch.shape.dim // 2
+            torch.testing.assert_close(values[:, :pairs].real, angles.cos() * factor, **tolerance)
+            torch.testing.assert_close(values[:, :pairs].imag, angles.sin() * factor, **tolerance)
+            # In "proportional" families the pairs beyond do not turn.
+            assert ((values[:, pairs:] - factor).abs() < 1e-6).all()
+
+
+def test_stand_in_says_what_the_stock_module_says(model: PreTrainedModel) -> None:
+    """In its form, its dtype and its values; and bit for bit of the layers that are left alone."""
+    adapter = adapter_for(model.config.model_type)
+    config, _ = rotary_part(model.config)
+    kind = adapter.layer_type(model.config)
+    kinds = [None] if kind is None else sorted(k for k, v in config.rope_parameters.items() if v)
+    positions = [torch.arange(LENGTH)[None], torch.tensor([[40, 3, 77], [0, 1, 2]])]
+    if adapter.sections:
+        positions = [p.expand(3, -1, -1) for p in positions]
+        positions.append(torch.stack([positions[1][0], positions[1][0] + 5, positions[1][0] + 11]))
+
+    def said() -> list[tuple[str | None, torch.Tensor]]:
+        found = []
+        for module, each, position_ids in product(rotaries(model), kinds, positions):
+            if each is None or each in module.layer_types:
+                result = module(torch.zeros(1), position_ids, *([] if each is None else [each]))
+                found += [(each, r) for r in (result if isinstance(result, tuple) else [result])]
+        return found
+
+    before = said()
+    with rx.patch_model(model, rx.encoding("none"), target_length=TARGET):
+        assert {type(module).__module__ for module in rotaries(model)} == {"rope_extend.rotary"}
+        for (stock_kind, stock), (our_kind, ours) in zip(before, said(), strict=True):
+            assert stock_kind == our_kind
+            torch.testing.assert_close(ours, stock, rtol=0, atol=2e-5)
+    if kind is not None:
+        with rx.extend(model, TARGET, "linear"):
+            for (stock_kind, stock), (_, ours) in zip(before, said(), strict=True):
+                assert torch.equal(ours, stock) == (stock_kind != kind)
 
 
 def test_logits_change_and_come_back_bit_for_bit(model: PreTrainedModel, case: EncodingCase) -> None:
     input_ids = tokens(2, LENGTH)
     before, config, state = logits(model, input_ids), model.config.to_dict(), list(model.state_dict())
-    with rx.patch_model(model, rx.encoding(case.name, **case.parameters), target_length=TARGET) as patch:
+    with patched_by(model, case) as patch:
         patched = logits(model, input_ids)
         assert list(model.state_dict()) == state
         assert patch.changed == (case.name != "none")
@@ -92,22 +165,43 @@ STATIC = [case for case in ENCODINGS if not encoding_class(case.name).depends_on
 
 @pytest.mark.parametrize("case", STATIC, ids=str)
 def test_cached_decoding_equals_one_forward(
-    model: PreTrainedModel, case: EncodingCase, patch: rx.Patch
+    family: FamilyCase, model: PreTrainedModel, case: EncodingCase, patch: rx.Patch
 ) -> None:
+    if "cache" in family.limits:
+        pytest.skip(family.limits["cache"])
+    torch.testing.assert_close(*cached_and_whole(family, model), rtol=0, atol=1e-4)
+
+
+def cached_and_whole(family: FamilyCase, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of 40 tokens and then one by one, and of one forward."""
     input_ids = tokens(2, LENGTH)
     whole = logits(model, input_ids)
     with torch.no_grad():
         output = model(input_ids[:, :40], use_cache=True)
         steps = [output.logits]
         for position in range(40, LENGTH):
+            here = {} if family.counts_cached else {"position_ids": torch.tensor([[position]])}
             output = model(
-                input_ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True
+                input_ids[:, position : position + 1],
+                past_key_values=output.past_key_values,
+                use_cache=True,
+                **here,
             )
             steps.append(output.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=0, atol=1e-4)
+    return torch.cat(steps, dim=1), whole
 
 
-def test_left_padding_and_batch_equal_the_single_rows(model: PreTrainedModel, patch: rx.Patch) -> None:
+def test_left_padding_and_batch_equal_the_single_rows(
+    family: FamilyCase, model: PreTrainedModel, patch: rx.Patch
+) -> None:
+    if "padding" in family.limits:
+        pytest.skip(family.limits["padding"])
+    for padded, alone in padded_and_alone(model):
+        torch.testing.assert_close(padded, alone, rtol=0, atol=1e-4)
+
+
+def padded_and_alone(model: PreTrainedModel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits of three rows, padded on the left and each alone."""
     rows = [tokens(1, LENGTH), tokens(1, LENGTH - 17), tokens(1, 21)]
     batch, mask = torch.zeros(3, LENGTH, dtype=torch.long), torch.zeros(3, LENGTH, dtype=torch.long)
     for index, row in enumerate(rows):
@@ -115,11 +209,19 @@ def test_left_padding_and_batch_equal_the_single_rows(model: PreTrainedModel, pa
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     together = logits(model, batch, attention_mask=mask, position_ids=positions)
     for index, row in enumerate(rows):
-        alone = logits(model, row)[0]
-        torch.testing.assert_close(together[index, -row.shape[1] :], alone, rtol=0, atol=1e-4)
+        yield together[index, -row.shape[1] :], logits(model, row)[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+LIMITS = [(case, limit) for case in FAMILIES for limit in case.limits]
+
+
+@pytest.mark.parametrize(("limited", "limit"), LIMITS, ids=lambda value: str(value))
+def test_limits_are_those_of_the_unpatched_model(limited: FamilyCase, limit: str) -> None:
+    model = tiny_model(limited)
+    pairs = padded_and_alone(model) if limit == "padding" else [cached_and_whole(limited, model)]
+    assert any((one - other).abs().max() > 1e-2 for one, other in pairs)
+
+
 def test_lora_trains_in_every_family(family: FamilyCase) -> None:
     """One step of what fine-tuning does: the family's own loss, gradients in the adapter and nowhere else."""
     model = tiny_model(family)
@@ -140,18 +242,23 @@ def test_lora_trains_in_every_family(family: FamilyCase) -> None:
 
 
 def test_saved_checkpoint_reloads_in_stock_transformers(
-    model: PreTrainedModel, case: EncodingCase, patch: rx.Patch, tmp_path: Path
+    family: FamilyCase, model: PreTrainedModel, case: EncodingCase, patch: rx.Patch, tmp_path: Path
 ) -> None:
     input_ids = tokens(1, LENGTH)
     expected = logits(model, input_ids)
     model.save_pretrained(tmp_path)
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    loader = AutoModelForCausalLM if family.auto_reloads else type(model)
+    stock = loader.from_pretrained(tmp_path).eval()
     assert type(rotary(stock)).__module__.startswith("transformers.")
-    phi3 = model.config.model_type == "phi3"  # whose config class loads only `default` and `longrope`
-    if not case.reloads or (phi3 and patch.encoding.depends_on_length):
+    config, parameters = rotary_part(stock.config)
+    # A config class that loads only `default` and `longrope`, such as Phi-3's, takes static tables.
+    narrow = adapter_for(model.config.model_type).stock_rope_types is not None
+    carried = case.reloads and (family.reloads is None or str(case) in family.reloads)
+    if not carried or (narrow and patch.encoding.depends_on_length):
         # Patching says so; what stock transformers then sees is the model as it was pretrained.
-        assert stock.config.rope_parameters["rope_type"] == "default"
-        assert stock.config.max_position_embeddings == TRAINED
+        assert parameters["rope_type"] in ("default", "proportional")
+        assert parameters.get("factor", 1.0) == 1.0
+        assert config.max_position_embeddings == TRAINED
     else:
         torch.testing.assert_close(logits(stock, input_ids), expected, rtol=0, atol=2e-4)
     # Ours recognises its own work in the reloaded config, and never takes the target for the trained window.

@@ -1,0 +1,34 @@
+"""Complex rotary: one complex number for each pair of neighbouring channels, `cos + i sin`, for both at once.
+
+DeepSeek-V2 rotates the last channels of a head. Llama 4 leaves every fourth layer unrotated; where it
+normalises queries and keys after the rotation (`use_qk_norm`), a factor on cos and sin has no effect.
+"""
+
+from typing import Any
+
+from rope_extend.families import FamilyAdapter
+
+
+def has_rotary(attention: Any) -> bool:
+    """Whether an attention module of Llama 4 rotates."""
+    return bool(attention.use_rope)
+
+
+ADAPTERS = (
+    FamilyAdapter(
+        model_types=("deepseek_v2",),
+        rotary_paths=("rotary_emb",),
+        note="the last channels of a head, as complex numbers",
+        widened="complex",
+        pairs="neighbours",
+        rotated="last",
+    ),
+    FamilyAdapter(
+        model_types=("llama4_text",),
+        rotary_paths=("model.rotary_emb",),
+        note="all channels of a head, as complex numbers, in three of four layers",
+        widened="complex",
+        pairs="neighbours",
+        rotates=has_rotary,
+    ),
+)

@@ -1,0 +1,15 @@
+"""Hybrids: attention of Llama's shape in some layers or beside a recurrence that knows no positions.
+
+The recurrent and convolutional parts take order from the sequence itself; the tables act in attention
+alone. Bamba and Qwen 3 Next rotate only the first channels of each head.
+"""
+
+from rope_extend.families import FamilyAdapter
+
+ADAPTERS = (
+    FamilyAdapter(
+        model_types=("bamba", "falcon_h1", "lfm2", "minimax", "olmo_hybrid", "qwen3_next"),
+        rotary_paths=("rotary_emb",),
+        note="all or the first channels of a head, in the attention layers",
+    ),
+)
