@@ -14,11 +14,17 @@ def has_rotary(attention: Any) -> bool:
     return bool(attention.use_rope)
 
 
+def normalises(attention: Any) -> bool:
+    """Whether it does so with queries and keys after rotating them."""
+    return hasattr(attention, "qk_norm")
+
+
 ADAPTERS = (
     FamilyAdapter(
         model_types=("deepseek_v2",),
         rotary_paths=("rotary_emb",),
         note="the last channels of a head, as complex numbers",
+        in_float32=("deepseek_v2",),
         widened="complex",
         pairs="neighbours",
         rotated="last",
@@ -27,8 +33,10 @@ ADAPTERS = (
         model_types=("llama4_text",),
         rotary_paths=("model.rotary_emb",),
         note="all channels of a head, as complex numbers, in three of four layers",
+        in_float32=("llama4_text",),
         widened="complex",
         pairs="neighbours",
         rotates=has_rotary,
+        normalises=normalises,
     ),
 )

@@ -11,5 +11,6 @@ ADAPTERS = (
         model_types=("bamba", "falcon_h1", "lfm2", "minimax", "olmo_hybrid", "qwen3_next"),
         rotary_paths=("rotary_emb",),
         note="all or the first channels of a head, in the attention layers",
+        in_float32=("olmo_hybrid",),
     ),
 )

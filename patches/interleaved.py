@@ -30,6 +30,7 @@ ADAPTERS = (
         model_types=("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"),
         rotary_paths=_PATHS,
         note=_NOTE,
+        in_float32=("ernie4_5", "ernie4_5_moe"),
         pairs="neighbours",
     ),
     FamilyAdapter(

@@ -5,7 +5,15 @@ which keys a query sees, not how they are rotated, so the same tables serve them
 queries by their position; a scaled query turns like any other.
 """
 
+from torch import nn
+
 from rope_extend.families import FamilyAdapter
+
+
+def always(attention: nn.Module) -> bool:
+    """NanoChat normalises queries and keys after rotating them, without weights."""
+    return True
+
 
 _NOTE = "all channels of a head"
 
@@ -50,6 +58,7 @@ ADAPTERS = (
         ),
         rotary_paths=("rotary_emb",),
         note=_NOTE,
+        in_float32=("flex_olmo", "olmo", "olmo2"),
     ),
     FamilyAdapter(
         model_types=("falcon", "gpt_neox_japanese"),
@@ -61,6 +70,7 @@ ADAPTERS = (
         model_types=("nanochat",),
         rotary_paths=("rotary_emb",),
         note=f"{_NOTE}, turned backwards",
-        unreachable="it turns each pair of channels the other way round",
+        backwards=True,
+        normalises=always,
     ),
 )

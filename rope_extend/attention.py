@@ -115,6 +115,8 @@ class _Forward:
     """Positions `[1 or batch, T]`."""
     keys: Tensor
     """Positions `[1 or batch, past + T]`."""
+    normalised: bool
+    """Whether what is rotated is then normalised in the stock model, where a factor has no effect."""
     segments: list[_Segment] = field(init=False)
     scale: Tensor | None = field(init=False)
     tables: dict[tuple[Any, ...], tuple[Tensor, ...]] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class _Forward:
         tables = [
             (
                 self.encoding.inv_freq(self.shape, length),
-                self.encoding.attention_factor(self.shape, length),
+                1.0 if self.normalised else self.encoding.attention_factor(self.shape, length),
             )
             for length in segment.lengths
         ]
@@ -197,6 +199,7 @@ class AttentionReader:
         self.shape = shape
         self.adapter = adapter
         self._configs: list[tuple[Any, str]] = []
+        self._normalised = False
         self._past: Cache | None = None
         self._given: Tensor | None = None
         self._forward: _Forward | None = None
@@ -214,6 +217,8 @@ class AttentionReader:
                 f"{self.encoding} acts inside attention, which cannot be patched in "
                 f"{decoder.config.model_type}: {reason}. A static schedule works, such as yarn or linear"
             )
+        if self.adapter.normalises is not None:
+            self._normalised = any(map(self.adapter.normalises, readers))
         self._configs = []
         for config in {id(module.config): module.config for module in (decoder, *readers)}.values():
             name = wrapped_implementation(config._attn_implementation)
@@ -285,7 +290,10 @@ class AttentionReader:
         past = self._positions_of_past(queries)
         rows = max(past.shape[0], queries.shape[0])
         keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
-        self._given, self._forward = position_ids, _Forward(self.encoding, self.shape, queries, keys)
+        self._given, self._forward = (
+            position_ids,
+            _Forward(self.encoding, self.shape, queries, keys, self._normalised),
+        )
 
     def _positions_of_past(self, queries: Tensor) -> Tensor:
         seen = _seen(self._past)
@@ -379,6 +387,8 @@ class AttentionReader:
             # A cache of fixed size hands over empty slots behind the last key; they are cut off as well.
             end = total - new + segment.stop
             cos_q, sin_q, cos_k, sin_k = forward.rotation(segment, query)
+            if self.adapter.backwards:
+                sin_q, sin_k = -sin_q, -sin_k
             keys, values = key[:, :, : end - low], value[:, :, : end - low]
             keys = rotate(keys, cos_k[:, :, low:], sin_k[:, :, low:])
             needs_mask = attention_mask is None and end - low > segment.stop - segment.start > 1
@@ -421,7 +431,10 @@ class AttentionReader:
             return self._forward
         queries = _rows(position_ids)
         if not torch.equal(queries, self._forward.queries):
-            self._given, self._forward = position_ids, _Forward(self.encoding, self.shape, queries, queries)
+            self._given, self._forward = (
+                position_ids,
+                _Forward(self.encoding, self.shape, queries, queries, self._normalised),
+            )
         return self._forward
 
     def _for_parts(

@@ -28,11 +28,15 @@ class FamilyAdapter:
         stock_rope_types: the `rope_type`s the family's config accepts; None for all of them.
         widened: how the rotary module lays out the value of each pair for the channels: the table twice
             (`halves`), or each value twice (`neighbours`).
+        in_float32: those of the model types whose cos and sin are float32 in a model of any dtype.
         pairs: which channels turn together where queries and keys reach the attention function: one of each
             half of the rotated channels (`halves`), or two neighbours (`neighbours`).
         rotated: where in a head the rotated channels lie, if they are not all of it: `first` or `last`.
         rotates: whether an attention module rotates by the tables that are replaced, for families with layers
             that do not; None if all do.
+        backwards: whether pairs turn the other way round.
+        normalises: whether an attention module normalises queries and keys after they are rotated, so that a
+            factor on cos and sin has no effect; None if none does.
         unreachable: why encodings that act inside attention cannot be patched in; empty if they can.
         completes: makes of stock's rotary parameters those that the family asks for, or None of those that
             it cannot read; None where the family reads stock's.
@@ -49,9 +53,12 @@ class FamilyAdapter:
     note: str
     stock_rope_types: tuple[str, ...] | None = None
     widened: Widening = "halves"
+    in_float32: tuple[str, ...] = ()
     pairs: Literal["halves", "neighbours"] = "halves"
     rotated: Literal["first", "last"] = "first"
     rotates: Callable[[nn.Module], bool] | None = None
+    backwards: bool = False
+    normalises: Callable[[nn.Module], bool] | None = None
     unreachable: str = ""
     completes: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     config_path: str = ""

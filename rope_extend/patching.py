@@ -455,6 +455,7 @@ class Patch:
             layer_type=kind,
             pairs=table.shape[-1],
             sections=sections,
+            dtype=torch.float32 if base.config.model_type in adapter.in_float32 else None,
         )
         stand_in.train(module.training)
         self._undo.set(base.base_model.get_submodule(parent_path), name, stand_in)

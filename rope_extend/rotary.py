@@ -121,6 +121,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         layer_type: the kind of layer that reads with the encoding; None if all layers do.
         pairs: how many channel pairs the stock module has values for; those beyond `dim/2` do not turn.
         sections: how many pairs turn by each part (time, height, width) of a position, if it has parts.
+        dtype: of cos and sin; that of the hidden states if None.
     """
 
     inv_freq: Tensor
@@ -138,6 +139,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         layer_type: str | None = None,
         pairs: int | None = None,
         sections: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.encoding = encoding
@@ -148,6 +150,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         self.layer_type = layer_type
         self.pairs = pairs or shape.dim // 2
         self.sections = tuple(sections)
+        self.dtype = dtype
         if layer_type is not None:
             self.original = original
             self.layer_types = list(getattr(original, "layer_types", ()))  # LFM3 asks for it
@@ -235,7 +238,8 @@ class ExtendedRotaryEmbedding(nn.Module):
                 angles = self._in_sections(self._angles(parts, table))
         if self.pairs > self.shape.dim // 2:
             angles = self.with_resting(angles)
-        cos, sin = (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
+        dtype = self.dtype or x.dtype
+        cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
         return widen(cos, sin, self.widened)
 
     def _in_sections(self, angles: Tensor) -> Tensor:

@@ -12,13 +12,27 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import numpy as np
 import pytest
 import torch
-from cases import tiny_llama
+from cases import KEY_ENCODINGS, KEY_FAMILIES, EncodingCase, FamilyCase, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the matrix's default run short: each method in some families, some methods in each family.
+
+    The rest of it is marked slow, and so are the checks that need it.
+    """
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        family, case = parameters.get("family"), parameters.get("case")
+        pair = isinstance(family, FamilyCase) and isinstance(case, EncodingCase)
+        if pair and family.model_type not in KEY_FAMILIES and str(case) not in KEY_ENCODINGS:
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import io
 import json
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -798,7 +798,7 @@ def test_assisted_generation(setup: Setup, helper: str) -> None:
     prompt = PROMPT[:1].repeat(1, 2)[:, :24]  # something to look up
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
     if helper == "model":
-        assistant = tiny_model(setup.family, seed=5)
+        assistant = tiny_model(replace(setup.family, seed=5))
         setup.patch(assistant)
         options = {"assistant_model": assistant}
     ours = generate(patched, prompt, **options)
