@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.patching import unwrap
+from rope_extend.inspection import unwrap
 
 CHUNK_BYTES = 64 * 2**20
 """Default budget for the float32 logits that exist at one time, in bytes."""

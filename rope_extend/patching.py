@@ -8,353 +8,33 @@ exception half-way leaves nothing behind.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import logging
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from torch import nn
 
 from rope_extend.attention import AttentionReader, attention_modules, remove_readers
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, rotary_method
 from rope_extend.encodings.base import check_length
-from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
-from rope_extend.families import FamilyAdapter, adapter_for, find_adapter
+from rope_extend.errors import PatchError, RopeExtendError
+from rope_extend.families import FamilyAdapter, adapter_for
+from rope_extend.inspection import CONFIG_RECORD, active_table, rotary_part, shape_of, unwrap
 from rope_extend.rotary import ExtendedRotaryEmbedding
+from rope_extend.stock_forms import CARRIED, nested, softmax_scale_of, stock_forms, stock_parameters
 from rope_extend.undo import UndoLog
 
 logger = logging.getLogger(__name__)
 
-CONFIG_RECORD = "rope_extend"
-"""The attribute of `config` that says what was done; stock loaders carry it along and ignore it."""
-
 _STACK = "_rope_extend_patches"
-_CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
-"""Rotary parameters that describe the model's shape, not its scaling, and survive a change of scaling."""
-
-
-_RESTING = 1e-20
-"""Radians per token below which a pair does not turn at all."""
-_STILL = 1e28
-"""The factor in `longrope` by which a pair is slowed so far."""
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Reading a model
-
-
-def unwrap(model: nn.Module) -> Any:
-    """The transformers model inside PEFT, DistributedDataParallel and `torch.compile` wrappers.
-
-    Raises:
-        RopeExtendError: there is none.
-    """
-    inner: Any = model
-    while not isinstance(inner, PreTrainedModel):
-        if hasattr(inner, "get_base_model"):  # peft
-            inner = inner.get_base_model()
-        elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):  # torch.compile
-            inner = inner._orig_mod
-        elif isinstance(getattr(inner, "module", None), nn.Module):  # data parallel wrappers
-            inner = inner.module
-        else:
-            raise UnsupportedModelError(
-                f"expected a transformers model, such as AutoModelForCausalLM.from_pretrained returns, "
-                f"got {type(model).__name__}"
-            )
-    return inner
-
-
-def rotary_part(config: Any) -> tuple[Any, dict[str, Any]]:
-    """The part of a model's config that describes its rotary modules, and the `rope_parameters` in it of the
-    layers that are extended.
-
-    For most families that is the config itself; `rope_parameters` may be nested, by kinds of layer.
-
-    Raises:
-        UnsupportedModelError: the model rotates no layer of the kind that is extended.
-    """
-    adapter = find_adapter(config.model_type)
-    if adapter is None:
-        return config, config.rope_parameters or {}
-    part, kind = adapter.rotary_config(config), adapter.layer_type(config)
-    parameters = part.rope_parameters or {}
-    return part, parameters if kind is None else parameters[kind]
-
-
-def layer_config(config: Any) -> Any:
-    """The config of the layers that are extended, which say for themselves what differs between layers."""
-    adapter = find_adapter(config.model_type)
-    part, _ = rotary_part(config)
-    kind = adapter.layer_type(config) if adapter else None
-    return part.per_layer_config[kind] if kind and getattr(part, "is_heterogeneous", False) else part
-
-
-def trained_length_of(config: Any) -> int:
-    """The window, in tokens, that a checkpoint was pretrained on, before any scaling it carries.
-
-    Raises:
-        RopeExtendError: the config does not say, as with `linear` scaling, where `max_position_embeddings`
-            is the trained length in some checkpoints and the scaled one in others.
-    """
-    record = config_record(config)
-    if record is not None:
-        return RopeShape(**record["shape"]).trained_length
-    config, parameters = rotary_part(config)
-    rope_type = parameters.get("rope_type", "default")
-    original = parameters.get("original_max_position_embeddings")
-    plain = rope_type == "proportional" and parameters.get("factor", 1.0) == 1.0
-    if plain or rope_type == "default" or rope_type == "dynamic":
-        return int(config.max_position_embeddings)
-    if original is None:
-        original = getattr(config, "original_max_position_embeddings", None)
-    if original is None:
-        raise RopeExtendError(
-            f"this checkpoint already carries {rope_type!r} scaling (factor {parameters.get('factor')}) and "
-            f"does not say which window it was pretrained on; max_position_embeddings is "
-            f"{config.max_position_embeddings}. Give trained_length= (--trained-length on the command line)"
-        )
-    return int(original)
-
-
-def config_record(config: Any) -> dict[str, Any] | None:
-    """What rope_extend wrote into a config, or None.
-
-    `{"encoding": ..., "shape": ..., "target_length": ..., "rope_parameters": ...}`. A record whose
-    `rope_parameters` are no longer the config's was overtaken by somebody's edit, and is ignored with a
-    warning.
-
-    Raises:
-        RopeExtendError: the record is damaged.
-    """
-    record = getattr(config, CONFIG_RECORD, None)
-    if record is None:
-        return None
-    try:
-        RopeShape(**record["shape"])
-        Encoding.from_dict(record["encoding"])
-        written = dict(record["rope_parameters"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise RopeExtendError(
-            f"config.{CONFIG_RECORD} is damaged ({error}): {record!r}; without it the checkpoint can be read"
-        ) from error
-    _, current = rotary_part(config)
-    if all(current.get(key) == value for key, value in written.items()):
-        return dict(record)
-    logger.warning(
-        "config.%s was written beside other rope_parameters than the present %s; it is ignored",
-        CONFIG_RECORD, current,
-    )  # fmt: skip
-    return None
-
-
-def shape_of(model: nn.Module, trained_length: int | None = None) -> RopeShape:
-    """The rotary shape of a model as it was pretrained: rotated channels, base, trained window.
-
-    Raises:
-        UnsupportedModelError: the family has no adapter.
-        RopeExtendError: the config does not say which window it was trained on, or `trained_length` is
-            invalid.
-    """
-    base = unwrap(model)
-    config = base.config
-    modules = adapter_for(config.model_type).rotary_modules(base.base_model)
-    _, parameters = rotary_part(config)
-    record = config_record(config)
-    theta = record["shape"]["theta"] if record else parameters.get("rope_theta")
-    if theta is None:
-        raise RopeExtendError(
-            f"config.rope_parameters of this {config.model_type} model has no rope_theta, only "
-            f"{parameters}; set it to the base the model was pretrained with"
-        )
-    channels, widths = set(), set()
-    for module in modules.values():
-        table, _ = active_table(module, config, 1)
-        channels.add(2 * len(table))
-        widths.add(
-            module.shape.dim
-            if isinstance(module, ExtendedRotaryEmbedding)
-            else record["shape"]["dim"]
-            if record
-            else 2 * int((table > _RESTING).sum())
-        )
-    if not record and len(widths) == len(channels) == 1:
-        # "Proportional" rotary: the exponents count all channels, and only the fastest pairs turn.
-        theta **= min(widths) / min(channels)
-    if len(widths) != 1:
-        raise UnsupportedModelError(f"the rotary modules of this model differ in width: {sorted(widths)}")
-    bases = {each for each in getattr(rotary_part(config)[0], "layer_rope_theta", None) or () if each}
-    if len(bases) > 1:
-        raise UnsupportedModelError(f"the layers of this model differ in base: {sorted(bases)}")
-    if trained_length is None:
-        trained_length = trained_length_of(config)
-    return RopeShape(widths.pop(), theta, trained_length)
 
 
 def current_patch(model: nn.Module) -> Patch | None:
     """The patch that is active on `model`, or None."""
     stack = getattr(unwrap(model), _STACK, None)
     return stack[-1] if stack else None
-
-
-def active_table(module: Any, config: Any, seq_len: int) -> tuple[Tensor, float]:
-    """`(inv_freq [dim/2] float64, attention factor)` that a rotary module uses for `seq_len` tokens.
-
-    `config` is the model's. Of several tables, the one of the layers that are extended.
-    """
-    with torch.device("cpu"):  # tables are made there, also where the caller made another the default
-        if isinstance(module, ExtendedRotaryEmbedding):
-            return (
-                module.with_resting(module.encoding.inv_freq(module.shape, seq_len)),
-                module.encoding.attention_factor(module.shape, seq_len),
-            )
-        # From the stock formula, not from the module's buffer, which a cast of the model may have rounded.
-        part, _ = rotary_part(config)
-        adapter = find_adapter(config.model_type)
-        kind = adapter.layer_type(config) if adapter else None
-        rope_type = module.rope_type if kind is None else module.rope_type[kind]
-        if rope_type != "default":
-            return _stock_table(part, rope_type, kind, seq_len)
-        of_kind = {} if kind is None else {"layer_type": kind}
-        table, factor = module.compute_default_rope_parameters(layer_config(config), **of_kind)
-        return table.to("cpu", torch.float64), float(factor)
-
-
-def _stock_table(config: Any, rope_type: str, layer_type: str | None, seq_len: int) -> tuple[Tensor, float]:
-    """What transformers computes from the config of a rotary module, for a `rope_type` but `default`."""
-    of_kind = {} if layer_type is None else {"layer_type": layer_type}
-    table, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len, **of_kind)
-    return table.to("cpu", torch.float64), float(factor)
-
-
-def length_groups(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
-    """Group sequence lengths for which the model uses equal rotary tables, each group ascending.
-
-    One forward over the longest of a group gives the losses at all its lengths. Static encodings give one
-    group; dynamic NTK gives one for all lengths within the trained window and one for each beyond.
-
-    Raises:
-        UnsupportedModelError: the family has no adapter.
-    """
-    base = unwrap(model)
-    modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
-    if all(isinstance(m, ExtendedRotaryEmbedding) and not m.encoding.per_row for m in modules.values()):
-        return [sorted(set(lengths))]
-    groups: dict[tuple[Any, ...], list[int]] = {}
-    for length in sorted(set(lengths)):
-        tables = [active_table(module, base.config, length) for module in modules.values()]
-        key = tuple((tuple(table.tolist()), factor) for table, factor in tables)
-        groups.setdefault(key, []).append(length)
-    return list(groups.values())
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Changing a model
-
-
-def _stock_forms(
-    encoding: RopeEncoding, shape: RopeShape, pairs: int, softmax_scale: Mapping[str, Any] | None
-) -> Iterator[dict[str, Any]]:
-    """The `rope_parameters` that may carry an encoding, the native form first.
-
-    With more than `dim/2` pairs, those that do not turn are part of the form: `proportional` has a share of
-    pairs that turn, and in `longrope` the others are slowed to a halt. `softmax_scale` is that of
-    `_softmax_scale`: a patch leaves it as it was, so the form has to give the same.
-    """
-    for make in (encoding.rope_parameters, encoding.longrope_parameters):
-        with contextlib.suppress(RopeExtendError):
-            form = make(shape)
-            resting = pairs - shape.dim // 2
-            if resting:
-                share = shape.dim / (2 * pairs)
-                form["rope_theta"] = float(f"{form['rope_theta'] ** (1 / share):.12g}")
-                if form["rope_type"] in ("default", "linear"):
-                    form |= {"rope_type": "proportional", "partial_rotary_factor": share}
-                elif form["rope_type"] == "longrope":
-                    for name in ("short_factor", "long_factor"):
-                        form[name] = [*form[name], *[_STILL] * resting]
-                    form["partial_rotary_factor"] = 1.0
-                else:
-                    continue
-            if softmax_scale is not None and "mscale_all_dim" in form:
-                form = {key: value for key, value in form.items() if key not in ("mscale", "mscale_all_dim")}
-                form["attention_factor"] = encoding.attention_factor(shape)
-            if softmax_scale is not None and form["rope_type"] != "default":
-                form.setdefault("factor", 1.0)  # transformers 5.17 asks for one, to no effect
-            if softmax_scale:
-                if form["rope_type"] != "longrope":
-                    continue
-                form |= softmax_scale
-            yield form
-
-
-def _softmax_scale(base: Any) -> dict[str, Any] | None:
-    """The `rope_parameters` from which a model's attention scales its logits, as DeepSeek's families do;
-    None for the others.
-    """
-    if not hasattr(sys.modules[type(base).__module__], "yarn_get_mscale"):
-        return None
-    _, parameters = rotary_part(base.config)
-    if not parameters.get("mscale_all_dim"):
-        return {}
-    return {key: parameters[key] for key in ("factor", "mscale_all_dim")}
-
-
-def _stock_parameters(
-    encoding: RopeEncoding,
-    shape: RopeShape,
-    adapter: FamilyAdapter,
-    config: Any,
-    forms: Iterable[dict[str, Any]],
-    pairs: int,
-    target_length: int,
-) -> dict[str, Any] | None:
-    """Of the `rope_parameters` that may carry an encoding, the first that the family accepts and that stock
-    transformers computes the same tables from; None if there are none.
-
-    Not every native form does: with layers of several kinds, YaRN's `truncate` is not read where it stands.
-    """
-    for form in forms:
-        if not adapter.accepts(form["rope_type"]):
-            continue
-        if form["rope_type"] == "longrope" and not _takes_lists(adapter.rotary_config(config)):
-            continue
-        completed = form if adapter.completes is None else adapter.completes(form)
-        if completed is None:
-            continue
-        form = completed
-        if encoding.depends_on_length or form["rope_type"] == "default":
-            return form
-        changed = copy.deepcopy(config)
-        part, old = rotary_part(changed)
-        form |= {key: old[key] for key in _CARRIED if key in old and key not in form}
-        part.rope_parameters = _nested(adapter, changed, form)
-        part.max_position_embeddings = encoding.max_position_embeddings(shape, target_length)
-        table, factor = _stock_table(part, form["rope_type"], adapter.layer_type(changed), target_length)
-        ours, scale = encoding.inv_freq(shape), encoding.attention_factor(shape)
-        same = (
-            abs(factor - scale) < 1e-4 and len(table) == pairs and bool((table[len(ours) :] < _RESTING).all())
-        )
-        if same and torch.allclose(table[: len(ours)], ours, rtol=1e-4, atol=0):
-            return form
-    return None
-
-
-def _takes_lists(config: Any) -> bool:
-    """Whether transformers can check the length of `longrope` lists: it looks for one width of all heads, and
-    raises where layers differ in it.
-    """
-    try:
-        return bool(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
-    except RuntimeError:
-        return False
 
 
 def _reach(decoder: Any, adapter: FamilyAdapter) -> int | None:
@@ -364,12 +44,6 @@ def _reach(decoder: Any, adapter: FamilyAdapter) -> int | None:
     rotating = [module for module in attention_modules(decoder) if adapter.rotates(module)]
     windows = [int(getattr(module, "sliding_window", None) or 0) for module in rotating]
     return max(windows) if windows and all(windows) else None
-
-
-def _nested(adapter: FamilyAdapter, config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` for a model's config: those of the kind of layer that is extended are exchanged."""
-    kind = adapter.layer_type(config)
-    return parameters if kind is None else {**adapter.rotary_config(config).rope_parameters, kind: parameters}
 
 
 class Patch:
@@ -468,22 +142,20 @@ class Patch:
             # Mixtral leaves it open, and the stock functions for `yarn` and `dynamic` then fail on reload.
             self._undo.set(part, "head_dim", part.hidden_size // part.num_attention_heads)
         pairs = next(iter(adapter.rotary_modules(base.base_model).values())).pairs
-        softmax_scale = _softmax_scale(base)
-        forms = _stock_forms(self.encoding, self.shape, pairs, softmax_scale)
-        stock = _stock_parameters(
-            self.encoding, self.shape, adapter, config, forms, pairs, self.target_length
-        )
+        softmax_scale = softmax_scale_of(base)
+        forms = stock_forms(self.encoding, self.shape, pairs, softmax_scale)
+        stock = stock_parameters(self.encoding, self.shape, adapter, config, forms, pairs, self.target_length)
         none = rotary_method("none").for_target(self.shape, self.shape.trained_length)
-        parameters = stock or next(_stock_forms(none, self.shape, pairs, softmax_scale))
+        parameters = stock or next(stock_forms(none, self.shape, pairs, softmax_scale))
         parameters |= {
-            key: old_parameters[key] for key in _CARRIED if key in old_parameters and key not in parameters
+            key: old_parameters[key] for key in CARRIED if key in old_parameters and key not in parameters
         }
         if "llama_4_scaling_beta" in parameters:  # Ministral 3 scales queries by the window they stand in
             parameters.setdefault("original_max_position_embeddings", self.shape.trained_length)
         if getattr(part, "layer_rope_theta", None):  # Granite's bases by layer, 0 where nothing is rotated
             bases = [theta and parameters["rope_theta"] for theta in part.layer_rope_theta]
             self._undo.set(part, "layer_rope_theta", bases)
-        self._undo.set(part, "rope_parameters", _nested(adapter, config, parameters))
+        self._undo.set(part, "rope_parameters", nested(adapter, config, parameters))
         length = self.shape.trained_length  # of a stock form that there is not
         if stock is not None:
             length = self.encoding.max_position_embeddings(self.shape, self.target_length)

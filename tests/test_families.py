@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.families import REFUSED, adapter_for
-from rope_extend.patching import rotary_part, shape_of
+from rope_extend.inspection import rotary_part, shape_of
 
 ROOT = Path(__file__).parent.parent
 NAMES = """

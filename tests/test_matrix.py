@@ -29,8 +29,8 @@ from rope_extend.encodings import GrowingRope, RopeShape
 from rope_extend.encodings.short_original import ShortOriginal
 from rope_extend.errors import UnsupportedModelError
 from rope_extend.families import adapter_for
+from rope_extend.inspection import active_table, rotary_part, shape_of, unwrap
 from rope_extend.loss import NextTokenLoss
-from rope_extend.patching import active_table, rotary_part, shape_of, unwrap
 from rope_extend.training import lora_config
 
 LENGTH = 80

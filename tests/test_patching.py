@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 import rope_extend as rx
 from rope_extend import patching
 from rope_extend.encodings import RopeShape
-from rope_extend.patching import length_groups, shape_of, trained_length_of
+from rope_extend.inspection import length_groups, shape_of, trained_length_of, unwrap
 from rope_extend.rotary import ExtendedRotaryEmbedding
 
 IDS = torch.randint(3, 64, (1, 90), generator=torch.Generator().manual_seed(0))
@@ -36,7 +36,7 @@ class Tokenizer:
 
 def snapshot(model: PreTrainedModel) -> tuple[Any, ...]:
     """Everything a patch may touch, by value and by identity."""
-    base = patching.unwrap(model)
+    base = unwrap(model)
     return (
         base.config.to_dict(),
         base.generation_config.to_dict(),

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_extend as rx
 from rope_extend.encodings import RopeEncoding, RopeShape
-from rope_extend.patching import unwrap
+from rope_extend.inspection import unwrap
 from rope_extend.rotary import ExtendedRotaryEmbedding, split_angles, split_turns
 
 FAR = 2_097_151

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from rope_extend.data import Document, fingerprint, format_length, parse_length
 from rope_extend.errors import RopeExtendError
+from rope_extend.inspection import length_groups
 from rope_extend.loss import CHUNK_BYTES, causal_lm, hidden_states, output_head, token_losses
-from rope_extend.patching import length_groups
 
 logger = logging.getLogger(__name__)
 
