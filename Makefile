@@ -4,7 +4,7 @@ BIN := .venv/bin
 # The oldest transformers that is supported; the newest tested one is in constraints.txt.
 OLDEST := 5.17.0
 # Tests are many and small: one thread each, and as many workers as cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: help demo test test-slow test-oldest lint format bench clean
 
@@ -42,8 +42,9 @@ test-slow: .venv/.dev
 	@touch $@
 
 test-oldest: .venv-oldest/.installed
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n auto --dist loadfile -m "not slow and not gpu" \
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" \
 		tests/test_encodings.py tests/test_rotary.py tests/test_matrix.py tests/test_patching.py \
+		tests/test_attention.py tests/test_families.py tests/test_transformers_checks.py \
 		tests/test_loss.py tests/test_perplexity.py tests/test_checkpoint.py
 
 lint: .venv/.dev

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings.base import STILL
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import FamilyAdapter
 from rope_extend.inspection import RESTING, rotary_part, stock_table
 
 CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 """Rotary parameters that describe the model's shape, not its scaling, and survive a change of scaling."""
-
-STILL = 1e28
-"""The factor in `longrope` by which a pair is slowed until it does not turn at all."""
 
 
 def stock_forms(
@@ -105,7 +103,7 @@ def stock_parameters(
         same = (
             abs(factor - scale) < 1e-4 and len(table) == pairs and bool((table[len(ours) :] < RESTING).all())
         )
-        if same and torch.allclose(table[: len(ours)], ours, rtol=1e-4, atol=0):
+        if same and torch.allclose(table[: len(ours)], ours, rtol=1e-4, atol=RESTING):
             return form
     return None
 

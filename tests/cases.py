@@ -274,29 +274,27 @@ ENCODINGS = [
         label="longrope-static",
         tolerance=FLOAT32,
     ),
-    EncodingCase("p_rope", fastest(lambda shape: 3 * shape.dim // 8), reloads=False),
+    EncodingCase("p_rope", fastest(lambda shape: 3 * shape.dim // 8)),
     EncodingCase(
         "p_rope",
         fastest(lambda shape: shape.dim // 4, FACTOR),
         {"inner": LINEAR, "fraction": 0.5},
         label="p_rope(linear)",
-        reloads=False,
     ),
     EncodingCase("resonance", rounded(base(lambda shape: shape.theta))),
     EncodingCase(
         "resonance", rounded(stock("yarn")), {"inner": YARN}, label="resonance(yarn)", tolerance=FLOAT32
     ),
-    EncodingCase("clipped", faded(None), reloads=False),
-    EncodingCase("clipped", faded(3), {"channels": 3}, label="clipped-3", reloads=False),
+    EncodingCase("clipped", faded(None)),
+    EncodingCase("clipped", faded(3), {"channels": 3}, label="clipped-3"),
     EncodingCase(
         "clipped",
         fastest(lambda shape: shape.dim // 2 - 3),
         {"channels": 3, "hard": True},
         label="clipped-hard",
-        reloads=False,
     ),
     EncodingCase("power", power),
-    EncodingCase("truncated", truncated, reloads=False),
+    EncodingCase("truncated", truncated),
     EncodingCase(
         "logn",
         base(lambda s: s.theta * FACTOR ** (s.dim / (s.dim - 2))),
@@ -305,7 +303,7 @@ ENCODINGS = [
         reloads=False,
     ),
     EncodingCase("xpos", base(lambda shape: shape.theta), reloads=False),
-    EncodingCase("nope", still, reloads=False),
+    EncodingCase("nope", still),
     EncodingCase("drope", still, {"factor": FACTOR}, reloads=False),
     EncodingCase(
         "short_original",

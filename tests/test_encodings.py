@@ -106,7 +106,8 @@ def test_native_rope_parameters_round_trip(case: EncodingCase) -> None:
     elif parameters["rope_type"] == "longrope":
         torch.testing.assert_close(again.inv_freq(SHAPE, 10**6), made.inv_freq(SHAPE), rtol=1e-12, atol=0)
         assert again.attention_factor(SHAPE) == made.attention_factor(SHAPE)
-        assert again.target_length(SHAPE) == made.target_length(SHAPE)
+        if made.target_length(SHAPE) is not None:  # the form has to name some window, NoPE does not
+            assert again.target_length(SHAPE) == made.target_length(SHAPE)
         assert not again.depends_on_length
 
 
@@ -495,7 +496,11 @@ def test_two_encodings_cannot_share_a_name() -> None:
         type("Another", (Encoding,), {"name": "linear"})
 
 
-@given(shape=SHAPES, step=st.just(0.0) | st.floats(1 / 1024, 1), grown=st.lists(st.floats(0.01, 40), min_size=1, max_size=20))
+@given(
+    shape=SHAPES,
+    step=st.just(0.0) | st.floats(1 / 1024, 1),
+    grown=st.lists(st.floats(0.01, 40), min_size=1, max_size=20),
+)
 def test_a_growing_table_serves_texts_up_to_its_own_length(
     shape: RopeShape, step: float, grown: list[float]
 ) -> None:

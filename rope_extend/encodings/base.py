@@ -36,6 +36,9 @@ from rope_extend.errors import RopeExtendError
 MAX_FACTOR = 65_536.0
 """The largest extension taken at its word: 256 tokens to 16M. More is a slip of the keyboard."""
 
+STILL = 1e28
+"""The divisor of a frequency that stands for zero, where a form knows divisors only: no float32 angle feels it."""
+
 _FINEST_STEP = 1 / 1024
 """The smallest share by which tables of a growing schedule are told apart, short of every token."""
 
@@ -358,12 +361,11 @@ class RopeEncoding(Encoding):
     def longrope_parameters(self, shape: RopeShape) -> dict[str, Any]:
         """The schedule as stock `longrope` with equal short and long lists.
 
-        That form carries any static table of non-zero frequencies, to float32 rounding. Its `factor` changes
-        nothing beside an `attention_factor`; it says which window is meant.
+        That form carries any static table, to float32 rounding; a channel that stands still is one slowed
+        by `STILL`. Its `factor` changes nothing beside an `attention_factor`; it says which window is meant.
 
         Raises:
-            RopeExtendError: the schedule depends on the length, has zero frequencies, or does more to
-                attention than a table can.
+            RopeExtendError: the schedule depends on the length, or does more to attention than a table can.
         """
         table = self.inv_freq(shape)
         beyond_a_table = (
@@ -373,9 +375,9 @@ class RopeEncoding(Encoding):
             or self.logit_scale(shape, torch.arange(1)) is not None
             or self.decay(shape) is not None
         )
-        if beyond_a_table or not bool((table > 0).all()):
+        if beyond_a_table:
             raise RopeExtendError(f"{self.name} has no form that stock transformers can load")
-        factors = (shape.inv_freq() / table).tolist()
+        factors = torch.where(table > 0, shape.inv_freq() / table, STILL).tolist()
         target = self.target_length(shape)
         return {
             "rope_type": "longrope",

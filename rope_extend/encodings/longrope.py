@@ -15,6 +15,7 @@ from torch import Tensor
 from rope_extend.encodings.base import (
     MAX_FACTOR,
     MAX_LENGTH,
+    STILL,
     LengthDependent,
     RopeEncoding,
     RopeShape,
@@ -84,7 +85,9 @@ class LongRoPE(ScaledRope, LengthDependent):
                 f"longrope: {field} must be a list of numbers, one for each channel pair, got {values!r}"
             )
         return tuple(
-            check_number("longrope", f"{field}[{i}]", value, minimum=0, maximum=MAX_FACTOR, above=True)
+            STILL
+            if value == STILL
+            else check_number("longrope", f"{field}[{i}]", value, minimum=0, maximum=MAX_FACTOR, above=True)
             for i, value in enumerate(values)
         )
 
@@ -104,7 +107,10 @@ class LongRoPE(ScaledRope, LengthDependent):
         is_long = seq_len is not None and seq_len > shape.trained_length
         divisors = self.long_factor if is_long else self.short_factor
         plain = shape.inv_freq()
-        return plain if divisors is None else plain / torch.tensor(divisors, dtype=torch.float64)
+        if divisors is None:
+            return plain
+        by = torch.tensor(divisors, dtype=torch.float64)
+        return torch.where(by < STILL, plain / by, 0.0)
 
     def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
         """`sqrt(1 + ln s / ln L)`, 1 for s = 1, or `attention_scale`; the same at every length.
@@ -158,4 +164,4 @@ class LongRoPE(ScaledRope, LengthDependent):
         # Beside an attention factor it only says how far the model reaches: as far as its slowest channel.
         made = super()._from_stock({**rope_parameters, "factor": 1.0}, max_position_embeddings)
         assert isinstance(made, LongRoPE)
-        return replace(made, factor=max(1.0, *made.long_factor))
+        return replace(made, factor=max([1.0, *(by for by in made.long_factor if by < STILL)]))
