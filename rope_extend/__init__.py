@@ -1,6 +1,8 @@
 """rope_extend: make pretrained Llama-style models read further than they were trained to."""
 
-from rope_extend.checkpoint import load, load_adapter, save
+from rope_extend.checkpoint import SaveEncodingCallback, load, load_adapter, record_encoding, save
+from rope_extend.checkpoint.merging import merge
+from rope_extend.checkpoint.verifying import verify
 from rope_extend.data import load_documents
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encoding, encodings
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
@@ -21,6 +23,7 @@ __all__ = [
     "RopeEncoding",
     "RopeExtendError",
     "RopeShape",
+    "SaveEncodingCallback",
     "UnsupportedModelError",
     "__version__",
     "current_patch",
@@ -32,8 +35,11 @@ __all__ = [
     "load",
     "load_adapter",
     "load_documents",
+    "merge",
     "patch_model",
     "perplexity",
+    "record_encoding",
     "save",
     "supported_families",
+    "verify",
 ]

@@ -57,7 +57,13 @@ def _parser() -> argparse.ArgumentParser:
         ("info", _info_arguments, info),
         ("finetune", _finetune_arguments, finetune),
         ("evaluate", _evaluate_arguments, evaluate),
+        ("compare", _compare_arguments, compare),
+        ("retrieve", _retrieve_arguments, retrieve),
         ("plot", _plot_arguments, plot),
+        ("merge", _merge_arguments, merge),
+        ("verify", _verify_arguments, verify),
+        ("card", _card_arguments, card),
+        ("export", _export_arguments, export),
     ):
         text = (run.__doc__ or "").strip()
         command = commands.add_parser(
@@ -249,7 +255,28 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "such row where there are adapters)",
     )  # fmt: skip
     parser.add_argument("--output", required=True, metavar="DIR", help="directory of the report")
-    parser.add_argument("--overwrite", action="store_true", help="replace a report in that directory")
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--overwrite", action="store_true", help="replace a report in that directory")
+    existing.add_argument(
+        "--resume", action="store_true", help="go on with an interrupted evaluation in that directory"
+    )
+    parser.add_argument("--protocol", default="prefix", metavar="NAME", help="see below (default: prefix)")
+    parser.add_argument("--window", type=_length, metavar="N", help="tokens seen, for the protocol cropped")
+    parser.add_argument(
+        "--stride", type=_length, metavar="N", help="tokens between windows, where it has any"
+    )
+    parser.add_argument("--last", type=_length, metavar="K", help="targets, for the protocol last-k")
+    parser.add_argument(
+        "--max-tokens", type=_length, metavar="N", help="cut documents, for protocols that read them whole"
+    )
+    parser.add_argument(
+        "--chunk", type=_length, metavar="N",
+        help="read windows in pieces of N tokens with a cache (by itself only above 128k tokens, or where "
+        "memory runs out)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--save-losses", action="store_true", help="write the loss of every token, float32, to losses/*.npz"
+    )
     parser.add_argument(
         "--documents", type=int, default=16, metavar="N", help="how many to use (default: 16)"
     )
@@ -261,42 +288,216 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-cropped", action="store_true", help="leave out the rows with cropped context")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
     parser.add_argument("--device", help="such as cuda:1 (default: the GPU, if there is one)")
+    from rope_extend.evaluation.protocols import table
+
+    parser.epilog = f"protocols, N being each of the lengths:\n{table()}"
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
     """Measure perplexity at every length: methods untrained, and adapters, on the same text.
 
-    One forward per document gives the whole curve. Writes results.jsonl, a table and pictures.
+    One forward per document gives the whole curve. Writes results.jsonl, a table, pictures and report.html.
+    What is done survives an interruption: the same command with --resume goes on.
     """
+    import shutil
+
     import torch
 
     from rope_extend.evaluation.evaluate import AS_IS
     from rope_extend.evaluation.evaluate import evaluate as measure
-    from rope_extend.evaluation.report import check_output, markdown_table, write_report
-
-    check_output(arguments.output, overwrite=arguments.overwrite)
-    methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
-    rows = list(
-        measure(
-            arguments.model,
-            data=arguments.data if len(arguments.data) > 1 else arguments.data[0],
-            lengths=arguments.lengths,
-            methods=methods,
-            adapters=arguments.adapters,
-            cropped=not arguments.no_cropped,
-            trained_length=arguments.trained_length,
-            max_documents=arguments.documents,
-            text_column=arguments.text_column,
-            split=arguments.split,
-            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-            device=arguments.device,
-        )
+    from rope_extend.evaluation.report import (
+        UNFINISHED,
+        check_output,
+        markdown_table,
+        short_context_table,
+        write_report,
     )
+
+    output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
+    unfinished = output / UNFINISHED
+    if arguments.overwrite:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
+    measured = measure(
+        arguments.model,
+        data=arguments.data if len(arguments.data) > 1 else arguments.data[0],
+        lengths=arguments.lengths,
+        methods=methods,
+        adapters=arguments.adapters,
+        protocol=arguments.protocol,
+        window=arguments.window,
+        stride=arguments.stride,
+        last=arguments.last,
+        cropped=not arguments.no_cropped,
+        trained_length=arguments.trained_length,
+        max_documents=arguments.documents,
+        max_tokens=arguments.max_tokens,
+        text_column=arguments.text_column,
+        split=arguments.split,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        device=arguments.device,
+        chunk=arguments.chunk,
+        save_losses=arguments.save_losses,
+        finished=unfinished,
+    )
+    try:
+        rows = list(measured)
+    except KeyboardInterrupt:
+        if unfinished.exists():
+            print(f"\n{output} keeps what is done; the same command with --resume goes on", file=sys.stderr)
+        raise
     trained = rows[0].trained_length
     assert trained is not None
-    paths = write_report(rows, arguments.output, trained_length=trained, overwrite=arguments.overwrite)
-    print(markdown_table(rows))
+    paths = write_report(rows, output, trained_length=trained, overwrite=arguments.overwrite)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    print("\n".join([markdown_table(rows), *short_context_table(rows)]))
     print("written:", *paths)
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", nargs=2, metavar="RUN", help="evaluation directories; one given twice, with --row"
+    )
+    parser.add_argument(
+        "--row", action="append", default=[], metavar="LABEL",
+        help="which rows: one label for both runs, or given twice, the first's and the second's (default: "
+        "all labels that both have)",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="DIR", help="write comparison.md and comparison.png there")
+    parser.add_argument("--overwrite", action="store_true", help="replace a comparison in that directory")
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Compare rows of two evaluations on the same tokens: difference of loss, its interval, ratio.
+
+    The difference is taken document by document, so that what is hard for both drops out of it. Results on
+    other text, or under another protocol, are refused.
+    """
+    from rope_extend.evaluation.comparison import compare_runs, comparison_table
+    from rope_extend.evaluation.report import (
+        COMPARISON,
+        check_output,
+        read_results,
+        run_name,
+        write_comparison,
+    )
+
+    if arguments.output:
+        check_output(arguments.output, overwrite=arguments.overwrite, files=COMPARISON)
+    first, second = (read_results(run) for run in arguments.runs)
+    names = (run_name(arguments.runs[0]), run_name(arguments.runs[1]))
+    if names[0] == names[1] and Path(arguments.runs[0]).resolve() != Path(arguments.runs[1]).resolve():
+        names = (str(arguments.runs[0]), str(arguments.runs[1]))
+    found = compare_runs(first, second, names=names, rows=arguments.row)
+    print(comparison_table(found))
+    if arguments.output:
+        trained = found[0].first.trained_length
+        if trained is None:
+            raise RopeExtendError("these results do not say the trained window; evaluate again")
+        paths = write_comparison(
+            found, arguments.output, trained_length=trained, overwrite=arguments.overwrite
+        )
+        print("written:", *paths)
+
+
+def _depths(text: str) -> int | list[float]:
+    try:
+        return int(text) if text.strip().isdecimal() else [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"a number of depths, or depths from 0 to 1: {text!r}") from error
+
+
+def _retrieve_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="a checkpoint's directory or hub id")
+    parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help="adapter directories, one row each")
+    parser.add_argument(
+        "--tasks", type=_names, default=["passkey"], metavar="NAME,NAME",
+        help="passkey, needle, multi_key, multi_value, variable_tracking, common_words, frequent_words "
+        "(default: passkey)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        metavar="N,N",
+        help="of prompt and answer, such as 4k,8k,32k (default: the trained window to 8x it)",
+    )
+    parser.add_argument(
+        "--depths", type=_depths, default=5, metavar="N", help="how many, or which: 0,0.5,1 (default: 5)"
+    )
+    parser.add_argument(
+        "--trials", type=int, default=10, metavar="N", help="prompts at each depth (default: 10)"
+    )
+    parser.add_argument(
+        "--methods", type=_names, metavar="NAME,NAME",
+        help="untrained rows: methods, none for plain RoPE, as-is for the model's own (default: as-is, or no "
+        "such row where there are adapters)",
+    )  # fmt: skip
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory of the report")
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--resume", action="store_true", help="go on with the run in that directory")
+    existing.add_argument("--overwrite", action="store_true", help="replace the run in that directory")
+    parser.add_argument(
+        "--data", action="append", metavar="SOURCE",
+        help="long documents to hide needles in: a directory, glob, file or hub id; may be given again "
+        "(default: repeated filler)",
+    )  # fmt: skip
+    parser.add_argument("--chat", choices=("auto", "on", "off"), default="auto", help="use the chat template")
+    parser.add_argument(
+        "--template", choices=("published", "demo"),
+        help="form of the passkey task (default: published; demo for the bundled model)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
+    parser.add_argument(
+        "--batch-tokens", type=_length, default=32_768, metavar="N",
+        help="how many tokens of prompts to answer at a time (default: 32k)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trained-length", type=_length, metavar="N", help="where the config is wrong about it"
+    )
+    parser.add_argument(
+        "--no-controls", action="store_true",
+        help="leave out the trained window, before and after, and plain RoPE with cropped context",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
+    parser.add_argument("--device", help="such as cuda:1 (default: the GPU, if there is one)")
+
+
+def retrieve(arguments: argparse.Namespace) -> None:
+    """Measure retrieval over depth and length: passkeys, needles, RULER-style tasks, on the same prompts.
+
+    Writes prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps and accuracy against
+    length. An interrupted run goes on with --resume.
+    """
+    import torch
+
+    from rope_extend.evaluation.evaluate import AS_IS
+    from rope_extend.evaluation.retrieve import retrieval_table
+    from rope_extend.evaluation.retrieve import retrieve as measure
+
+    methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
+    results = measure(
+        arguments.model,
+        output=arguments.output,
+        tasks=arguments.tasks,
+        lengths=arguments.lengths,
+        depths=arguments.depths,
+        trials=arguments.trials,
+        methods=methods,
+        adapters=arguments.adapters,
+        data=arguments.data,
+        controls=not arguments.no_controls,
+        template=arguments.template,
+        chat=arguments.chat,
+        seed=arguments.seed,
+        batch_tokens=arguments.batch_tokens,
+        trained_length=arguments.trained_length,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        device=arguments.device,
+        resume=arguments.resume,
+        overwrite=arguments.overwrite,
+    )
+    print(retrieval_table(results))
+    print("written:", arguments.output)
 
 
 def _plot_arguments(parser: argparse.ArgumentParser) -> None:
@@ -304,6 +505,8 @@ def _plot_arguments(parser: argparse.ArgumentParser) -> None:
     for kind, what, text in (
         ("perplexity", "results", "perplexity against length, from evaluations"),
         ("loss", "results", "loss by position, from evaluations"),
+        ("accuracy", "results", "trials solved against length, from retrieval"),
+        ("heat-map", "results", "trials solved over depth and length, from retrieval"),
         ("training", "run", "loss against step, from a fine-tuning run"),
         ("frequencies", "model", "each method's wavelengths, for a checkpoint"),
     ):
@@ -318,6 +521,10 @@ def _plot_arguments(parser: argparse.ArgumentParser) -> None:
         one.add_argument("--output", required=True, metavar="FILE", help=".png, .svg or .pdf")
         one.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
         one.add_argument("--title", help="heading")
+        if kind in ("accuracy", "heat-map"):
+            one.add_argument("--task", default="passkey", metavar="NAME", help="default: passkey")
+        if kind == "heat-map":
+            one.add_argument("--row", metavar="LABEL", help="where there are several")
         if kind == "frequencies":
             one.add_argument(
                 "--target-length", type=_length, metavar="N", help="default: 8x the trained window"
@@ -345,16 +552,176 @@ def plot(arguments: argparse.Namespace) -> None:
     elif arguments.kind == "training":
         run = Path(arguments.run)
         plots.plot_training(run / "metrics.jsonl" if run.is_dir() else run, output, **options)
-    else:
-        from rope_extend.evaluation.report import read_results
+    elif arguments.kind in ("accuracy", "heat-map"):
+        from rope_extend.evaluation.retrieve import read_retrievals
 
-        rows = [row for path in arguments.results for row in read_results(path)]
+        found = read_retrievals(arguments.results)
+        if arguments.kind == "accuracy":
+            plots.plot_accuracy(found, arguments.task, output, **options)
+        else:
+            labels = [one.label for one in found]
+            row = arguments.row or (labels[0] if len(labels) == 1 else None)
+            if row not in labels:
+                raise RopeExtendError(f"name one of the rows with --row: {', '.join(labels)}; got {row!r}")
+            plots.plot_heat_map(found[labels.index(row)], arguments.task, output, **options)
+    else:
+        from rope_extend.evaluation.report import read_runs
+
+        rows = read_runs(arguments.results)
         trained = next((row.trained_length for row in rows if row.trained_length), None)
         if trained is None:
             raise RopeExtendError("these results do not say the trained window; evaluate again")
         draw = plots.plot_perplexity if arguments.kind == "perplexity" else plots.plot_loss_by_position
         draw(rows, trained, output, **options)
     print("written:", output)
+
+
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("adapter", help="a LoRA adapter's directory, with its rope_extend.json")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory of the merged checkpoint")
+    parser.add_argument("--base-model", metavar="NAME", help="where the record is wrong about it")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default: each as in the base model)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE",
+        help="of one file of weights, and about what memory has to hold (default: 5GB)",
+    )  # fmt: skip
+    parser.add_argument("--no-tokenizer", action="store_true", help="do not write the tokenizer")
+    parser.add_argument(
+        "--in-memory", action="store_true",
+        help="load the whole model: for weights that transformers joins or splits when it loads them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-guard", action="store_true",
+        help="write a stock config.json even where stock loaders would read it on the old window",
+    )  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")
+
+
+def merge(arguments: argparse.Namespace) -> None:
+    """Merge an adapter into its base model: one plain checkpoint, exact, a file of weights at a time.
+
+    What the adapter changes is computed in float32 and rounded once; all else is the base model's own bits.
+    """
+    import torch
+
+    from rope_extend.checkpoint.merging import merge as run
+
+    path = run(
+        arguments.adapter, arguments.output, base_model=arguments.base_model, overwrite=arguments.overwrite,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        max_shard_size=arguments.max_shard_size, tokenizer=not arguments.no_tokenizer,
+        in_memory=arguments.in_memory, guard=not arguments.no_guard,
+    )  # fmt: skip
+    print("written:", path)
+    print(f"verify it: rope-extend verify {path}")
+
+
+def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", help="a checkpoint with its rope_extend.json")
+    parser.add_argument("--base-model", metavar="NAME", help="of an adapter, where the record is wrong")
+    parser.add_argument(
+        "--reference", metavar="DIR", help="what it is compared with, such as the adapter (default: itself)"
+    )
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="on logits (default: 1e-4)")
+    parser.add_argument("--length", type=_length, metavar="N", help="window to try (default: the target)")
+
+
+def verify(arguments: argparse.Namespace) -> None:
+    """Check that a checkpoint reads in stock transformers, in a process without rope_extend, as it does here.
+
+    Compares logits inside and beyond the pretrained window, writes verification.json, and fails if they do
+    not agree.
+    """
+    from rope_extend.checkpoint.verifying import VERIFICATION_NAME
+    from rope_extend.checkpoint.verifying import verify as run
+
+    found = run(
+        arguments.directory, base_model=arguments.base_model, reference=arguments.reference,
+        tolerance=arguments.tolerance, length=arguments.length,
+    )  # fmt: skip
+    for where, gap in (("inside", found.inside), ("beyond", found.beyond)):
+        if gap is not None:
+            print(f"greatest difference of a logit {where} the pretrained window: {gap:.2g}")
+    print("written:", Path(arguments.directory) / VERIFICATION_NAME)
+    print(found.check())
+
+
+def _card_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", help="an adapter or a checkpoint, with its rope_extend.json")
+    parser.add_argument("--results", metavar="FILE", help="results.jsonl of an evaluation, or its directory")
+    parser.add_argument("--data", action="append", metavar="SOURCE", help="what it was trained on")
+    parser.add_argument("--name", help="what the card's lines call it, such as its hub id")
+
+
+def card(arguments: argparse.Namespace) -> None:
+    """Write the model card: method, windows, perplexity, limits, and the lines that load it rightly.
+
+    A README.md that somebody wrote or edited is not replaced.
+    """
+    from rope_extend.checkpoint.card import CARD_NAME, write_card
+
+    path = write_card(
+        arguments.directory, results=arguments.results, data=arguments.data, name=arguments.name
+    )
+    if path is None:
+        raise RopeExtendError(
+            f"{Path(arguments.directory) / CARD_NAME} was written or edited by somebody; move it away first"
+        )
+    print("written:", path)
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "directory", nargs="?", help="an adapter, which is merged first, or a full checkpoint"
+    )
+    parser.add_argument(
+        "--to", default="transformers", metavar="TARGET", help="transformers, vllm, sglang or llama.cpp"
+    )
+    parser.add_argument("--output", metavar="DIR", help="directory of the export")
+    parser.add_argument(
+        "--gguf", metavar="FILE", help="for llama.cpp: what its convert_hf_to_gguf.py made of the weights"
+    )
+    parser.add_argument(
+        "--base-model", metavar="NAME", help="of an adapter, where the record is wrong about it"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare it with the original")
+    parser.add_argument(
+        "--support", action="store_true",
+        help="print what is possible, for a checkpoint or for all methods, and write nothing",
+    )  # fmt: skip
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint in the form that transformers, vLLM, SGLang or llama.cpp reads, or say why not.
+
+    The result needs no rope_extend where it is read. It is compared with the original before it appears.
+    """
+    from rope_extend.checkpoint import exporting, read_record
+    from rope_extend.encodings import RopeShape
+
+    if arguments.support and arguments.directory:
+        record = read_record(arguments.directory)
+        print(
+            exporting.support_table(
+                [record.encoding], record.shape, model_type=record.model_type,
+                target_length=record.target_length,
+            )
+        )  # fmt: skip
+    elif arguments.support:
+        shape = RopeShape(dim=8, theta=10_000.0, trained_length=4096)
+        print(exporting.support_table(list(exporting.examples(shape, 32_768)), shape, target_length=32_768))
+    elif not (arguments.directory and arguments.output):
+        raise RopeExtendError("export takes a checkpoint's directory and --output, or --support")
+    else:
+        path = exporting.export(
+            arguments.directory, arguments.output, arguments.to, overwrite=arguments.overwrite,
+            verify=not arguments.no_verify, base_model=arguments.base_model, gguf=arguments.gguf,
+        )  # fmt: skip
+        print("written:", path)
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint import save, undone_on_failure
+from rope_extend.checkpoint.card import add_card
 from rope_extend.data import Document, blocks, fingerprint, load_documents
 from rope_extend.encodings import RopeShape, encoding
 from rope_extend.errors import RopeExtendError
@@ -147,6 +148,7 @@ def finetune(
             run.train(checkpoint)
             if accelerator.is_main_process:
                 save(run.model, directory, overwrite=True, base_model=name)
+                add_card(directory, perplexity=run.metrics.perplexity)
                 logger.info("saved the adapter and its record in %s", directory)
             accelerator.wait_for_everyone()
         except BaseException:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.record import ADAPTER_MARK, read_record
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, dialled_methods, rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import adapter_for
-from rope_extend.patching import active_table, config_record, shape_of, unwrap
+from rope_extend.inspection import active_table, config_record, layer_config, rotary_part, shape_of, unwrap
+from rope_extend.patching import current_patch, patch_model
 from rope_extend.pretrained import empty_model
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,8 @@ class ModelInfo:
         encoding: what it reads with, where rope_extend knows the `rope_type`.
         record: what rope_extend wrote into the config; None for a checkpoint it has not touched.
         slow_channels: channel pairs that never completed a turn within the trained window.
+        unapplied: the encoding that the active adapter was trained with, if the model does not read with it,
+            as when stock peft has loaded it; else None.
     """
 
     model_type: str
@@ -62,6 +72,7 @@ class ModelInfo:
     encoding: str | None
     record: dict[str, Any] | None
     slow_channels: int
+    unapplied: str | None = None
 
     def effect(self, encoding: RopeEncoding, target_length: int) -> MethodEffect:
         """What `encoding` does to this model's tables at `target_length` tokens."""
@@ -105,7 +116,8 @@ def info(model: str | nn.Module, *, trained_length: int | None = None) -> ModelI
     """Say what position encoding a model has, from the live model or from a checkpoint's config alone.
 
     Args:
-        model: a transformers model, or a local directory or hub id, of which only the config is read.
+        model: a transformers model, or a local directory or hub id, of which only the config is read. Of an
+            adapter's directory that rope_extend wrote, the base model's config as the adapter reads it.
         trained_length: the window it was pretrained on, in tokens, where the config does not say it.
 
     Raises:
@@ -113,27 +125,68 @@ def info(model: str | nn.Module, *, trained_length: int | None = None) -> ModelI
         RopeExtendError: no such checkpoint, or its config does not say which window it was trained on.
     """
     if isinstance(model, str):
-        model = empty_model(model)
+        model = _empty_model(model)
     base = unwrap(model)
-    config = base.config
+    config, parameters = rotary_part(base.config)
+    layer = layer_config(base.config)
     shape = shape_of(model, trained_length)
-    rotary = next(iter(adapter_for(config.model_type).rotary_modules(base.base_model).values()))
-    parameters = dict(config.rope_parameters or {})
-    record = config_record(config)
+    rotary = next(iter(adapter_for(base.config.model_type).rotary_modules(base.base_model).values()))
+    record = config_record(base.config)
     known = (
         Encoding.from_dict(record["encoding"])
         if record
         else RopeEncoding.from_rope_parameters(parameters, config.max_position_embeddings)
     )
     # The stock table must be computable: a config that is broken in other ways shows it here, not later.
-    active_table(rotary, config, shape.trained_length)
+    active_table(rotary, base.config, shape.trained_length)
     return ModelInfo(
-        model_type=config.model_type,
+        model_type=base.config.model_type,
         shape=shape,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_dim=getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
         window=config.max_position_embeddings,
-        rope_parameters=parameters,
+        rope_parameters=dict(parameters),
         encoding=str(known) if known else None,
         record=record,
         slow_channels=int((shape.trained_length * shape.inv_freq() < 2 * math.pi).sum()),
+        unapplied=_unapplied(model),
     )
+
+
+def _empty_model(name: str) -> nn.Module:
+    """The model of a checkpoint, without weights; an adapter's is its base model, with its encoding."""
+    if not (Path(name) / "adapter_config.json").exists() or not (Path(name) / RECORD_NAME).exists():
+        return empty_model(name)
+    record = read_record(name)
+    if record.base_model is None:
+        raise RopeExtendError(f"the record in {name} names no base model; give info the base model instead")
+    model = empty_model(record.base_model)
+    patch_model(
+        model, record.encoding, trained_length=record.shape.trained_length, target_length=record.target_length
+    )
+    return model
+
+
+def _unapplied(model: nn.Module) -> str | None:
+    """The encoding that an active adapter was trained with and that the model does not read with.
+
+    Found by the mark that `rope_extend.save` leaves in an adapter's config, and which peft carries along.
+    """
+    base = unwrap(model)
+    configs = getattr(base, "peft_config", None) or {}
+    layers = (module for module in base.modules() if isinstance(module, BaseTunerLayer))
+    active: list[str] = next((layer.active_adapters for layer in layers), [])
+    patch = current_patch(model)
+    for name in active:
+        mark = (getattr(configs.get(name), "auto_mapping", None) or {}).get(ADAPTER_MARK)
+        if mark is None:
+            continue
+        trained = Encoding.from_dict(mark["encoding"])
+        if patch.encoding == trained if patch else trained.name == "none":
+            continue
+        logger.warning(
+            "the adapter %r was trained with %s, and this model reads with %s: its output is not to "
+            "be trusted. Load the adapter with rope_extend.load or rope_extend.load_adapter, not with peft alone",
+            name, trained, patch.encoding if patch else "the base model's own encoding",
+        )  # fmt: skip
+        return str(trained)
+    return None

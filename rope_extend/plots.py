@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -24,9 +24,14 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 from rope_extend.data import format_length
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.perplexity import EvaluationRow
 
+if TYPE_CHECKING:
+    from rope_extend.evaluation.retrieval import RetrievalResult
+
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+_Row = TypeVar("_Row", bound="EvaluationRow | RetrievalResult")
 
 FORMATS = (".png", ".svg", ".pdf")
 _PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -57,12 +62,7 @@ def plot_perplexity(
     for row, style in _styled(rows):
         lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).T
         ends += _line(axes, lengths, values, row.label, markersize=5.5, **style)
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1, 3)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-    axes.set_ylabel("perplexity (lower is better)", color=_INK)
+    _perplexity_axis(axes)
     lengths = sorted({length for row in rows for length in row.result.ppl})
     _length_axis(axes, lengths, "length, tokens")
     _mark_window(axes, trained_length)
@@ -80,7 +80,7 @@ def plot_loss_by_position(
     """
     picture = _Picture(path, title or "Loss by position", _legend(rows), room=16)
     axes = picture.axes
-    longest = max((row.result.max_length for row in rows), default=1)
+    longest = max((len(row.result.nll_by_position) + 1 for row in rows), default=1)
     first = max(1, longest // 256)
     ends = []
     for row, style in _styled(rows):
@@ -91,6 +91,124 @@ def plot_loss_by_position(
     axes.set_xlim(first, longest)
     _mark_window(axes, trained_length)
     _name_ends(axes, ends)
+    return picture.save()
+
+
+def plot_accuracy(
+    results: Sequence[RetrievalResult], task: str, path: str | Path, *, title: str | None = None
+) -> Path:
+    """Draw the share of trials solved against length, with 95 % intervals and the trained window marked.
+
+    Args:
+        results: one line each, as :func:`plot_perplexity` draws them; those without the task are left out.
+        task: which task.
+        path: where to; the suffix says how: .png, .svg or .pdf.
+        title: heading.
+
+    Raises:
+        RopeExtendError: if there is nothing to draw, or no such format.
+    """
+    rows = [result for result in results if task in result.tasks]
+    picture = _Picture(path, title or f"Retrieval against length: {task}", _legend(rows), room=16)
+    axes = picture.axes
+    ends = []
+    for row, style in _styled(rows):
+        lengths = row.lengths(task)
+        rates = [rate for length in lengths if (rate := row.rate(task, length)) is not None]
+        x, y = np.array(lengths, dtype=np.float64), np.array([100 * rate.mean for rate in rates])
+        axes.vlines(
+            x, [100 * rate.low for rate in rates], [100 * rate.high for rate in rates], color=style["color"],
+            linewidth=4, alpha=0.18, zorder=2,
+        )  # fmt: skip
+        ends += _line(axes, x, y, row.label, markersize=5.5, **style)
+    axes.set_ylim(-3, 103)
+    axes.set_ylabel("trials solved, %", color=_INK)
+    lengths = sorted({length for row in rows for length in row.lengths(task)})
+    _length_axis(axes, lengths, "length, tokens")
+    trained = next((row.trained_length for row in rows if row.trained_length), None)
+    if trained is not None:
+        _mark_window(axes, trained)
+    _name_ends(axes, ends)
+    return picture.save()
+
+
+def plot_heat_map(result: RetrievalResult, task: str, path: str | Path, *, title: str | None = None) -> Path:
+    """Draw the share of trials solved over depth and length, the trained window marked between columns.
+
+    Args:
+        result: what was measured.
+        task: a task that has depths.
+        path: where to; the suffix says how: .png, .svg or .pdf.
+        title: heading.
+
+    Raises:
+        RopeExtendError: if there is nothing to draw, or no such format.
+    """
+    lengths, depths = result.lengths(task), result.depths(task)
+    if not depths:
+        raise RopeExtendError(f"no heat map of {task!r}: {result.label} has no trials of it at a depth")
+    picture = _Picture(path, title or f"{task}: {result.label}", "trials solved, %", room=16)
+    axes = picture.axes
+    rates = [[result.rate(task, length, depth) for length in lengths] for depth in depths]
+    shares = np.array([[np.nan if rate is None else 100 * rate.mean for rate in row] for row in rates])
+    axes.grid(visible=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.imshow(np.ma.masked_invalid(shares), cmap="cividis", vmin=0, vmax=100, aspect="auto")
+    for (row, column), share in np.ndenumerate(shares):
+        if np.isfinite(share):
+            colour = "white" if share < 55 else _INK  # what reads well on cividis
+            axes.text(column, row, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=9.5)
+    axes.xaxis.set_major_locator(FixedLocator(range(len(lengths))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: format_length(lengths[round(at)])))
+    axes.yaxis.set_major_locator(FixedLocator(range(len(depths))))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{100 * depths[round(at)]:.0f} %"))
+    axes.tick_params(length=0)
+    axes.set_xlabel("length, tokens", color=_INK)
+    axes.set_ylabel("depth of the needle", color=_INK)
+    trained = result.trained_length
+    if trained is not None:
+        edge = sum(length <= trained for length in lengths) - 0.5
+        axes.axvline(edge, color="#D55E00", linewidth=2.5, clip_on=False)
+        axes.annotate(
+            f"trained window, {format_length(trained)}", (edge, 1), (0, 4), ha="center",
+            xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=_QUIET, fontsize=9,
+        )  # fmt: skip
+    return picture.save()
+
+
+def plot_comparison(
+    comparisons: Sequence[Comparison], trained_length: int, path: str | Path, *, title: str | None = None
+) -> Path:
+    """Draw the perplexities of pairs of rows, and below by how much the second of each differs.
+
+    The band is the 95 % interval of the difference, over documents; where it holds zero, the two cannot be
+    told apart. Arguments and errors are those of :func:`plot_perplexity`.
+    """
+    if not comparisons:
+        raise RopeExtendError("nothing to draw: no pairs of rows")
+    rows = {id(row): row for pair in comparisons for row in (pair.first, pair.second)}
+    picture = _Picture(path, title or "Perplexity, and the difference", panels=2, room=16)
+    upper, lower = picture.panels
+    ends = []
+    looks = _colours(row.label for row in rows.values())  # two rows of one method must differ here
+    for row, style in _styled(list(rows.values())):
+        style["color"], style["marker"] = looks[row.label]
+        lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).T
+        ends += _line(upper, lengths, values, row.label, markersize=5.5, **style)
+    for pair in comparisons:
+        colour = looks[pair.second.label][0]
+        at = np.array([one.length for one in pair.differences], dtype=np.float64)
+        _line(lower, at, np.array([one.nats for one in pair.differences]), "", color=colour, marker="o")
+        if all(one.low is not None for one in pair.differences):
+            low, high = ([getattr(one, end) for one in pair.differences] for end in ("low", "high"))
+            lower.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
+    lower.axhline(0, color=_QUIET, linewidth=1, zorder=1)
+    lower.set_ylabel("second − first, nats", color=_INK)
+    _perplexity_axis(upper)
+    measured = sorted({length for row in rows.values() for length in row.result.ppl})
+    _length_axis(lower, measured, "length, tokens")
+    _mark_window(upper, trained_length)
+    _name_ends(upper, ends)
     return picture.save()
 
 
@@ -238,7 +356,7 @@ _End = tuple[float, float, str, Any]
 """Where a line ends, in data coordinates; its name; its colour."""
 
 
-def _legend(rows: Sequence[EvaluationRow]) -> str:
+def _legend(rows: Sequence[EvaluationRow | RetrievalResult]) -> str:
     """What the dashes mean, where there is more than one kind."""
     kinds = {_kind(row) for row in rows}
     return " · ".join(
@@ -246,8 +364,8 @@ def _legend(rows: Sequence[EvaluationRow]) -> str:
     )
 
 
-def _kind(row: EvaluationRow) -> str:
-    if row.result.protocol == "cropped":
+def _kind(row: EvaluationRow | RetrievalResult) -> str:
+    if row.result.protocol == "cropped" if isinstance(row, EvaluationRow) else row.crop is not None:
         return "context cropped"
     return "untrained" if row.adapter is None else "fine-tuned"
 
@@ -259,7 +377,7 @@ def _colours(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
     return {"none": (_PLAIN, "o"), **dict(zip(others, looks, strict=False))}
 
 
-def _styled(rows: Sequence[EvaluationRow]) -> list[tuple[EvaluationRow, dict[str, Any]]]:
+def _styled(rows: Sequence[_Row]) -> list[tuple[_Row, dict[str, Any]]]:
     if not rows:
         raise RopeExtendError("no rows to draw")
     colours = _colours(row.method for row in rows)
@@ -317,6 +435,15 @@ def _spread(places: Sequence[float], gap: float) -> list[float]:
     return spread
 
 
+def _perplexity_axis(axes: Axes) -> None:
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1, 3)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    axes.set_ylabel("perplexity (lower is better)", color=_INK)
+
+
 def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths))
@@ -337,10 +464,16 @@ def _mark_window(axes: Axes, trained_length: int) -> None:
     )  # fmt: skip
 
 
+def _mean(losses: Floats) -> float:
+    """Mean of what was scored."""
+    scored = losses[~np.isnan(losses)]
+    return float(scored.mean()) if scored.size else np.nan
+
+
 def _in_groups(losses: Floats, first: int) -> tuple[Floats, Floats]:
     """Means over groups of positions from ``first`` on, four to a doubling, and each group's middle."""
     last = len(losses) + 1  # entry p is the loss of the target at position p + 1
     edges = first * 2 ** np.arange(0, np.log2(last / first) + 0.25, 0.25)
     groups = list(itertools.pairwise(np.unique(edges.round().astype(np.int64).clip(1, last)).tolist()))
-    means = np.array([losses[start - 1 : stop - 1].mean() for start, stop in groups])
+    means = np.array([_mean(losses[start - 1 : stop - 1]) for start, stop in groups])
     return np.array([np.sqrt(start * (stop - 1)) for start, stop in groups]), means

@@ -90,7 +90,7 @@ def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(recipe: Recipe, 
     directory = Path(recipe.output_dir)
     assert {path.name for path in directory.iterdir()} == {
         "adapter_model.safetensors", "adapter_config.json", RECORD_NAME, "recipe.yaml", "metrics.jsonl",
-        "checkpoints",
+        "checkpoints", "README.md",
     }  # fmt: skip
     assert Recipe.from_yaml(directory / "recipe.yaml") == replace(
         recipe, eval_data=str(work / "data" / "a.txt"), eval_every=4

@@ -2,14 +2,16 @@
 
 import json
 import math
+import sys
 import weakref
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
 import rope_extend as rx
@@ -20,12 +22,16 @@ from rope_extend.evaluation import PerplexityResult, perplexity
 VOCABULARY = 61
 
 
-def tiny(vocabulary: int = VOCABULARY, hidden: int = 32) -> LlamaForCausalLM:
+# By its name, as the package has a function of the same.
+MODULE = sys.modules["rope_extend.evaluation.perplexity"]
+
+
+def tiny(vocabulary: int = VOCABULARY, hidden: int = 32, intermediate: int = 48) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=48,
+        intermediate_size=intermediate,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -97,7 +103,7 @@ def test_every_length_is_measured_on_the_same_documents() -> None:
 
 @pytest.mark.parametrize(("per", "passes"), [("query", [128]), ("row", [32, 64, 128])])
 def test_encodings_that_depend_on_length_get_a_pass_for_each_table(per: str, passes: list[int]) -> None:
-    """One for each length beyond the window where a row has one table, and one in all where each query has."""
+    """One for each length beyond the window where a row has one table; one in all where each query has."""
     model, documents, lengths = tiny(), texts(128, 130), [16, 32, 64, 128]
     plain = measure(model, documents, lengths)
     with rx.extend(model, 128, method="dynamic_ntk", per=per):
@@ -194,9 +200,11 @@ def test_a_loss_that_is_not_a_number_is_told(caplog: pytest.LogCaptureFixture) -
         ({"lengths": ["ten"]}, "'ten'"),
         ({"lengths": [64]}, r"'text1', has 50\. Lengths up to 50 work"),
         ({"documents": []}, "no documents"),
-        ({"protocol": "sliding"}, "'prefix' and 'cropped'"),
+        ({"protocol": "slidng"}, "Did you mean 'sliding'"),
         ({"protocol": "cropped"}, "needs a window"),
         ({"window": 8}, "takes no window"),
+        ({"chunk": "ten"}, "'ten'"),
+        ({"chunk": 0}, "not a length"),
         ({"protocol": "cropped", "window": 1}, "2 tokens or more"),
         ({"documents": texts(50, vocabulary=500)}, "knows 61 tokens"),
     ],
@@ -207,6 +215,96 @@ def test_mistakes_are_refused_before_any_work(arguments: dict, message: str) -> 
     model.model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
     with pytest.raises(RopeExtendError, match=message):
         measure(model, **{"documents": texts(40, 50), "lengths": [16], **arguments})
+
+
+# ------------------------------------------------------------------------------------------------- chunks
+
+
+def sliding(window: int) -> Qwen2ForCausalLM:
+    """Every second layer sees a window of so many tokens."""
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3,
+            use_sliding_window=True, sliding_window=window,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [1, 13, 32, 64, 99])
+@pytest.mark.parametrize("make", [tiny, lambda: sliding(10)], ids=["full", "sliding window"])
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
+def test_chunks_with_a_cache_give_what_one_forward_gives(make, method: str | None, chunk: int) -> None:
+    model, documents = make(), texts(100, 100)
+    with nullcontext() if method is None else rx.extend(model, 128, method):
+        whole = measure(model, documents, [50, 100], save_losses=True)
+        seen = []
+        handle = model.model.register_forward_pre_hook(
+            lambda _module, _args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
+        )
+        result = measure(model, documents, [50, 100], chunk=chunk, save_losses=True)
+        handle.remove()
+    assert max(seen) == chunk
+    assert sum(seen) == result.forward_tokens == whole.forward_tokens
+    assert result.passes == 1
+    for one, other in zip(result.losses[100], whole.losses[100], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_windows_are_read_in_chunks_too() -> None:
+    model, documents = tiny(), texts(100)
+    for how in ({"protocol": "sliding", "stride": 16}, {"protocol": "last-k", "last": 20}):
+        whole = measure(model, documents, [64], **how)
+        result = measure(model, documents, [64], chunk=10, **how)
+        assert result.ppl[64] == pytest.approx(whole.ppl[64], rel=1e-5)
+        assert result.tokens == whole.tokens
+
+
+def test_tables_that_change_with_the_length_are_not_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, documents = tiny(), texts(128)
+    with rx.extend(model, 128, "dynamic_ntk", per="row"):
+        with pytest.raises(RopeExtendError, match="position tables change between 16 and 64 tokens"):
+            measure(model, documents, [64], chunk=16)
+        within = measure(model, documents, [32], chunk=16)  # where the table does not change yet
+        assert within.ppl[32] == pytest.approx(measure(model, documents, [32]).ppl[32], rel=1e-5)
+        whole = measure(model, documents, [128])
+        monkeypatch.setattr(MODULE, "WHOLE", 16)
+        assert measure(model, documents, [128]).ppl == whole.ppl  # by itself: in one piece
+
+
+def test_long_windows_are_read_in_chunks_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, documents = tiny(), texts(100)
+    whole = measure(model, documents, [100])
+    monkeypatch.setattr(MODULE, "WHOLE", 50)
+    monkeypatch.setattr(MODULE, "CHUNK", 30)
+    seen = []
+    handle = model.model.register_forward_pre_hook(
+        lambda _module, _args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    assert measure(model, documents, [100]).ppl[100] == pytest.approx(whole.ppl[100], rel=1e-5)
+    measure(model, documents, [50])
+    handle.remove()
+    assert seen == [30, 30, 30, 10, 50]
+
+
+def test_in_chunks_activations_do_not_grow_with_the_window() -> None:
+    """What remains per token are the keys and values of the cache, joined anew with each chunk's."""
+    model = tiny(intermediate=512).eval()
+    per_token = {}
+    for chunk in (None, 64):
+        peaks = []
+        for length in (1024, 4096):
+            (document,) = texts(length)
+            with LiveBytes() as memory:
+                measure(model, [document], [length], chunk=chunk, chunk_bytes=2**16)
+            peaks.append(memory.peak)
+        per_token[chunk] = (peaks[1] - peaks[0]) / (4096 - 1024)
+    config = model.config
+    cached = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # float32
+    assert per_token[64] < 4 * cached
+    assert per_token[64] < per_token[None] / 5
 
 
 class LiveBytes(TorchDispatchMode):

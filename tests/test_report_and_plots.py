@@ -1,8 +1,12 @@
 """Reports that read back as they were written, and pictures that show the numbers they were given."""
 
+import base64
 import csv
 import json
 import math
+import shlex
+from dataclasses import replace
+from html.parser import HTMLParser
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from PIL import Image
 
 import rope_extend as rx
 from rope_extend import plots
+from rope_extend.cli import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.report import (
@@ -26,6 +31,8 @@ from rope_extend.evaluation.report import (
     csv_table,
     markdown_table,
     read_results,
+    read_runs,
+    regressions,
     write_report,
 )
 
@@ -80,7 +87,7 @@ def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_pa
     for again in (read_results(tmp_path / "new" / "report"), read_results(paths[0])):
         assert [r.to_dict() for r in again] == [{**r.to_dict(), "trained_length": TRAINED} for r in rows]
     line = json.loads(paths[0].read_text().splitlines()[1])
-    assert line["versions"].keys() == {"rope_extend", "torch", "transformers"}
+    assert line["versions"].keys() == {"python", "rope_extend", "torch", "transformers", "numpy"}
     assert line["versions"]["rope_extend"] == rx.__version__
     assert line["result"]["data"] == "0123456789abcdef"
 
@@ -128,6 +135,121 @@ def test_the_table_says_what_keeps_rows_from_being_compared(rows: list[Evaluatio
     assert "elsewhere: tables depend on the length, so 3 passes" in notes
     assert "LoRA, cropped: the model sees 32 tokens at a time" in notes
     assert "NOT COMPARE" not in markdown_table(rows)
+
+
+def test_a_line_of_results_says_what_follows_from_it(tmp_path: Path) -> None:
+    sums = {32: [60.0, 66.0, 61.0], 64: [130.0, 125.0, 126.0]}
+    terms = {32: [31] * 3, 64: [63] * 3}
+    one = row("a", "yarn", 2.0, lengths=(32, 64), document_nll=sums, document_terms=terms)
+    write_report([one, row("b", None, 2.0)], tmp_path, trained_length=TRAINED)
+    first, second = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
+    assert first["encoding"] == {"name": "yarn", "factor": 8.0}
+    for length in ("32", "64"):
+        low, high = first["intervals"][length]
+        assert math.exp(min(sums[int(length)]) / terms[int(length)][0]) - 1e-9 <= low < high
+    assert first["tokens_per_second"] == pytest.approx(3 * 64 / 1.5)
+    assert [bucket["start"] for bucket in first["buckets"]] == [1, 2, 4, 8, 16, 32]
+    assert first["losses"] is None
+    assert second["intervals"] == dict.fromkeys(map(str, LENGTHS))  # saved without sums by document
+    (again, _) = read_results(tmp_path)
+    assert again.result.document_nll == sums
+    assert again.result.interval(64) == tuple(first["intervals"]["64"])
+
+
+def test_the_cost_within_the_trained_window_is_reported(tmp_path: Path) -> None:
+    plain = row("none", "none", 2.0)
+    cropped = row("none, cropped", "none", 2.0, protocol="cropped", window=32)
+    tuned, other = row("yarn", "yarn", 2.3), row("other text", "ntk", 1.0, data="f" * 16)
+    long = row("long", "ntk", 2.1, lengths=(64, 256))  # not measured at the trained window itself
+    write_report([plain, cropped, tuned, long, other], tmp_path, trained_length=TRAINED)
+    table = (tmp_path / "table.md").read_text().split("Within the trained window of 32")[1]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
+    assert [line[0] for line in cells[2:]] == ["yarn", "long"]
+    for line, level in zip(cells[2:], (2.3, 2.1), strict=True):
+        assert float(line[3]) == pytest.approx(math.exp(level - 2.0), abs=1e-3)
+        assert float(line[1]) == pytest.approx(plain.result.ppl[32], abs=0.01)
+    # The cropped row reads within the window as the plain one does, and stands in for it.
+    rows = [replace(r, trained_length=TRAINED) for r in (cropped, tuned)]
+    assert [(r.label, round(after / before, 3), base) for r, after, before, base in regressions(rows)] == [
+        ("yarn", round(math.exp(0.3), 3), "none, cropped")
+    ]
+    # A model whose config extends it is not what it was: plain RoPE is, where it was measured.
+    as_is = replace(row("as-is", None, 2.3), trained_length=TRAINED)
+    assert [(r.label, base) for r, _, _, base in regressions([as_is, rows[0]])] == [
+        ("as-is", "none, cropped")
+    ]
+    assert regressions([replace(tuned, trained_length=TRAINED)]) == []
+
+
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    [
+        ("--methods yarn", ["yarn", "none, cropped to 32"]),
+        ("--methods none,yarn", ["none", "none, cropped to 32", "yarn"]),
+        ("", ["as-is", "as-is, cropped to 32"]),
+        ("--methods yarn --no-cropped", ["yarn"]),
+        ("--methods none,yarn --protocol sliding --stride 8", ["none", "yarn"]),
+        ("--methods yarn --protocol last-k --last 8 --max-tokens 150", ["yarn"]),
+    ],
+)
+def test_the_controls_are_in_the_default_report(
+    options: str, labels: list[str], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,32,64 {options}"
+    main(shlex.split(f"{command} --output {tmp_path}"))
+    rows = read_results(tmp_path)
+    assert [r.label for r in rows] == labels
+    assert len({r.result.data for r in rows}) == 1
+    table = capsys.readouterr().out
+    before = "none" in labels or "none, cropped to 32" in labels
+    assert ("Within the trained window of 32" in table) == (before and "yarn" in labels)
+    if "sliding" in options:
+        assert {(r.result.protocol, r.result.stride) for r in rows} == {("sliding", 8)}
+
+
+def test_the_page_needs_no_other_file(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    odd = row("<b>odd & 1</b>", "yarn", 2.0)
+    write_report([*rows, odd], tmp_path, trained_length=TRAINED, title="A <title>")
+    text = (tmp_path / "report.html").read_text()
+
+    class Reader(HTMLParser):
+        tags, sources, words = [], [], []
+
+        def handle_starttag(self, tag: str, attributes: list) -> None:
+            self.tags.append(tag)
+            self.sources += [value for name, value in attributes if name in ("src", "href")]
+
+        def handle_data(self, data: str) -> None:
+            self.words.append(data)
+
+    reader = Reader()
+    reader.feed(text)
+    assert len(reader.sources) == 2
+    for source, name in zip(reader.sources, ("perplexity.png", "loss_by_position.png"), strict=True):
+        head, data = source.split(",")
+        assert head == "data:image/png;base64"
+        assert base64.b64decode(data) == (tmp_path / name).read_bytes()
+    assert not {"script", "link", "iframe", "b"} & set(reader.tags)
+    for label in (r.label for r in [*rows, odd]):
+        assert label in reader.words
+    assert "A <title>" in reader.words
+
+
+def test_runs_are_read_together_with_names_that_differ(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    write_report(rows[:2], tmp_path / "one", trained_length=TRAINED)
+    write_report(rows[1:3], tmp_path / "two", trained_length=TRAINED)
+    found = read_runs([tmp_path / "one", tmp_path / "two" / "results.jsonl"])
+    assert [r.label for r in found] == ["plain RoPE", "linear (one)", "linear (two)", "YaRN"]
+    plots.plot_perplexity(found, TRAINED, tmp_path / "both.png")
+
+
+def test_other_protocols_say_what_they_are() -> None:
+    notes = markdown_table([row("a", "yarn", 1.0, protocol="sliding", stride=16)])
+    assert "Protocol sliding, stride 16. All targets of whole documents" in notes
+    assert "token-weighted" in notes
+    notes = markdown_table([row("a", "yarn", 1.0, protocol="sliding-window-mean", stride=16)])
+    assert "token-weighted" not in notes
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Measurements that mean the same thing for every method."""
 
-from rope_extend.evaluation.perplexity import PerplexityResult, perplexity
+from rope_extend.evaluation.perplexity import EvaluationRow, PerplexityResult, perplexity
 
-__all__ = ["PerplexityResult", "perplexity"]
+__all__ = ["EvaluationRow", "PerplexityResult", "perplexity"]

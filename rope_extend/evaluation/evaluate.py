@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from rope_extend.checkpoint import Record, load_adapter, read_record
 from rope_extend.data import format_length, load_documents
 from rope_extend.encodings import RopeShape, encoding, rotary_method
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import EvaluationRow, perplexity
+from rope_extend.evaluation.perplexity import EvaluationRow, file_name, perplexity
+from rope_extend.evaluation.protocols import protocol as protocol_of
 from rope_extend.info import info
 from rope_extend.patching import current_patch, extend, patch_model
 from rope_extend.pretrained import default_dtype, pretrained
@@ -34,13 +35,21 @@ def evaluate(
     lengths: Sequence[int] | None = None,
     methods: Sequence[str] = (AS_IS,),
     adapters: Sequence[str] = (),
+    protocol: str = "prefix",
+    window: int | None = None,
+    stride: int | None = None,
+    last: int | None = None,
     cropped: bool = True,
     trained_length: int | None = None,
     max_documents: int | None = 16,
+    max_tokens: int | None = None,
     text_column: str = "text",
     split: str = "train",
     dtype: torch.dtype | None = None,
     device: str | None = None,
+    chunk: int | None = None,
+    save_losses: bool = False,
+    finished: str | Path | None = None,
     progress: bool = True,
 ) -> Iterator[EvaluationRow]:
     """Measure perplexity with each method, untrained, and with each adapter; yields a row as it is done.
@@ -54,22 +63,37 @@ def evaluate(
         lengths: in tokens; the trained window and its doublings up to 8x, if not given.
         methods: rotary methods by name; `none` is plain RoPE, `as-is` what the config says.
         adapters: directories of adapters for this model, each with its `rope_extend.json`.
+        protocol: how perplexity is measured, as in `perplexity`; with its own `window`, `stride` or `last`.
+        window: in tokens, for the protocol `cropped`.
+        stride: in tokens, for the protocols with strided windows.
+        last: in tokens, for the protocol `last-k`.
         cropped: also measure the rows that read with plain RoPE with their context cropped to the trained
-            window: what the model is worth at that length without any extension.
+            window: what the model is worth at that length without any extension. Where no row does, the
+            model is measured so by itself. Under the protocol `prefix` alone.
         trained_length: the window the model was pretrained on, in tokens, where the config does not say it.
         max_documents: how many documents to use.
+        max_tokens: cut documents to so many tokens, for protocols that read them whole.
         text_column: the column of a table that holds the text.
         split: the split of a hub dataset.
         dtype: of the weights; by default bfloat16 on a GPU that has it, else float32.
         device: by default the GPU, if there is one.
+        chunk: read long windows in pieces of so many tokens, with a cache.
+        save_losses: keep the loss of every token in each row's `result.losses`.
+        finished: directory in which the losses of finished documents are kept, row by row; a second call
+            goes on from there.
         progress: show progress bars, if there is a terminal.
 
     Raises:
         RopeExtendError: no such model, adapter, method or data, or texts that are too short.
     """
-    shape = info(model, trained_length=trained_length).shape
+    found = info(model, trained_length=trained_length)
+    shape = found.shape
     trained = shape.trained_length
     wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
+    rule = protocol_of(protocol)
+    rule.checked(wanted, {"window": window, "stride": stride, "last": last})
+    if not methods and not adapters:
+        raise RopeExtendError(f"nothing to evaluate: name a method, such as {AS_IS}, or give an adapter")
     for method in methods:
         _check_method(method, shape, wanted[-1])
     records = {adapter: read_record(adapter) for adapter in adapters}
@@ -82,31 +106,49 @@ def evaluate(
         tokenizer,
         text_column=text_column,
         split=split,
-        min_tokens=wanted[-1],
+        min_tokens=0 if rule.joined else wanted[-1] + rule.beyond,
         max_documents=max_documents,
-        max_tokens=wanted[-1],
+        max_tokens=wanted[-1] if rule.nested else max_tokens,
     )
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     lm = pretrained(AutoModelForCausalLM, model, dtype=dtype or default_dtype(where)).to(where)
 
-    def rows(reader: nn.Module, label: str, adapter: str | None) -> Iterator[EvaluationRow]:
+    def measured(reader: nn.Module, label: str, adapter: str | None, **how: Any) -> EvaluationRow:
         patch = current_patch(reader)
-        made = EvaluationRow(
+        return EvaluationRow(
             label=label,
             encoding=patch.encoding.to_dict() if patch else None,
             model=str(model),
             adapter=adapter,
-            result=perplexity(reader, documents, wanted, progress=progress),
+            result=perplexity(
+                reader,
+                documents,
+                wanted,
+                chunk=chunk,
+                save_losses=save_losses,
+                finished=None if finished is None else Path(finished) / file_name(label),
+                progress=progress,
+                **how,
+            ),
             trained_length=trained,
         )
-        yield made
+
+    controls = cropped and protocol == "prefix" and wanted[-1] > trained
+
+    def control(reader: nn.Module, label: str, adapter: str | None) -> EvaluationRow:
+        label = f"{label}, cropped to {format_length(trained)}"
+        return measured(reader, label, adapter, protocol="cropped", window=trained)
+
+    def rows(reader: nn.Module, label: str, adapter: str | None) -> Iterator[EvaluationRow]:
+        yield measured(reader, label, adapter, protocol=protocol, window=window, stride=stride, last=last)
         # An adapter trained with plain RoPE beyond its window is direct fine-tuning: it reads what it can.
-        plain = patch is not None and patch.encoding.name == "none" and patch.target_length <= trained
-        if cropped and plain and wanted[-1] > trained:
-            result = perplexity(
-                reader, documents, wanted, protocol="cropped", window=trained, progress=progress
-            )
-            yield replace(made, label=f"{label}, cropped to {format_length(trained)}", result=result)
+        patch = current_patch(reader)
+        if patch is None:
+            plain = found.encoding == "none"
+        else:
+            plain = patch.encoding.name == "none" and patch.target_length <= trained
+        if controls and plain:
+            yield control(reader, label, adapter)
 
     for method in methods:
         logger.info("evaluating %s, untrained", method)
@@ -118,6 +160,9 @@ def evaluate(
         else:
             with extend(lm, wanted[-1], method, trained_length=trained):
                 yield from rows(lm, method, None)
+    if controls and "none" not in methods and not (AS_IS in methods and found.encoding == "none"):
+        with patch_model(lm, encoding("none"), trained_length=trained):
+            yield control(lm, "none", None)
     for adapter, label in _labels(records).items():
         logger.info("evaluating %s", label)
         tuned = load_adapter(lm, adapter)

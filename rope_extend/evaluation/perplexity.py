@@ -1,4 +1,4 @@
-"""Perplexity at every length, from one forward per document.
+"""Perplexity at every length, from one forward per document, or by any other protocol with a name.
 
 A causal model's loss at position p does not depend on what comes after p. So one forward over the longest
 length gives, by truncating its losses, the perplexity at every shorter one, exactly.
@@ -6,28 +6,50 @@ length gives, by truncating its losses, the perplexity at every shorter one, exa
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import itertools
+import json
 import logging
 import math
+import os
+import re
 import sys
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
+from transformers import DynamicCache
 
 from rope_extend.data import Document, fingerprint, format_length, parse_length
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import RopeExtendError, UnsupportedModelError
+from rope_extend.evaluation import statistics
+from rope_extend.evaluation.protocols import Protocol, Window
+from rope_extend.evaluation.protocols import protocol as protocol_of
 from rope_extend.inspection import length_groups
-from rope_extend.loss import CHUNK_BYTES, causal_lm, hidden_states, output_head, token_losses
+from rope_extend.loss import CHUNK_BYTES, _decoder_name, causal_lm, hidden_states, output_head, token_losses
+from rope_extend.patching import current_patch
 
 logger = logging.getLogger(__name__)
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Losses = np.ndarray[Any, np.dtype[np.float32]]
+
+WHOLE = 131_072
+"""Windows of up to so many tokens go through the model in one piece, longer ones in chunks with a cache."""
+
+CHUNK = 16_384
+"""Most tokens of such a chunk, if nothing else is asked."""
+
+HALVINGS = 6
+"""How often the pieces are halved, where memory runs out, before giving up."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,21 +57,32 @@ class PerplexityResult:
     """Perplexity of one model on one set of documents, at several lengths.
 
     Attributes:
-        ppl: perplexity by length N in tokens: exp(sum of the losses / number of scored tokens) over the
-            targets at positions 1 … N−1 of each document. Position 0 has nothing before it.
-        tokens: number of scored tokens by length, (N − 1) × ``documents``.
+        ppl: perplexity by length N in tokens: exp(sum of the losses / number of scored tokens), under
+            ``prefix`` over the targets at positions 1 … N−1 of each document. Position 0 has nothing before
+            it. Under protocols that average windows, exp(mean of their mean losses).
+        tokens: number of scored tokens by length, (N − 1) × ``documents`` under ``prefix``.
         nll_by_position: float64 ``[max_length − 1]``, nats; entry p is the mean loss of the target at
-            position p + 1, from the pass over the longest length.
-        protocol: ``"prefix"`` or ``"cropped"``; see :func:`perplexity`.
+            position p + 1, from the pass over the longest length. Positions are those in the document under
+            ``prefix`` and ``cropped``, else those in the window. NaN where nothing was scored.
+        protocol: its name, as in :mod:`rope_extend.evaluation.protocols`.
         window: tokens the model saw at a time under ``"cropped"``; None otherwise.
         documents: number of documents that were long enough, all of them scored in full.
         dropped_documents: number of documents that were not.
         data: fingerprint of the scored token sequences; results compare only where it is equal.
         passes: forwards per document: one for each group of lengths with equal position tables.
         forward_tokens: tokens that went through the model in all.
-        seconds: wall time.
+        seconds: wall time of the documents, those of an interrupted measurement included.
         peak_memory_bytes: highest allocation during the run on CUDA; elsewhere the highest resident size of
             the process so far.
+        stride: the protocol's setting, in tokens, where it has one.
+        last: the same.
+        scored_by_position: int64, how many losses are in each entry of ``nll_by_position``; None where all
+            have one of each document.
+        document_nll: by length, for each document the sum of its losses in nats (of its windows' mean
+            losses, under protocols that average windows): what intervals and paired comparisons need.
+        document_terms: how many losses (or windows) are in each of these sums.
+        losses: by the longest length of each pass, the losses of each document's targets in nats, float32,
+            window by window; only where they were asked for. Never part of :meth:`to_dict`.
     """
 
     ppl: dict[int, float]
@@ -64,6 +97,12 @@ class PerplexityResult:
     forward_tokens: int
     seconds: float
     peak_memory_bytes: int
+    stride: int | None = None
+    last: int | None = None
+    scored_by_position: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    document_nll: dict[int, list[float]] | None = None
+    document_terms: dict[int, list[int]] | None = None
+    losses: dict[int, list[Losses]] | None = None
 
     @property
     def max_length(self) -> int:
@@ -75,27 +114,76 @@ class PerplexityResult:
         """What the measurement cost: a little over 1 for one pass, about 2 under ``"cropped"``."""
         return self.forward_tokens / self.tokens[self.max_length]
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Forward tokens per second."""
+        return self.forward_tokens / self.seconds if self.seconds else math.inf
+
     def within(self, window: int) -> float:
         """Perplexity over the targets at positions below ``window``."""
-        return self._mean(self.nll_by_position[: max(window, 1) - 1], f"below {window}")
+        return self._mean(slice(0, max(window, 1) - 1), f"below {window}")
 
     def beyond(self, window: int) -> float:
         """Perplexity over the targets at positions ``window`` and above: those never seen in training."""
-        return self._mean(self.nll_by_position[max(window, 1) - 1 :], f"from {window} on")
+        return self._mean(slice(max(window, 1) - 1, None), f"from {window} on")
 
-    def _mean(self, nll: Floats, where: str) -> float:
-        if nll.size == 0:
+    def _mean(self, where: slice, words: str) -> float:
+        mean, scored = statistics.mean_over(self.nll_by_position, self.scored_by_position, where)
+        if scored == 0:
             raise RopeExtendError(
-                f"no scored position {where}: this result covers the positions 1 to {self.max_length - 1}"
+                f"no scored position {words}: this result covers the positions 1 to "
+                f"{len(self.nll_by_position)}"
             )
-        return _exp(float(nll.mean()))
+        return _exp(mean)
+
+    def interval(self, length: int) -> tuple[float, float] | None:
+        """95 % interval of the perplexity at a length, by bootstrap over documents with a fixed seed.
+
+        None with fewer than two documents, and for results that keep no sums by document.
+        """
+        if self.document_nll is None or self.document_terms is None:
+            return None
+        found = statistics.bootstrap(self.document_nll[length], self.document_terms[length])
+        return None if found is None else (_exp(found[0]), _exp(found[1]))
+
+    def buckets(self) -> list[statistics.Bucket]:
+        """Perplexity by position, in ranges that double up to the longest length."""
+        scored = self.scored_by_position
+        if scored is None:
+            scored = np.full(len(self.nll_by_position), self.documents)
+        return statistics.buckets(self.nll_by_position, scored)
+
+    def write_losses(self, path: str | Path) -> Path:
+        """Write the losses of all tokens as ``.npz``, float32.
+
+        For the longest length N of each pass: ``losses_N`` ``[scored tokens]`` in nats, document after
+        document and window after window, and ``offsets_N`` int64 ``[documents + 1]``, where each starts.
+
+        Raises:
+            RopeExtendError: they were not kept; ``perplexity(..., save_losses=True)`` keeps them.
+        """
+        if self.losses is None:
+            raise RopeExtendError("this result has no losses by token; measure with save_losses=True")
+        arrays: dict[str, Any] = {}
+        for length, losses in self.losses.items():
+            arrays[f"losses_{length}"] = np.concatenate(losses)
+            arrays[f"offsets_{length}"] = np.cumsum([0, *map(len, losses)])
+        return _write_arrays(Path(path), arrays)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; what is not finite becomes None, as JSON has no NaN."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "losses"}
         values["ppl"] = {str(length): _or_none(value) for length, value in self.ppl.items()}
         values["tokens"] = {str(length): count for length, count in self.tokens.items()}
         values["nll_by_position"] = [_or_none(value) for value in self.nll_by_position.tolist()]
+        if self.scored_by_position is not None:
+            values["scored_by_position"] = self.scored_by_position.tolist()
+        if self.document_nll is not None:
+            values["document_nll"] = {
+                str(length): [_or_none(value) for value in sums] for length, sums in self.document_nll.items()
+            }
+        if self.document_terms is not None:
+            values["document_terms"] = {str(length): terms for length, terms in self.document_terms.items()}
         return values
 
     @classmethod
@@ -105,6 +193,15 @@ class PerplexityResult:
         values["ppl"] = {int(k): math.nan if v is None else v for k, v in values["ppl"].items()}
         values["tokens"] = {int(k): v for k, v in values["tokens"].items()}
         values["nll_by_position"] = np.array(values["nll_by_position"], dtype=np.float64)  # None is NaN
+        if values.get("scored_by_position") is not None:
+            values["scored_by_position"] = np.array(values["scored_by_position"], dtype=np.int64)
+        if values.get("document_nll") is not None:
+            values["document_nll"] = {
+                int(k): [math.nan if value is None else value for value in sums]
+                for k, sums in values["document_nll"].items()
+            }
+        if values.get("document_terms") is not None:
+            values["document_terms"] = {int(k): terms for k, terms in values["document_terms"].items()}
         return cls(**values)
 
 
@@ -144,23 +241,35 @@ class EvaluationRow:
         return cls(**{**known, "result": PerplexityResult.from_dict(values["result"])})
 
 
+def file_name(label: str) -> str:
+    """A row's label as the name of a file, different for different labels."""
+    digest = hashlib.sha256(label.encode()).hexdigest()[:6]
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}-{digest}"
+
+
 def perplexity(
     model: torch.nn.Module,
     documents: Sequence[Document],
     lengths: Sequence[int | str],
     *,
-    protocol: Literal["prefix", "cropped"] = "prefix",
+    protocol: str = "prefix",
     window: int | str | None = None,
+    stride: int | str | None = None,
+    last: int | str | None = None,
     device: torch.device | str | None = None,
     chunk_bytes: int = CHUNK_BYTES,
+    chunk: int | str | None = None,
+    batch_tokens: int | None = None,
+    save_losses: bool = False,
+    finished: str | Path | None = None,
     progress: bool = True,
 ) -> PerplexityResult:
-    """Measure perplexity at each of ``lengths``, token-weighted, with sums in float64.
+    """Measure perplexity at each of ``lengths``, with sums in float64.
 
     Every length is measured on the same documents: those that have ``max(lengths)`` tokens. A shorter
     document would be counted at one length and not at another, and the curve would compare texts.
 
-    Protocols:
+    Protocols, N being each of the lengths; docs/protocols.md says more:
         ``prefix``: a document's first N tokens, in one forward; equals truncating to N. An encoding whose
         tables depend on the length gets one forward for each group of lengths with equal tables.
 
@@ -169,107 +278,357 @@ def perplexity(
         first window it has between ``window // 2`` and ``window − 1`` tokens of context. It is the control
         row "as long a text, but no longer a context".
 
+        ``sliding``: whole documents in windows of N, ``stride`` apart; each scores what is new in it.
+
+        ``sliding-window-mean``: the same windows; the mean of their means. ``all-overlapping``: all of each
+        window, over all documents joined. ``last-k``: the ``last`` targets of each document. ``disjoint``:
+        windows that follow each other; ``disjoint-second-half``: the second half of each.
+
     Args:
         model: a causal language model, patched or not, with or without PEFT; left as it was found.
         documents: what to read.
         lengths: numbers of tokens, at least 2 each; ``"32k"`` works too.
         protocol: see above.
         window: for ``cropped``, and only there: tokens seen at a time.
+        stride: tokens between the starts of windows, for the protocols that have it.
+        last: for ``last-k``: how many targets.
         device: where to run; the model is brought back afterwards. Where it is, if not given.
         chunk_bytes: how many bytes of float32 logits may exist at one time.
+        chunk: read each window in pieces of so many tokens, with a cache, so that activations do not grow
+            with the window; only the keys and values do. By itself only above 131,072 tokens, or where
+            memory runs out.
+        batch_tokens: how many tokens of short windows go through the model together; by default 32,768, and
+            4,096 on a CPU.
+        save_losses: keep the loss of every token in ``result.losses``.
+        finished: a directory in which each document's losses are kept as soon as it is done. A second call
+            with the same arguments goes on from there, with the same result bit for bit.
         progress: show a progress bar, if there is a terminal.
 
     Raises:
-        RopeExtendError: if an argument makes no sense or no document is long enough.
+        RopeExtendError: if an argument makes no sense, no document is long enough, ``finished`` holds
+            another measurement, memory does not suffice for the smallest pieces, or ``chunk`` is given for an
+            encoding that a cache cannot follow.
     """
     wanted = sorted({parse_length(length) for length in lengths})
     if not wanted or wanted[0] < 2:
         raise RopeExtendError(f"lengths must be one or more numbers of tokens, 2 or above; got {lengths!r}")
-    span = _checked_window(protocol, window)
-    used = _long_enough(documents, wanted[-1])
-    ids = torch.stack([document.input_ids[: wanted[-1]] for document in used])  # [documents, max_length]
+    rule = protocol_of(protocol)
+    settings = rule.checked(wanted, {"window": window, "stride": stride, "last": last})
+    pieces = None if chunk is None else parse_length(chunk)
+    used = _texts(rule, documents, wanted[-1])
     lm = causal_lm(model)
-    _check_vocabulary(ids, lm)
-    # In windows every forward has the same length, and so every target the same position tables.
-    groups = length_groups(model, wanted) if span is None else [wanted]
+    _check_vocabulary(used, lm)
+    begin = getattr(lm.config, "bos_token_id", None) if rule.bos else None
+    if not rule.nested:
+        groups = [[length] for length in wanted]
+    else:  # In windows every forward has the same length, and so every target the same position tables.
+        groups = [wanted] if rule.settings else length_groups(model, wanted)
+    plans = [[rule.plan(len(text), group[-1], settings) for group in groups] for text in used]
+    if not all(itertools.chain(*plans)):
+        raise RopeExtendError(
+            f"protocol {protocol!r} finds no window of {wanted[-1]:,} tokens in {len(used[0]):,}; give more "
+            "text or shorter lengths"
+        )
 
-    sums = [np.zeros(group[-1] - 1) for group in groups]  # of the losses, by position
-    forward_tokens = len(ids) * sum(_windows(ids[0, : group[-1]], span).numel() for group in groups)
+    tally = [_Tally(rule, group) for group in groups]
+    kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
+    forward_tokens = sum(w.stop - w.start for windows in itertools.chain(*plans) for w in windows)
+    seconds = 0.0
     quiet = None if progress else True  # None: quiet unless on a terminal
     bar = tqdm(total=forward_tokens, unit="tok", unit_scale=True, desc="perplexity", disable=quiet)
-    started = time.perf_counter()
+    data = fingerprint(used)
     # Not inference_mode: what a model caches while in it could not take part in training afterwards.
     with _evaluating(model, lm, device) as place, torch.no_grad(), bar:
-        head = output_head(model)
-        for group, sum_ in zip(groups, sums, strict=True):
-            for document in ids[:, : group[-1]]:
-                windows = _windows(document, span)
-                losses = []
-                # As many windows at a time as hold no more tokens than the document in one piece.
-                for batch in torch.split(windows, max(1, len(document) // windows.shape[1])):
-                    batch = batch.to(place)
-                    hidden = hidden_states(model, batch)[:, :-1]
-                    losses.append(token_losses(hidden, head, batch[:, 1:], chunk_bytes=chunk_bytes).cpu())
-                    bar.update(batch.numel())
-                sum_ += _joined(torch.cat(losses), len(document)).numpy()
+        reader = _Reader(model, place, bar, chunk_bytes=chunk_bytes, chunk=pieces, batch_tokens=batch_tokens)
+        store = None
+        if finished is not None:
+            key = {"data": data, "protocol": protocol, **settings, "lengths": wanted, **_identity(model)}
+            store = _Finished(Path(finished), key)
+        for number, (text, by_group) in enumerate(zip(used, plans, strict=True)):
+            done = store.read(number, by_group) if store else None
+            if done is None:
+                started = time.perf_counter()
+                ids = text.input_ids
+                lead = begin if begin is not None and int(ids[0]) == begin else None
+                losses = reader.document(text.name, ids, by_group, lead)
+                done = losses, time.perf_counter() - started
+                if store:
+                    store.write(number, *done)
+            else:
+                bar.update(sum(w.stop - w.start for windows in by_group for w in windows))
+            seconds += done[1]
+            for group, sums, windows, values in zip(groups, tally, by_group, done[0], strict=True):
+                sums.add(windows, values)
+                if save_losses:
+                    kept[group[-1]].append(values)
         peak = _peak_memory_bytes(place)
 
-    ppl = {
-        length: _exp(float(sum_[: length - 1].sum()) / (len(ids) * (length - 1)))
-        for group, sum_ in zip(groups, sums, strict=True)
-        for length in group
-    }
-    nll_by_position = max(sums, key=len) / len(ids)
-    if not np.isfinite(nll_by_position).all():
-        first = int(np.flatnonzero(~np.isfinite(nll_by_position))[0]) + 1
-        logger.warning("the loss is not a finite number from position %d on", first)
+    longest = tally[-1] if not rule.nested else max(tally, key=lambda one: one.lengths[-1])
+    scored = longest.scored
+    nll_by_position = np.divide(longest.sums, scored, out=np.full(len(scored), np.nan), where=scored > 0)
+    bad = np.flatnonzero(~np.isfinite(nll_by_position) & (scored > 0))
+    if bad.size:
+        logger.warning("the loss is not a finite number from position %d on", bad[0] + 1)
+    by_length = {length: one for one in tally for length in one.lengths}
     return PerplexityResult(
-        ppl={length: ppl[length] for length in wanted},
-        tokens={length: len(ids) * (length - 1) for length in wanted},
+        ppl={length: by_length[length].ppl(length) for length in wanted},
+        tokens={length: by_length[length].tokens[length] for length in wanted},
         nll_by_position=nll_by_position,
         protocol=protocol,
-        window=span,
-        documents=len(ids),
-        dropped_documents=len(documents) - len(ids),
-        data=fingerprint(Document(one.name, row) for one, row in zip(used, ids, strict=True)),
+        window=settings.get("window"),
+        documents=len(documents) if rule.joined else len(used),
+        dropped_documents=0 if rule.joined else len(documents) - len(used),
+        data=data,
         passes=len(groups),
         forward_tokens=forward_tokens,
-        seconds=time.perf_counter() - started,
+        seconds=seconds,
         peak_memory_bytes=peak,
+        stride=settings.get("stride"),
+        last=settings.get("last"),
+        scored_by_position=None if rule.nested else scored,
+        document_nll={length: by_length[length].nll[length] for length in wanted},
+        document_terms={length: by_length[length].terms[length] for length in wanted},
+        losses=kept if save_losses else None,
     )
 
 
-def _windows(document: torch.Tensor, span: int | None) -> torch.Tensor:
-    """Cut ``[T]`` into windows ``[n, span]`` that start half a span apart; or leave it whole, ``[1, T]``."""
-    if span is None or span >= len(document):
-        return document[None]
-    stride = span // 2
-    more = math.ceil((len(document) - span) / stride)
-    # What pads the last window comes after all that is scored in it, so a causal model does not see it.
-    return F.pad(document, (0, span + more * stride - len(document))).unfold(0, span, stride)
+class _Tally:
+    """Sums over documents, in float64, for the lengths that one pass gives."""
 
+    def __init__(self, rule: Protocol, lengths: Sequence[int]) -> None:
+        self.rule, self.lengths = rule, lengths
+        self.sums, self.scored = np.zeros(0), np.zeros(0, dtype=np.int64)  # by position
+        self.tokens = dict.fromkeys(lengths, 0)
+        self.nll: dict[int, list[float]] = {length: [] for length in lengths}
+        self.terms: dict[int, list[int]] = {length: [] for length in lengths}
 
-def _joined(losses: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Losses by position, float64 ``[tokens − 1]``, from those of all windows, ``[n, span − 1]``."""
-    stride = (losses.shape[1] + 1) // 2
-    return torch.cat([losses[0], losses[1:, -stride:].flatten()])[: tokens - 1].double()
-
-
-def _checked_window(protocol: str, window: int | str | None) -> int | None:
-    if protocol not in ("prefix", "cropped"):
-        raise RopeExtendError(f"no perplexity protocol {protocol!r}; there are 'prefix' and 'cropped'")
-    if (protocol == "cropped") != (window is not None):
-        raise RopeExtendError(
-            "protocol 'cropped' needs a window, the number of tokens the model sees at a time"
-            if window is None
-            else f"protocol 'prefix' takes no window, got {window!r}; 'cropped' does"
+    def add(self, windows: Sequence[Window], losses: Losses) -> None:
+        """Add a document's losses, float32 ``[targets of all windows]``."""
+        values = losses.astype(np.float64)
+        starts = [0 if self.rule.nested else window.start for window in windows]
+        places = np.concatenate(
+            [np.arange(w.first - start, w.end - start) for w, start in zip(windows, starts, strict=True)]
         )
-    if window is None:
-        return None
-    span = parse_length(window)
-    if span < 2:
-        raise RopeExtendError(f"a window needs 2 tokens or more, one to read and one to predict; got {span}")
-    return span
+        sums = np.bincount(places - 1, values)
+        scored = np.bincount(places - 1)
+        more = max(0, len(sums) - len(self.sums))
+        self.sums, self.scored = np.pad(self.sums, (0, more)), np.pad(self.scored, (0, more))
+        self.sums[: len(sums)] += sums
+        self.scored[: len(scored)] += scored
+        for length in self.lengths:
+            mine = values[places < length] if self.rule.nested else values
+            self.tokens[length] += len(mine)
+            if self.rule.average == "window":
+                ends = np.cumsum([w.end - w.first for w in windows])[:-1]
+                mine = np.array([part.mean() for part in np.split(mine, ends)])
+            self.nll[length].append(float(mine.sum()))
+            self.terms[length].append(len(mine))
+
+    def ppl(self, length: int) -> float:
+        return _exp(sum(self.nll[length]) / sum(self.terms[length]))
+
+
+class _Reader:
+    """Runs a model over windows, in pieces that fit into memory."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        place: torch.device,
+        bar: Any,
+        *,
+        chunk_bytes: int,
+        chunk: int | None,
+        batch_tokens: int | None,
+    ) -> None:
+        self.model, self.place, self.bar = model, place, bar
+        self.head = output_head(model)
+        self.chunk_bytes, self.chunk, self.asked = chunk_bytes, chunk, chunk is not None
+        self.batch_tokens = batch_tokens or (4096 if place.type == "cpu" else 32_768)
+        self.halvings = 0
+        self.follows: dict[tuple[int, int], bool] = {}
+
+    def document(
+        self, name: str, ids: torch.Tensor, plans: Sequence[Sequence[Window]], begin: int | None
+    ) -> list[Losses]:
+        """Losses of each plan's targets; where memory runs out, with pieces half as large, from the start."""
+        while True:
+            shown = self.bar.n
+            try:
+                return [self._windows(ids, windows, begin) for windows in plans]
+            except (RuntimeError, MemoryError) as error:
+                if not _out_of_memory(error):
+                    raise
+                what = str(error).splitlines()[0]
+            # Outside the handler: until here the traceback holds on to the tensors.
+            self._halve(name, what, max(w.stop - w.start for windows in plans for w in windows))
+            self.bar.n = shown
+            self.bar.refresh()
+
+    def _halve(self, name: str, what: str, longest: int) -> None:
+        gc.collect()
+        if self.place.type == "cuda":
+            torch.cuda.empty_cache()
+        self.halvings += 1
+        if self.halvings > HALVINGS:
+            raise RopeExtendError(
+                f"out of memory on {name!r} even in pieces of {self.chunk} tokens ({what}); ask for shorter "
+                "lengths, a smaller dtype or another device"
+            )
+        self.batch_tokens = max(1, min(self.batch_tokens, 2 * longest) // 2)
+        self.chunk_bytes = max(1, self.chunk_bytes // 2)
+        self.chunk, self.asked = max(1, min(self.chunk or longest, longest) // 2), False
+        logger.warning("out of memory on %r: once more, in pieces of %d tokens", name, self.chunk)
+
+    def _windows(self, ids: torch.Tensor, windows: Sequence[Window], begin: int | None) -> Losses:
+        def shape(w: Window) -> tuple[int, int, int]:
+            return w.stop - w.start, w.first - w.start, w.end - w.start
+
+        losses = []
+        for (read, first, end), alike in itertools.groupby(windows, shape):
+            many = list(alike)
+            at_once = max(1, self.batch_tokens // read)
+            for low in range(0, len(many), at_once):
+                batch = many[low : low + at_once]
+                inputs = torch.stack([ids[w.start : w.stop] for w in batch]).to(self.place)
+                if begin is not None:
+                    inputs[:, 0] = begin
+                targets = torch.stack([ids[w.first : w.end] for w in batch]).to(self.place)
+                losses.append(self._batch(inputs, targets, first, end).flatten().float().cpu().numpy())
+                self.bar.update(inputs.numel())
+        return np.concatenate(losses)
+
+    def _batch(self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Losses ``[B, end − first]`` of the targets at ``first … end−1`` of windows ``[B, T]``."""
+        losses = []
+        at = 0
+        for hidden in self._hidden(inputs):
+            # The state at t predicts the token at t + 1.
+            low, high = max(at, first - 1), min(at + hidden.shape[1], end - 1)
+            if low < high:
+                piece = targets[:, low + 1 - first : high + 1 - first]
+                states = hidden[:, low - at : high - at]
+                losses.append(token_losses(states, self.head, piece, chunk_bytes=self.chunk_bytes))
+            at += hidden.shape[1]
+        return torch.cat(losses, dim=1)
+
+    def _hidden(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The decoder's last states, ``[B, t, D]`` at a time."""
+        tokens = inputs.shape[1]
+        size = self.chunk or (tokens if tokens <= WHOLE else min(CHUNK, 2**30 // tokens))
+        if size >= tokens or not self._follows(tokens, size):
+            yield hidden_states(self.model, inputs)
+            return
+        lm = causal_lm(self.model)
+        decoder = lm._modules[_decoder_name(lm)]
+        cache = DynamicCache(config=lm.config)
+        for piece in torch.split(inputs, size, dim=1):
+            output = decoder(input_ids=piece, past_key_values=cache, use_cache=True)
+            yield output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+    def _follows(self, tokens: int, size: int) -> bool:
+        """Whether a cache gives what one forward gives: whether the tables are equal at all lengths."""
+        key = tokens, size
+        if key not in self.follows:
+            try:
+                at = [*range(size, tokens, size), tokens]
+                self.follows[key] = len(length_groups(self.model, at)) == 1
+            except UnsupportedModelError:  # then nothing is known about its tables
+                self.follows[key] = False
+        follows = self.follows[key]
+        if not follows and self.asked:
+            raise RopeExtendError(
+                f"this model's position tables change between {size} and {tokens} tokens, which cached keys "
+                "cannot follow; measure it without chunk, or with an encoding that is exact per query"
+            )
+        return follows
+
+
+class _Finished:
+    """A directory with the losses of the documents that are done, and with what they are of."""
+
+    def __init__(self, directory: Path, key: dict[str, Any]) -> None:
+        """Nothing is written before the first document is done.
+
+        Raises:
+            RopeExtendError: the directory holds the losses of another measurement.
+        """
+        self.directory, self.key = directory, json.loads(json.dumps(key))
+        path = directory / "measurement.json"
+        if not path.exists():
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        other = [name for name in {**before, **self.key} if before.get(name) != self.key.get(name)]
+        if other:
+            raise RopeExtendError(
+                f"{str(directory)!r} holds part of another measurement: it differs in {', '.join(other)} "
+                f"({before.get(other[0])} there, {self.key.get(other[0])} here); remove it to start again"
+            )
+
+    def read(self, number: int, plans: Sequence[Sequence[Window]]) -> tuple[list[Losses], float] | None:
+        """A document's losses by pass, and the seconds they took; None if it is not done."""
+        try:
+            with np.load(self._path(number)) as arrays:
+                losses = [arrays[f"losses_{n}"] for n in range(len(plans))]
+                seconds = float(arrays["seconds"])
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return None
+        sizes = [sum(w.end - w.first for w in windows) for windows in plans]
+        return (losses, seconds) if [len(one) for one in losses] == sizes else None
+
+    def write(self, number: int, losses: Sequence[Losses], seconds: float) -> None:
+        path = self.directory / "measurement.json"
+        if not path.exists():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            whole = path.with_suffix(".tmp")
+            whole.write_text(json.dumps(self.key, indent=1), encoding="utf-8")
+            os.replace(whole, path)
+        arrays = {f"losses_{n}": one for n, one in enumerate(losses)}
+        _write_arrays(self._path(number), {**arrays, "seconds": np.float64(seconds)})
+
+    def _path(self, number: int) -> Path:
+        return self.directory / f"{number:05d}.npz"
+
+
+def _write_arrays(path: Path, arrays: dict[str, Any]) -> Path:
+    """Write an ``.npz`` so that it is there as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(path.name + ".tmp")
+    with whole.open("wb") as file:
+        np.savez(file, **arrays)
+    os.replace(whole, path)
+    return path
+
+
+def _identity(model: torch.nn.Module) -> dict[str, Any]:
+    """What tells one model from another: its encoding, dtype, and a norm of each of its weights."""
+    lm = causal_lm(model)
+    patch = current_patch(model)
+    norms = []
+    for name, tensor in model.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and tensor.is_floating_point():
+            wide = torch.float32 if tensor.device.type == "mps" else torch.float64
+            norms.append(f"{name} {float(torch.linalg.vector_norm(tensor, dtype=wide)):.5e}")
+    return {
+        "encoding": patch.encoding.to_dict() if patch else getattr(lm.config, "rope_parameters", None),
+        "dtype": str(lm.dtype),
+        "weights": hashlib.sha256("\n".join(norms).encode()).hexdigest()[:16],
+    }
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # A CPU's allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _texts(rule: Protocol, documents: Sequence[Document], length: int) -> list[Document]:
+    """What a protocol reads: the documents that are long enough, cut to the length where it reads no more."""
+    if rule.joined:
+        if not documents:
+            raise RopeExtendError("no documents to measure perplexity on")
+        return [Document("all documents", torch.cat([document.input_ids for document in documents]))]
+    used = _long_enough(documents, length + rule.beyond)
+    return [Document(one.name, one.input_ids[:length]) for one in used] if rule.nested else used
 
 
 def _long_enough(documents: Sequence[Document], length: int) -> list[Document]:
@@ -290,9 +649,9 @@ def _long_enough(documents: Sequence[Document], length: int) -> list[Document]:
     return used
 
 
-def _check_vocabulary(ids: torch.Tensor, lm: Any) -> None:
+def _check_vocabulary(documents: Sequence[Document], lm: Any) -> None:
     rows = lm.get_input_embeddings().weight.shape[0]
-    highest = int(ids.max())
+    highest = max(int(document.input_ids.max()) for document in documents)
     if highest >= rows:
         raise RopeExtendError(
             f"the documents contain token {highest}, but the model knows {rows} tokens: they were tokenised "

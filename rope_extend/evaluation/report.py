@@ -1,4 +1,4 @@
-"""Measured rows to files: one JSON line for each row, a table to read, and the pictures."""
+"""Measured rows to files: one JSON line for each row, a table to read, the pictures, and a page of it all."""
 
 from __future__ import annotations
 
@@ -6,31 +6,62 @@ import csv
 import io
 import json
 import math
+import platform
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from rope_extend import plots
 from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import EvaluationRow
+from rope_extend.evaluation.comparison import Comparison, comparison_table
+from rope_extend.evaluation.html import Regression, page
+from rope_extend.evaluation.perplexity import EvaluationRow, file_name
+from rope_extend.evaluation.protocols import PROTOCOLS
 
 RESULTS = "results.jsonl"
-FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png")
+FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")
 """What :func:`write_report` writes."""
 
+COMPARISON = ("comparison.md", "comparison.png")
+"""What :func:`write_comparison` writes."""
 
-def check_output(directory: str | Path, *, overwrite: bool = False) -> Path:
+LOSSES = "losses"
+"""Directory of the losses by token, where they were kept."""
+
+UNFINISHED = "unfinished"
+"""Directory of the documents that are done, while an evaluation runs; it goes when the report is written."""
+
+
+def check_output(
+    directory: str | Path, *, overwrite: bool = False, resume: bool = False, files: Sequence[str] = FILES
+) -> Path:
     """Make sure that a report can be written; call it before the measurement, not after it.
 
+    Args:
+        directory: where to.
+        overwrite: what is there may be replaced.
+        resume: an interrupted evaluation that is there will be gone on with.
+        files: what would be written.
+
     Raises:
-        RopeExtendError: if the directory holds a report already and ``overwrite`` is not given, or is a file.
+        RopeExtendError: if the directory holds a report already and ``overwrite`` is not given, holds an
+            interrupted evaluation and neither is, or is a file.
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise RopeExtendError(f"{str(directory)!r} is a file; a report needs a directory")
-    found = [name for name in FILES if (directory / name).exists()]
+    if overwrite and resume:
+        raise RopeExtendError("resume goes on with what is there and overwrite replaces it; give one of them")
+    if (directory / UNFINISHED).exists() and not (overwrite or resume):
+        raise RopeExtendError(
+            f"{str(directory)!r} holds an interrupted evaluation; resume it (--resume), or overwrite it "
+            "(--overwrite)"
+        )
+    found = [name for name in files if (directory / name).exists()]
     if found and not overwrite:
         raise RopeExtendError(
             f"{str(directory)!r} already holds {', '.join(found)}; give another directory, or overwrite=True "
@@ -47,7 +78,11 @@ def write_report(
     title: str | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write ``results.jsonl``, the table as Markdown and CSV, and the plots; return their paths.
+    """Write ``results.jsonl``, the table as Markdown and CSV, the plots and a page; return their paths.
+
+    Each line of ``results.jsonl`` holds a row's ``to_dict()`` and what follows from it: ``intervals`` of the
+    perplexity by length, ``buckets`` of positions, ``tokens_per_second``, ``losses`` (a file beside it, where
+    they were kept) and ``versions``. ``report.html`` needs no other file.
 
     Args:
         rows: what was measured, in the order of the table.
@@ -60,18 +95,140 @@ def write_report(
         RopeExtendError: if there are no rows, two have one label, or :func:`check_output` objects.
     """
     _check_labels(rows)
-    directory = check_output(directory, overwrite=overwrite)
+    directory = check_output(directory, overwrite=overwrite, resume=not overwrite)
     rows = [replace(row, trained_length=trained_length) for row in rows]
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / name for name in FILES]
-    versions = {name: _version(name) for name in ("rope_extend", "torch", "transformers")}
-    lines = [json.dumps({**row.to_dict(), "versions": versions}, allow_nan=False) + "\n" for row in rows]
-    paths[0].write_text("".join(lines), encoding="utf-8")
-    paths[1].write_text(markdown_table(rows), encoding="utf-8")
+    shutil.rmtree(directory / LOSSES, ignore_errors=True)
+    kept = {row.label: f"{LOSSES}/{file_name(row.label)}.npz" for row in rows if row.result.losses}
+    for row in rows:
+        if row.label in kept:
+            row.result.write_losses(directory / kept[row.label])
+    packages = ("rope_extend", "torch", "transformers", "numpy")
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+    lines = [
+        {**row.to_dict(), **_derived(row), "losses": kept.get(row.label), "versions": versions}
+        for row in rows
+    ]
+    paths[0].write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in lines), encoding="utf-8")
+    paths[1].write_text("\n".join([markdown_table(rows), *short_context_table(rows)]), encoding="utf-8")
     paths[2].write_text(csv_table(rows), encoding="utf-8")
     plots.plot_perplexity(rows, trained_length, paths[3], title=title)
     plots.plot_loss_by_position(rows, trained_length, paths[4], title=title)
+    whole = page(
+        rows, title=title or "Perplexity by length", notes=_notes(rows), regressions=regressions(rows),
+        pictures=paths[3:5], versions=versions, number=_number,
+    )  # fmt: skip
+    paths[5].write_text(whole, encoding="utf-8")
+    return paths + [directory / name for name in kept.values()]
+
+
+def write_comparison(
+    comparisons: Sequence[Comparison],
+    directory: str | Path,
+    *,
+    trained_length: int,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write the table of :func:`comparison_table` and the picture of both curves; return their paths.
+
+    Raises:
+        RopeExtendError: if there are no pairs, or :func:`check_output` objects.
+    """
+    directory = check_output(directory, overwrite=overwrite, resume=not overwrite, files=COMPARISON)
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / name for name in COMPARISON]
+    plots.plot_comparison(comparisons, trained_length, paths[1])
+    paths[0].write_text(comparison_table(comparisons), encoding="utf-8")
     return paths
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[EvaluationRow]:
+    """The rows of several runs in one list; where labels are equal, the run's directory is added to them.
+
+    Raises:
+        RopeExtendError: one of them has no results.
+    """
+    runs = [(Path(path), read_results(path)) for path in paths]
+    labels = [row.label for _, rows in runs for row in rows]
+    return [
+        replace(row, label=f"{row.label} ({run_name(path)})") if labels.count(row.label) > 1 else row
+        for path, rows in runs
+        for row in rows
+    ]
+
+
+def run_name(path: str | Path) -> str:
+    """What a run is called: its directory."""
+    path = Path(path)
+    return path.parent.name if path.name == RESULTS else path.resolve().name
+
+
+def _derived(row: EvaluationRow) -> dict[str, Any]:
+    """What follows from a row's numbers, for those who read the file with other tools."""
+    result = row.result
+    intervals = {str(length): result.interval(length) for length in result.ppl}
+    speed = result.tokens_per_second
+    return {
+        "intervals": {
+            length: None if ends is None or not all(map(math.isfinite, ends)) else list(ends)
+            for length, ends in intervals.items()
+        },
+        "buckets": [bucket.to_dict() for bucket in result.buckets()],
+        "tokens_per_second": speed if math.isfinite(speed) else None,
+    }
+
+
+def regressions(rows: Sequence[EvaluationRow]) -> list[Regression]:
+    """What extending costs within the trained window: each other row's perplexity there, and plain RoPE's.
+
+    Before is the first untrained row of plain RoPE, cropped or not, as both read the same within the window;
+    else the model as it is. Without such a row, or any other on the same text, there is none.
+    """
+    trained = rows[0].trained_length if rows else None
+    untrained = [row for row in rows if row.adapter is None and row.method == "none"]
+    plain = [row for row in untrained if row.encoding is not None] or untrained
+    before = _within(plain[0], trained) if plain and trained is not None else None
+    if trained is None or before is None:
+        return []
+    base = plain[0].result
+    protocol = "prefix" if base.protocol == "cropped" else base.protocol
+    found = [
+        (row, _within(row, trained))
+        for row in rows
+        if row not in plain and row.result.protocol == protocol and row.result.data == base.data
+    ]
+    return [Regression(row, after, before, plain[0].label) for row, after in found if after is not None]
+
+
+def _within(row: EvaluationRow, trained: int) -> float | None:
+    """Perplexity within the trained window: as read at it, where it was; else from the longest pass."""
+    if trained in row.result.ppl:
+        return row.result.ppl[trained]
+    try:
+        return row.result.within(trained)
+    except RopeExtendError:
+        return None
+
+
+def short_context_table(rows: Sequence[EvaluationRow]) -> list[str]:
+    """Markdown lines: perplexity within the trained window, before and after; none where nothing changed."""
+    found = regressions(rows)
+    if not found:
+        return []
+    trained = rows[0].trained_length
+    assert trained is not None
+    return [
+        f"Within the trained window of {format_length(trained)}, against {found[0].against}:",
+        "",
+        "|  | before | after | ratio |",
+        "|--|-------:|------:|------:|",
+        *(
+            f"| {row.label} | {_number(before)} | {_number(after)} | {after / before:.3f} |"
+            for row, after, before, _ in found
+        ),
+        "",
+    ]
 
 
 def read_results(path: str | Path) -> list[EvaluationRow]:
@@ -125,10 +282,17 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
 
 def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
     first = rows[0].result
-    notes = [
-        f"Perplexity over the first N tokens of each of {first.documents} documents, token-weighted "
-        f"(text {first.data})."
-    ]
+    what = f"of {first.documents} documents, token-weighted (text {first.data})."
+    if first.protocol in ("prefix", "cropped"):
+        notes = [f"Perplexity over the first N tokens of each {what}"]
+    else:
+        rule = PROTOCOLS[first.protocol]
+        settings = {"stride": first.stride, "last": first.last}
+        words = "".join(f", {name} {value}" for name, value in settings.items() if value is not None)
+        notes = [
+            f"Perplexity {what.replace(', token-weighted', '') if rule.average == 'window' else what}",
+            f"Protocol {first.protocol}{words}. {rule.measures} But: {rule.flaw}",
+        ]
     if rows[0].trained_length is not None:
         notes.append(f"Trained window: {rows[0].trained_length} tokens.")
     for row in rows:

@@ -1,0 +1,159 @@
+"""What a mean loss is worth: intervals by bootstrap over documents, buckets of positions, paired comparisons.
+
+Documents, not tokens, are what is drawn again: the losses of one document hang together, so an interval over
+tokens would be far too narrow. Everything is seeded and gives the same digits every time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rope_extend.errors import RopeExtendError
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Counts = np.ndarray[Any, np.dtype[np.int64]]
+
+DRAWS = 2000
+"""Resamples of a bootstrap."""
+
+
+def bootstrap(
+    sums: Sequence[float], terms: Sequence[int], *, level: float = 0.95, draws: int = DRAWS, seed: int = 0
+) -> tuple[float, float] | None:
+    """Percentile interval of ``Σ sums / Σ terms`` over documents drawn with replacement (Efron 1979).
+
+    Args:
+        sums: by document, the sum of its losses in nats, or of the differences of two.
+        terms: by document, how many there are.
+        level: of the interval.
+        draws: how many resamples.
+        seed: of the generator; the same seed gives the same interval.
+
+    Returns:
+        ``(low, high)`` in nats per token; None where it would mean nothing: fewer than two documents, or a
+        sum that is not finite.
+
+    Raises:
+        RopeExtendError: the two do not belong together, or the level is not between 0 and 1.
+    """
+    if len(sums) != len(terms) or not 0 < level < 1:
+        raise RopeExtendError(
+            f"a bootstrap needs a sum and a count for each document and a level between 0 and 1; got "
+            f"{len(sums)} sums, {len(terms)} counts and {level!r}"
+        )
+    values, weights = np.asarray(sums, dtype=np.float64), np.asarray(terms, dtype=np.float64)
+    if len(values) < 2 or not np.isfinite(values).all():
+        return None
+    random = np.random.default_rng(seed)
+    means = np.empty(draws)
+    for draw in range(draws):  # one at a time: any number of documents fits
+        chosen = random.integers(0, len(values), len(values))
+        means[draw] = values[chosen].sum() / weights[chosen].sum()
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def mean_over(nll: Floats, scored: Counts | None, where: slice) -> tuple[float, int]:
+    """Mean loss over a range of positions, each loss once, and how many there are.
+
+    ``nll`` and ``scored`` are float64 and int64 ``[positions]``; without ``scored`` all positions weigh one.
+    """
+    values = nll[where]
+    weights = np.ones(len(values), dtype=np.int64) if scored is None else scored[where]
+    there = weights > 0
+    total = int(weights[there].sum())
+    return (float((values[there] * weights[there]).sum()) / total if total else math.nan), total
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Perplexity of the targets at the positions ``start … stop−1``, and how many there are."""
+
+    start: int
+    stop: int
+    ppl: float
+    tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers; a perplexity that is not finite becomes None."""
+        return {**asdict(self), "ppl": self.ppl if math.isfinite(self.ppl) else None}
+
+
+def buckets(nll: Floats, scored: Counts | None = None, *, count: int = 8) -> list[Bucket]:
+    """Perplexity by position, in at most ``count`` ranges that double up to the last one.
+
+    Args:
+        nll: float64 ``[positions]``, nats; entry p is the mean loss at position p + 1.
+        scored: int64 ``[positions]``, how many losses are in each; one each if not given.
+        count: how many ranges at most.
+
+    Returns:
+        Ranges in ascending order that cover every position once; those with nothing scored are left out.
+    """
+    last = len(nll) + 1
+    edges = sorted({1, last, *(math.ceil(last / 2**power) for power in range(1, count))})
+    found = []
+    for start, stop in itertools.pairwise(edges):
+        mean, tokens = mean_over(nll, scored, slice(start - 1, stop - 1))
+        if tokens:
+            found.append(Bucket(start, stop, math.exp(mean) if not mean > 700 else math.inf, tokens))
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a second measurement differs from a first on the same tokens.
+
+    Attributes:
+        length: in tokens.
+        nats: mean loss of the second less that of the first; below zero the second is better.
+        low: lower end of its 95 % interval over documents; None with fewer than two documents.
+        high: upper end.
+        ratio: perplexity of the second over that of the first, ``exp(nats)``.
+        documents: over how many.
+    """
+
+    length: int
+    nats: float
+    low: float | None
+    high: float | None
+    ratio: float
+    documents: int
+
+    @property
+    def clear(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def paired(length: int, first: Sequence[float], second: Sequence[float], terms: Sequence[int]) -> Difference:
+    """Compare two measurements document by document.
+
+    What makes a document hard is hard for both, and drops out of the difference: so its interval is far
+    narrower than those of the two perplexities.
+
+    Args:
+        length: in tokens.
+        first: by document, the sum of its losses in nats.
+        second: the same documents, measured otherwise.
+        terms: by document, how many losses are in each sum.
+
+    Raises:
+        RopeExtendError: they do not belong together.
+    """
+    if not len(first) == len(second) == len(terms) > 0:
+        raise RopeExtendError(
+            f"a paired comparison needs the same documents twice; got {len(first)} and {len(second)} sums "
+            f"and {len(terms)} counts"
+        )
+    apart = (np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)).tolist()
+    nats = float(np.sum(apart)) / sum(terms)
+    low, high = bootstrap(apart, terms) or (None, None)
+    ratio = math.exp(nats) if not nats > 700 else math.inf
+    return Difference(length, nats, low, high, ratio, len(terms))
