@@ -185,7 +185,7 @@ def _unapplied(model: nn.Module) -> str | None:
             continue
         logger.warning(
             "the adapter %r was trained with %s, and this model reads with %s: its output is not to "
-            "be trusted. Load the adapter with rope_extend.load or rope_extend.load_adapter, not with peft alone",
+            "be trusted. Load the adapter with rope_extend.load or rope_extend.load_adapter, not peft alone",
             name, trained, patch.encoding if patch else "the base model's own encoding",
         )  # fmt: skip
         return str(trained)

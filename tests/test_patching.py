@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import rope_extend as rx
-from rope_extend import patching
 from rope_extend.encodings import RopeShape
 from rope_extend.inspection import length_groups, shape_of, trained_length_of, unwrap
 from rope_extend.rotary import ExtendedRotaryEmbedding

@@ -37,7 +37,7 @@ MAX_FACTOR = 65_536.0
 """The largest extension taken at its word: 256 tokens to 16M. More is a slip of the keyboard."""
 
 STILL = 1e28
-"""The divisor of a frequency that stands for zero, where a form knows divisors only: no float32 angle feels it."""
+"""The divisor that stands for a frequency of zero, where a form knows divisors only: no angle feels it."""
 
 _FINEST_STEP = 1 / 1024
 """The smallest share by which tables of a growing schedule are told apart, short of every token."""
@@ -629,9 +629,9 @@ class RotaryMethod:
             RopeExtendError: none has one of them.
         """
         takes = [set(cls.parameters()) - {"inner"} for cls in self.classes]
-        if not set(parameters) <= set().union(*takes):
-            # The innermost refuses them: its parameters are the ones that are meant most often.
-            check_parameters(self.classes[-1], {key: 0 for key in parameters if key not in set().union(*takes)})
+        unknown = parameters.keys() - set().union(*takes)
+        if unknown:  # the innermost refuses them: its parameters are the ones that are meant most often
+            check_parameters(self.classes[-1], dict.fromkeys(unknown, 0))
         shares: list[dict[str, Any]] = [{} for _ in self.classes]
         for key, value in parameters.items():
             shares[next(i for i, taken in enumerate(takes) if key in taken)][key] = value

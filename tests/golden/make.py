@@ -1,7 +1,7 @@
-"""Makes golden directories in the format that the installed rope_extend writes: `python tests/golden/make.py`.
+"""Makes golden directories in the present format of checkpoints: `python tests/golden/make.py`.
 
-Run it after `SCHEMA_VERSION` has grown, and commit what it adds: `schema-N/full` and `schema-N/adapter`, a few
-KB each, and their logits in `logits.json`. Directories of earlier schemas are never made again: that they
+Run it after `SCHEMA_VERSION` has grown, and commit what it adds: `schema-N/full` and `schema-N/adapter`, a
+few KB each, and their logits in `logits.json`. Directories of earlier schemas are never made again: that they
 still load is what they are kept for. (schema-1 was written by the code of commit 5f8c70f.)
 """
 
