@@ -21,7 +21,16 @@ from transformers import (
 )
 
 from rope_extend import RopeExtendError, RopeShape, current_patch, encoding, extend, patch_model
-from rope_extend.checkpoint import RECORD_NAME, Record, load, load_adapter, read_record, save, write_record
+from rope_extend.checkpoint import (
+    RECORD_NAME,
+    SCHEMA_VERSION,
+    Record,
+    load,
+    load_adapter,
+    read_record,
+    save,
+    write_record,
+)
 
 TRAINED, TARGET = 32, 128
 IDS = torch.arange(2 * TARGET).remainder(61).view(2, TARGET)
@@ -35,8 +44,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny(**changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
+def tiny(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).eval()
 
 
@@ -178,8 +187,8 @@ def test_a_save_that_fails_leaves_what_was_there(adapter: Path, monkeypatch: pyt
     def full(*_: Any, **__: Any) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("rope_extend.checkpoint.saving.write_record", full)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr("rope_extend.checkpoint.saving.seal", full)
+    with pytest.raises(RopeExtendError, match=r"cannot save to .*: no space .*before is intact"):
         save(model, adapter, overwrite=True)
     assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before
 
@@ -202,16 +211,31 @@ def test_a_model_without_a_patch_is_refused(tmp_path: Path) -> None:
             "is of a model with RopeShape",
         ),
         (lambda: MistralForCausalLM(MistralConfig(**SHAPE)), "is of a llama model, this one is mistral"),
-        (lambda: tiny(hidden_size=64, head_dim=16), "does not fit"),
-        (lambda: tiny(num_hidden_layers=3), "does not fit"),
+        (lambda: tiny(hidden_size=64, head_dim=16), r"was trained on .* has other weights"),
+        (lambda: tiny(num_hidden_layers=3), r"was trained on .* has other weights"),
+        (lambda: tiny(seed=1), r"was trained on .* has other weights"),
     ],
-    ids=["rotated channels", "base", "family", "width", "layers"],
+    ids=["rotated channels", "base", "family", "width", "layers", "weights"],
 )
 def test_another_base_model_is_refused_and_left_as_it_was(adapter: Path, make: Any, message: str) -> None:
-    model = make()
+    check_refusal(make(), adapter, message)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 64, "head_dim": 16}, {"num_hidden_layers": 3}], ids=str)
+def test_an_adapter_that_cannot_fit_is_refused_unchecked_too(adapter: Path, changes: dict[str, int]) -> None:
+    check_refusal(tiny(**changes), adapter, "does not fit", check_base=False)
+
+
+def test_an_adapter_that_fits_another_base_model_goes_on_it_when_asked(adapter: Path) -> None:
+    model = load_adapter(tiny(seed=1), adapter, check_base=False)
+    assert not torch.allclose(logits(model), logits(load(adapter)), atol=1e-3)
+
+
+def check_refusal(model: Any, adapter: Path, message: str, **options: Any) -> None:
+    """The adapter is refused, and the model is as it was."""
     before, modules = logits(model), dict(model.named_modules())
     with pytest.raises(RopeExtendError, match=message):
-        load_adapter(model, adapter)
+        load_adapter(model, adapter, **options)
     assert current_patch(model) is None
     assert dict(model.named_modules()) == modules
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -251,7 +275,7 @@ def test_a_record_survives_json(
 
 def test_a_record_says_what_made_it(tmp_path: Path) -> None:
     data = json.loads(write_record(tmp_path, RECORD).read_text())
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == SCHEMA_VERSION
     assert data["versions"]["torch"] == torch.__version__
     assert read_record(tmp_path) == RECORD
     assert [path.name for path in tmp_path.iterdir()] == [RECORD_NAME]
@@ -260,7 +284,7 @@ def test_a_record_says_what_made_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 2}, "schema_version is 2, and this version of rope_extend reads 1"),
+        ({"schema_version": 3}, "schema_version is 3, and this version of rope_extend reads 1, 2;"),
         ({"schema_version": None}, "schema_version is None"),
         ({"extra": 1}, r"unknown keys: \['extra'\]"),
         ({"target_length": "16k"}, "target_length is '16k'"),
