@@ -24,6 +24,7 @@ from rope_extend.checkpoint.registry import MODEL_TYPE, has_stock_form
 from rope_extend.data import format_length
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_whole
 from rope_extend.inspection import rotary_part
 from rope_extend.patching import patch_model
 from rope_extend.pretrained import empty_model, pretrained
@@ -109,7 +110,7 @@ def write_card(
         if results is not None:
             _draw(results, path.with_name(PICTURE_NAME))
         digest = hashlib.sha256(text.encode()).hexdigest()
-        path.write_text(f"{text}\n<!-- written by rope_extend, {digest} -->\n", encoding="utf-8")
+        write_whole(path, f"{text}\n<!-- written by rope_extend, {digest} -->\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RopeExtendError(f"cannot write {path}: {error}") from error
     return path

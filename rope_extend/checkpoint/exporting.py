@@ -27,12 +27,12 @@ import logging
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -50,13 +50,8 @@ from rope_extend.checkpoint.gguf import (
 from rope_extend.checkpoint.manifest import RECORD_NAME, read_json
 from rope_extend.checkpoint.record import Record, seal, write_record
 from rope_extend.checkpoint.registry import plain_config
-from rope_extend.checkpoint.saving import (
-    _checked_record,
-    _checkpoint_files,
-    _intact_on_failure,
-    _publish,
-    load,
-)
+from rope_extend.checkpoint.saving import _checked_record, load
+from rope_extend.checkpoint.staging import staged
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encodings, rotary_method
 from rope_extend.encodings.base import STILL
 from rope_extend.errors import RopeExtendError
@@ -368,12 +363,6 @@ def export(
     found = support(record.encoding, record.shape, to, record.model_type, target_length=record.target_length)
     if target.exists() and source.resolve() == target.resolve():
         raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
-    present = _checkpoint_files(target)
-    if present and not overwrite:
-        raise RopeExtendError(
-            f"{target} already holds a checkpoint ({present[0].name}); choose another directory, or "
-            "overwrite=True"
-        )
     if gguf is not None and (file := target / Path(gguf).name).exists():
         if os.path.samefile(file, gguf):
             raise RopeExtendError(f"{file} is the source itself; choose another output")
@@ -393,24 +382,19 @@ def export(
             raise _refusal(record, _refused(to, obstacle))
     elif gguf is not None:
         raise RopeExtendError(f"gguf= is for llama.cpp; {to} reads safetensors")
-    with _intact_on_failure(target):
-        target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=target, prefix=".exporting-", ignore_cleanup_errors=True
-        ) as made:
-            staging = Path(made) / "checkpoint"
-            staging.mkdir()
-            if gguf is not None:
-                _export_gguf(source, staging, record, Path(gguf), base_model, verify)
-            else:
+    with staged(target, overwrite=overwrite) as directory:
+        if gguf is not None:
+            _export_gguf(source, directory, record, Path(gguf), base_model, verify)
+        else:
+            # Beside the export, so that its weights can be linked; gone before the export appears.
+            with TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as merged:
                 if (source / "adapter_config.json").exists():
                     from rope_extend.checkpoint.merging import merge
 
-                    source = merge(source, Path(made) / "merged", base_model=base_model)
-                _export_config(source, staging, record, found)
+                    source = merge(source, merged, base_model=base_model)
+                _export_config(source, directory, record, found)
                 if verify:
-                    _verify(staging, source)
-            _publish(staging, target, present)
+                    _verify(directory, source)
     return target
 
 

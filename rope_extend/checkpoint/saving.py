@@ -8,45 +8,34 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rope_extend.checkpoint import registry
 from rope_extend.checkpoint.manifest import (
-    INDEX_NAME,
     RECORD_NAME,
-    WEIGHTS,
     base_fingerprint,
     check_directory,
     check_finite,
     weight_files,
 )
 from rope_extend.checkpoint.record import Record, read_record, seal
+from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import shape_of, unwrap
 from rope_extend.patching import Patch, current_patch, patch_model
 from rope_extend.pretrained import pretrained
-from rope_extend.resume import _flush
 
 logger = logging.getLogger(__name__)
-
-_CHECKPOINT_FILES = (
-    "config.json", "generation_config.json", "adapter_config.json", "adapter_model.*", *WEIGHTS, INDEX_NAME,
-    "pytorch_model*.bin*", RECORD_NAME, "verification.json",
-)  # fmt: skip
-"""What makes a directory a checkpoint; `overwrite` replaces these and leaves all else."""
 
 
 def save(
@@ -87,96 +76,47 @@ def save(
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if options and isinstance(model, PeftModel):
         raise RopeExtendError("max_shard_size is for full checkpoints; an adapter is one file")
-    present = _checkpoint_files(target)
-    if present and not overwrite:
-        raise RopeExtendError(
-            f"{target} already holds a checkpoint ({present[0].name}); choose another directory, or "
-            "overwrite=True"
-        )
-    with _intact_on_failure(target):
-        target.mkdir(parents=True, exist_ok=True)
-        for left in target.glob(".saving-*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=target, prefix=".saving-", ignore_cleanup_errors=True) as made:
-            source = Path(made)
-            if isinstance(model, PeftModel):
-                source = _save_adapter(model, source)
-            else:
-                unwrap(model).save_pretrained(source, **options)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(source)
-            for name in weight_files(source):
-                check_finite(source / name)
-            full = guard and (source / "config.json").exists()
-            if full and not registry.has_stock_form(unwrap(model).config, record.target_length):
-                registry.guard(source)
-            seal(source, record)
-            _publish(source, target, present)
+    with staged(target, overwrite=overwrite) as made:
+        if isinstance(model, PeftModel):
+            _save_adapter(model, made)
+        else:
+            unwrap(model).save_pretrained(made, **options)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, made)
+        for name in weight_files(made):
+            check_finite(made / name)
+        full = guard and (made / "config.json").exists()
+        if full and not registry.has_stock_form(unwrap(model).config, record.target_length):
+            registry.guard(made)
+        seal(made, record)
     return target
 
 
-def _checkpoint_files(directory: Path) -> list[Path]:
-    try:
-        return sorted({path for pattern in _CHECKPOINT_FILES for path in directory.glob(pattern)})
-    except OSError as error:
-        raise RopeExtendError(f"cannot read {directory}: {error}") from error
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """`tokenizer.save_pretrained`, with one kind of error where the disk is full.
 
-
-@contextmanager
-def _intact_on_failure(target: Path) -> Iterator[None]:
-    """Leave no directory behind that was not there, and say in one error why a save failed."""
-    existed = target.exists()
-    try:
-        yield
-    except BaseException as error:
-        if not existed:
-            with suppress(OSError):
-                target.rmdir()
-        if isinstance(error, RopeExtendError):
-            raise
-        if not isinstance(error, OSError | SafetensorError | ValueError):
-            raise
-        raise RopeExtendError(f"cannot save to {target}: {error}. What was there before is intact") from error
-
-
-def _publish(source: Path, target: Path, stale: list[Path]) -> None:
-    """Put all files of `source` in the place of those in `target`, and of `stale` ones, or change nothing.
-
-    A directory with other files in it cannot be exchanged in one step. So the old files wait in a directory
-    beside the new until all are in place; a process that is killed in between leaves them there.
+    Raises:
+        OSError: it cannot be written.
     """
-    for path in source.rglob("*"):
-        _flush(path)
-    backup = Path(tempfile.mkdtemp(dir=target, prefix=".replaced-"))
-    placed = [target / path.name for path in source.iterdir()]
-    replaced = {path for path in (*stale, *placed) if path.exists() or path.is_symlink()}
     try:
-        for path in replaced:
-            os.replace(path, backup / path.name)
-        for path in placed:
-            os.replace(source / path.name, path)
-        _flush(target)
-    except BaseException:
-        for path in placed:
-            if not (source / path.name).exists():
-                os.replace(path, source / path.name)
-        for path in backup.iterdir():
-            os.replace(path, target / path.name)
-        backup.rmdir()
+        tokenizer.save_pretrained(directory)
+    except OSError:
         raise
-    shutil.rmtree(backup)
+    except Exception as error:  # the tokenizers library raises no other
+        raise OSError(f"the tokenizer cannot be written: {error}") from error
 
 
-def _save_adapter(model: PeftModel, directory: Path) -> Path:
-    """Save the active adapter, and return the directory that it is in."""
+def _save_adapter(model: PeftModel, directory: Path) -> None:
+    """Save the active adapter."""
     active = model.active_adapters
     if len(active) != 1:
         raise RopeExtendError(f"save takes one active adapter, got {active}; choose with set_adapter")
     model.save_pretrained(directory, selected_adapters=active)
     if active != ["default"]:  # peft puts an adapter of another name one level down
-        directory = directory / active[0]
+        for path in (directory / active[0]).iterdir():
+            os.replace(path, directory / path.name)
+        (directory / active[0]).rmdir()
     (directory / "README.md").unlink(missing_ok=True)  # peft's model card, a form that nobody has filled in
-    return directory
 
 
 def load(

@@ -26,6 +26,7 @@ from rope_extend.checkpoint.registry import has_stock_form
 from rope_extend.checkpoint.saving import load
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_whole
 from rope_extend.inspection import unwrap
 from rope_extend.patching import current_patch, patch_model
 from rope_extend.pretrained import empty_model
@@ -395,9 +396,7 @@ def _has_stock_form(directory: Path, record: Record) -> bool:
 
 
 def _write(path: Path, verification: Verification) -> None:
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(json.dumps(verification.to_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(verification.to_dict(), indent=2) + "\n")
     except OSError as error:
         raise RopeExtendError(f"cannot write {path}: {error}") from error
