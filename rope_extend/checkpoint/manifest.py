@@ -70,11 +70,11 @@ def check_directory(
         _refuse_pickles(directory)
         for name in (RECORD_NAME, *CONFIGS):
             if name == RECORD_NAME or (directory / name).is_symlink() or (directory / name).exists():
-                _locate(directory, name)
+                locate(directory, name)
         names = weight_files(directory)
         _check_complete(directory, names)
         for name in names:
-            check_header(_locate(directory, name))
+            check_header(locate(directory, name))
         if contents:
             _compare("weight file", directory, weights, weight_digests)
             _compare("config", directory, configs, config_digests)
@@ -141,7 +141,7 @@ def _refuse_pickles(directory: Path) -> None:
             )
 
 
-def _locate(directory: Path, name: str) -> Path:
+def locate(directory: Path, name: str) -> Path:
     """The file behind a name in a directory; links may stay inside, or lead to the blobs of a hub cache.
 
     Raises:
@@ -150,7 +150,8 @@ def _locate(directory: Path, name: str) -> Path:
     path, root = directory / name, directory.resolve()
     try:
         real = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+    except (OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: links in a circle, before Python 3.13. ValueError: a name that no file can have.
         raise RopeExtendError(
             f"{path} is missing or cannot be reached ({error}); restore the file, or save the model again"
         ) from error

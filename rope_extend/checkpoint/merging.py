@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -44,13 +42,12 @@ from rope_extend.checkpoint.manifest import (
     weight_files,
 )
 from rope_extend.checkpoint.record import Record, seal
-from rope_extend.checkpoint.saving import _apply, _checked_record, load, save_tokenizer
+from rope_extend.checkpoint.saving import _apply, _checked_record, load, local_directory, save_tokenizer
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.pretrained import empty_model, pretrained
 
 _SINGLE = "model.safetensors"
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ADAPTER = "default"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -113,7 +110,7 @@ def merge(
         RopeExtendError: no or a damaged record or adapter, a base that is missing, another one or quantized,
             an adapter that cannot be merged, weights that are not finite, or a directory that is in use.
     """
-    adapter, output = Path(adapter), Path(output)
+    adapter, output = local_directory(adapter), Path(output)
     limit = _bytes(max_shard_size)
     record = _checked_record(adapter, check_files=True)
     _adapter_config(adapter)
@@ -123,7 +120,7 @@ def merge(
     if output.resolve() == adapter.resolve():
         raise RopeExtendError(f"{output} is the adapter itself; choose another directory")
     with staged(output, overwrite=overwrite) as directory:
-        files = _resolve(name)
+        files = local_directory(name, "base model", "base_model=")
         if in_memory:
             base = _merge_in_memory(adapter, files, directory, dtype, limit)
         else:
@@ -149,19 +146,6 @@ def merge(
 
 # ---------------------------------------------------------------------------------------------------------
 # The base model's files
-
-
-def _resolve(name: str) -> Path:
-    """The directory of a checkpoint: itself, or the hub's snapshot in the cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise RopeExtendError(
-            f"cannot find the base model {name!r}: {error}. Give base_model= a hub id, or a directory with a "
-            f"transformers checkpoint (seen from {Path.cwd()})"
-        ) from error
 
 
 def _stored(directory: Path) -> dict[str, _Stored]:

@@ -15,7 +15,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -33,7 +34,7 @@ from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import shape_of, unwrap
 from rope_extend.patching import Patch, current_patch, patch_model
-from rope_extend.pretrained import pretrained
+from rope_extend.pretrained import one_error, pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,36 @@ def _save_adapter(model: PeftModel, directory: Path) -> None:
     (directory / "README.md").unlink(missing_ok=True)  # peft's model card, a form that nobody has filled in
 
 
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""What is fetched of a checkpoint on the hub: never a pickle, never code."""
+
+
+def local_directory(
+    name: str | PathLike[str], what: str = "checkpoint", argument: str = "", **hub_kwargs: Any
+) -> Path:
+    """The directory of a checkpoint: itself, or the snapshot of a hub id in the cache, fetched if need be.
+
+    Args:
+        name: a directory or a hub id.
+        what: it is, for the error.
+        argument: how it is given, for the error.
+        hub_kwargs: for `snapshot_download`, such as `revision`.
+
+    Raises:
+        RopeExtendError: there is none.
+    """
+    try:
+        if Path(name).exists():
+            return Path(name)
+        return Path(snapshot_download(str(name), allow_patterns=_HUB_FILES, **hub_kwargs))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        given = f"Give {argument} a" if argument else "Give a"
+        raise RopeExtendError(
+            f"cannot find the {what} {str(name)!r}: {error}. {given} hub id, or a directory with a "
+            f"checkpoint (seen from {Path.cwd()})"
+        ) from error
+
+
 def load(
     directory: str | PathLike[str],
     *,
@@ -132,12 +163,13 @@ def load(
     Nothing but safetensors and JSON is read, and no code of a checkpoint is ever run.
 
     Args:
-        directory: an adapter or a full checkpoint, with its record.
+        directory: an adapter or a full checkpoint, with its record; or the hub id of one.
         base_model: name or path of an adapter's base model, where it is not where the record says.
         check_files: compare the files with the record's digests, and refuse weights that are not finite,
             which reads them once more (about a second per GB); False after a deliberate change.
         check_base: compare an adapter's base model with the one it was trained on; False to use another.
-        from_pretrained_kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or `device_map`.
+        from_pretrained_kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or `device_map`;
+            a `revision` is that of a hub id in `directory`, and else of the base model.
 
     Returns:
         A patched model in evaluation mode: a `PeftModel` for an adapter, else the family's own class.
@@ -147,11 +179,14 @@ def load(
             directory or not those that were saved; or a base model that is missing or another one.
     """
     _refuse_arguments(from_pretrained_kwargs)
-    directory = Path(directory)
+    hub_kwargs = {}
+    if not Path(directory).exists() and "revision" in from_pretrained_kwargs:
+        hub_kwargs["revision"] = from_pretrained_kwargs.pop("revision")
+    directory = local_directory(directory, **hub_kwargs)
     record = _checked_record(directory, check_files)
     if not (directory / "adapter_config.json").exists():
         model = _pretrained(str(directory), takes_all=True, **from_pretrained_kwargs)
-        with _as_one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
+        with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
             _apply(model, record)
         return model
     name = base_model or record.base_model
@@ -174,7 +209,7 @@ def load_adapter(
 
     Args:
         model: the base model, not patched, or patched with the recorded encoding.
-        directory: an adapter directory, with its record.
+        directory: an adapter directory, with its record; or the hub id of one.
         is_trainable: whether the adapter's weights take gradients.
         check_files: as in `load`.
         check_base: as in `load`.
@@ -186,7 +221,7 @@ def load_adapter(
     """
     if isinstance(model, PeftModel):
         raise RopeExtendError("this model carries an adapter already; load_adapter takes the base model")
-    directory = Path(directory)
+    directory = local_directory(directory)
     record = _checked_record(directory, check_files)
     return _attach(model, directory, record, is_trainable=is_trainable, check_base=check_base)
 
@@ -213,28 +248,15 @@ def _checked_record(directory: Path, check_files: bool) -> Record:
     return record
 
 
-@contextmanager
-def _as_one_error(what: str) -> Iterator[None]:
-    """Turn whatever stock loaders raise over a damaged checkpoint into a RopeExtendError that says `what`."""
-    try:
-        yield
-    except (RopeExtendError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise RopeExtendError(f"{what}: {type(error).__name__}: {error}") from error
-
-
 def _pretrained(name: str, hint: str = "", *, takes_all: bool = False, **kwargs: Any) -> Any:
     """The model of a checkpoint, from safetensors and without remote code, with every weight from its files.
 
     Stock `from_pretrained` only warns when it has made up weights that the files do not have. `takes_all`
     also refuses files with weights that the model does not have.
     """
-    with _as_one_error(f"cannot load the model of {name!r}"):
-        model, loaded = pretrained(
-            AutoModelForCausalLM, name, hint,
-            use_safetensors=True, trust_remote_code=False, output_loading_info=True, **kwargs,
-        )  # fmt: skip
+    model, loaded = pretrained(
+        AutoModelForCausalLM, name, hint, use_safetensors=True, output_loading_info=True, **kwargs
+    )
     for kind in ("missing_keys", "mismatched_keys", *(["unexpected_keys"] if takes_all else [])):
         if loaded.get(kind):
             raise RopeExtendError(
@@ -249,13 +271,13 @@ def _attach(
 ) -> PeftModel:
     before = current_patch(model)
     # The encoding first: a model that took the weights without it would be garbage.
-    with _as_one_error(f"the base model does not fit the adapter in {directory}"):
+    with one_error(f"the base model does not fit the adapter in {directory}"):
         patch = _apply(model, record)
     try:
         if check_base:
             _check_base(model, directory, record)
         with (
-            _as_one_error(
+            one_error(
                 f"the adapter in {directory} does not fit this {record.model_type} model; it was made for "
                 f"{record.base_model!r}"
             ),
