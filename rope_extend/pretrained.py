@@ -44,7 +44,7 @@ def one_error(what: str, advice: str = "") -> Iterator[None]:
         raise
     except Exception as error:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        reason = f"{what}: {kind}{error}"
+        reason = f"{what}: {kind}{' '.join(str(error).split())}"
         raise RopeExtendError(f"{reason.rstrip('.')}. {advice}" if advice else reason) from error
 
 

@@ -122,6 +122,8 @@ def read_json(path: Path) -> dict[str, Any]:
         RopeExtendError: it cannot be read, or holds something else.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError("it is not a regular file")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise RopeExtendError(

@@ -23,6 +23,7 @@ from rope_extend.checkpoint.manifest import (
     RECORD_NAME,
     base_fingerprint,
     config_digests,
+    locate,
     read_json,
     weight_digests,
 )
@@ -239,7 +240,7 @@ def read_record(directory: str | PathLike[str]) -> Record:
             f"no {RECORD_NAME} in {directory}: this is not a checkpoint of rope_extend. Load others with "
             f"stock from_pretrained, and extend them with rope_extend.extend{hint}"
         )
-    data = read_json(path)
+    data = read_json(locate(path.parent, RECORD_NAME))
     try:
         return Record.from_dict(data)
     except RopeExtendError as error:

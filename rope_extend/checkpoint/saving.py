@@ -179,21 +179,20 @@ def load(
             directory or not those that were saved; or a base model that is missing or another one.
     """
     _refuse_arguments(from_pretrained_kwargs)
-    hub_kwargs = {}
-    if not Path(directory).exists() and "revision" in from_pretrained_kwargs:
-        hub_kwargs["revision"] = from_pretrained_kwargs.pop("revision")
-    directory = local_directory(directory, **hub_kwargs)
+    name, directory = directory, local_directory(directory, revision=from_pretrained_kwargs.get("revision"))
+    if directory != Path(name):
+        from_pretrained_kwargs.pop("revision", None)
     record = _checked_record(directory, check_files)
     if not (directory / "adapter_config.json").exists():
         model = _pretrained(str(directory), takes_all=True, **from_pretrained_kwargs)
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
             _apply(model, record)
         return model
-    name = base_model or record.base_model
-    if name is None:
+    base_model = base_model or record.base_model
+    if base_model is None:
         raise RopeExtendError(f"the record in {directory} names no base model; give base_model=")
     hint = f". It is the base model that {directory / RECORD_NAME} names; give base_model= if it has moved"
-    base = _pretrained(name, hint, **from_pretrained_kwargs)
+    base = _pretrained(base_model, hint, **from_pretrained_kwargs)
     return _attach(base, directory, record, is_trainable=False, check_base=check_base)
 
 

@@ -50,8 +50,8 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
             yield Path(directory)
             _publish(Path(directory), target, overwrite)
     except BaseException as error:
-        with suppress(OSError):
-            for path in made:
+        for path in made:
+            with suppress(OSError):
                 path.rmdir()
         if isinstance(error, RopeExtendError) or not isinstance(
             error, OSError | SafetensorError | ValueError
