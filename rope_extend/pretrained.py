@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import adapter_for
 
 
 def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
-    """`auto.from_pretrained(name, **kwargs)` for one of transformers' auto classes.
+    """`auto.from_pretrained(name, **kwargs)` for one of transformers' auto classes, without remote code.
 
     Args:
-        auto: `AutoConfig`, `AutoTokenizer` or `AutoModelForCausalLM`.
+        auto: `AutoConfig`, `AutoTokenizer`, `AutoModelForCausalLM` or `GenerationConfig`.
         name: a checkpoint's directory or hub id.
         hint: added to the error message.
         kwargs: as `from_pretrained` takes them.
@@ -25,15 +27,25 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
     Raises:
         RopeExtendError: there is no such checkpoint, or it cannot be read.
     """
-    try:
+    if auto is not GenerationConfig:
+        kwargs["trust_remote_code"] = False  # left open, transformers asks on the terminal
+    what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
+    advice = f"Give a hub id, or a directory with a transformers checkpoint (seen from {Path.cwd()}){hint}"
+    with one_error(f"cannot load the {what} of {name!r}", advice):
         return auto.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
-        what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
-        reason = str(error).rstrip(".")
-        raise RopeExtendError(
-            f"cannot load the {what} of {name!r}: {reason}. Give a hub id, or a directory with a "
-            f"transformers checkpoint (seen from {Path.cwd()}){hint}"
-        ) from error
+
+
+@contextmanager
+def one_error(what: str, advice: str = "") -> Iterator[None]:
+    """Turn whatever stock loaders raise over a damaged checkpoint into a RopeExtendError that says `what`."""
+    try:
+        yield
+    except (RopeExtendError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        reason = f"{what}: {kind}{' '.join(str(error).split())}"
+        raise RopeExtendError(f"{reason.rstrip('.')}. {advice}" if advice else reason) from error
 
 
 def empty_model(name: str) -> nn.Module:
@@ -45,7 +57,7 @@ def empty_model(name: str) -> nn.Module:
     """
     config = pretrained(AutoConfig, name)
     adapter_for(config.model_type)
-    with torch.device("meta"):
+    with one_error(f"the config of {name!r} describes no model"), torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import flush
 from rope_extend.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -125,22 +126,11 @@ def save_checkpoint(
 def _publish(partial: Path, final: Path) -> None:
     """Make a directory appear under its name, whole and on disk, or not at all."""
     for path in (*partial.iterdir(), partial):
-        _flush(path)
+        flush(path)
     if final.exists():  # the run went on from an earlier step and has come by here again
         shutil.rmtree(final)
     os.replace(partial, final)
-    _flush(final.parent)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file or a directory's entries are on disk."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows neither needs nor allows it
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(final.parent)
 
 
 def read_state(checkpoint: Path) -> RunState:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -24,6 +25,7 @@ from rope_extend.checkpoint.registry import MODEL_TYPE, has_stock_form
 from rope_extend.data import format_length
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_whole
 from rope_extend.inspection import rotary_part
 from rope_extend.patching import patch_model
 from rope_extend.pretrained import empty_model, pretrained
@@ -66,10 +68,11 @@ def model_card(
     record = read_record(directory)
     adapter = (directory / "adapter_config.json").exists()
     name = name or directory.resolve().name
+    title = " ".join(name.split())
     window = format_length(record.target_length)
     parts = [
         _front_matter(record, adapter),
-        f"# {name}",
+        f"# {title}",
         _warning(record) if adapter else "",
         f"{'A LoRA adapter' if adapter else 'A checkpoint'} that reads {window} tokens, of a "
         f"{record.model_type} model pretrained on {format_length(record.shape.trained_length)}.",
@@ -77,7 +80,7 @@ def model_card(
         "## Perplexity",
         _measured(results, perplexity),
         "## Loading",
-        f"`{name}` is this directory, seen from the one above it; put the hub id or path in its place.",
+        f"`{title}` is this directory, seen from the one above it; put the hub id or path in its place.",
         *(_adapter_lines(record, name) if adapter else _checkpoint_lines(directory, record, name)),
         "## Limits",
         "\n".join(f"- {limit}" for limit in _limits(directory, record, results, perplexity)),
@@ -109,7 +112,7 @@ def write_card(
         if results is not None:
             _draw(results, path.with_name(PICTURE_NAME))
         digest = hashlib.sha256(text.encode()).hexdigest()
-        path.write_text(f"{text}\n<!-- written by rope_extend, {digest} -->\n", encoding="utf-8")
+        write_whole(path, f"{text}\n<!-- written by rope_extend, {digest} -->\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RopeExtendError(f"cannot write {path}: {error}") from error
     return path
@@ -240,6 +243,11 @@ def _python(*lines: str) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
+def _quoted(name: str) -> str:
+    """A name as a Python string."""
+    return json.dumps(name, ensure_ascii=False)
+
+
 def _shell(*lines: str) -> str:
     return "\n".join(["```bash", *lines, "```"])
 
@@ -253,8 +261,8 @@ def _checkpoint_lines(directory: Path, record: Record, name: str) -> Iterator[st
     lines = [
         f"from transformers import AutoModelForCausalLM{', AutoTokenizer' if tokenizer else ''}",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{name}", dtype="auto")',
-        *([f'tokenizer = AutoTokenizer.from_pretrained("{name}")'] if tokenizer else []),
+        f'model = AutoModelForCausalLM.from_pretrained({_quoted(name)}, dtype="auto")',
+        *([f"tokenizer = AutoTokenizer.from_pretrained({_quoted(name)})"] if tokenizer else []),
     ]
     yield "### transformers"
     if guarded:
@@ -273,7 +281,7 @@ def _checkpoint_lines(directory: Path, record: Record, name: str) -> Iterator[st
             )
             + ". With rope_extend it reads as it should:"
         )
-        yield _python("import rope_extend as rx", "", f'model = rx.load("{name}", dtype="auto")')
+        yield _python("import rope_extend as rx", "", f'model = rx.load({_quoted(name)}, dtype="auto")')
     else:
         yield "`config.json` carries the encoding; nothing else is needed:"
         yield _python(*lines)
@@ -291,7 +299,7 @@ def _adapter_lines(record: Record, name: str) -> Iterator[str]:
     base = record.base_model or "BASE_MODEL"
     yield "### rope_extend"
     yield "The encoding is applied before the weights, and the base model is checked:"
-    yield _python("import rope_extend as rx", "", f'model = rx.load("{name}")')
+    yield _python("import rope_extend as rx", "", f"model = rx.load({_quoted(name)})")
     yield "### transformers and peft"
     stock = _stock_settings(record)
     if stock is None:
@@ -303,8 +311,8 @@ def _adapter_lines(record: Record, name: str) -> Iterator[str]:
             "from transformers import AutoModelForCausalLM",
             "import rope_extend as rx",
             "",
-            f'base = AutoModelForCausalLM.from_pretrained("{base}")',
-            f'model = rx.load_adapter(base, "{name}")',
+            f"base = AutoModelForCausalLM.from_pretrained({_quoted(base)})",
+            f"model = rx.load_adapter(base, {_quoted(name)})",
         )
     else:
         yield "Without rope_extend, the encoding has to be given to the base model:"
@@ -312,17 +320,20 @@ def _adapter_lines(record: Record, name: str) -> Iterator[str]:
             "from peft import PeftModel",
             "from transformers import AutoConfig, AutoModelForCausalLM",
             "",
-            f'config = AutoConfig.from_pretrained("{base}")',
+            f"config = AutoConfig.from_pretrained({_quoted(base)})",
             *(f"config.{key} = {value!r}" for key, value in stock.items()),
-            f'base = AutoModelForCausalLM.from_pretrained("{base}", config=config)',
-            f'model = PeftModel.from_pretrained(base, "{name}")',
+            f"base = AutoModelForCausalLM.from_pretrained({_quoted(base)}, config=config)",
+            f"model = PeftModel.from_pretrained(base, {_quoted(name)})",
         )
     yield "### vLLM and llama.cpp"
     yield (
         "Serving an adapter on its base model (`--enable-lora`, `--lora`) reads on the old window. Merge it "
         "first; the merged checkpoint's card has the lines for both:"
     )
-    yield _shell(f"rope-extend merge {name} --output {name}-merged", f"rope-extend verify {name}-merged")
+    yield _shell(
+        f"rope-extend merge {quote(name)} --output {quote(name + '-merged')}",
+        f"rope-extend verify {quote(name + '-merged')}",
+    )
 
 
 def _stock_settings(record: Record) -> dict[str, Any] | None:
@@ -361,13 +372,13 @@ def _server_lines(record: Record, name: str, guarded: bool) -> Iterator[str]:
             "export writes the form that it reads, and `--max-model-len` states the window:"
         )
         yield _shell(
-            f"rope-extend export {name} --to vllm --output {name}-vllm",
-            f"vllm serve {name}-vllm --max-model-len {window}",
+            f"rope-extend export {quote(name)} --to vllm --output {quote(name + '-vllm')}",
+            f"vllm serve {quote(name + '-vllm')} --max-model-len {window}",
         )
     else:
         yield f"vLLM cannot read this encoding: {found['vllm'].reason}."
     yield "### llama.cpp"
-    plain = f"{name}-plain" if guarded else name
+    plain, file = f"{name}-plain" if guarded else name, f"{name}.gguf"
     refused = (
         f"Its converter refuses this directory; `{plain}` is the same, merged with `--no-guard`. "
         if guarded
@@ -381,9 +392,10 @@ def _server_lines(record: Record, name: str, guarded: bool) -> Iterator[str]:
             "schedule without a word; the export writes it in:"
         )
         yield _shell(
-            f"python convert_hf_to_gguf.py {plain} --outfile {name}.gguf",
-            f"rope-extend export {name} --to llama.cpp --gguf {name}.gguf --output {name}-gguf",
-            f"llama-cli -m {name}-gguf/{name}.gguf -c {window}",
+            f"python convert_hf_to_gguf.py {quote(plain)} --outfile {quote(file)}",
+            f"rope-extend export {quote(name)} --to llama.cpp --gguf {quote(file)} "
+            f"--output {quote(name + '-gguf')}",
+            f"llama-cli -m {quote(f'{name}-gguf/{Path(file).name}')} -c {window}",
         )
 
 

@@ -27,12 +27,12 @@ import logging
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -47,21 +47,17 @@ from rope_extend.checkpoint.gguf import (
     schedule,
     verify_gguf,
 )
-from rope_extend.checkpoint.manifest import RECORD_NAME, read_json
+from rope_extend.checkpoint.manifest import RECORD_NAME, locate, read_json
 from rope_extend.checkpoint.record import Record, seal, write_record
 from rope_extend.checkpoint.registry import plain_config
-from rope_extend.checkpoint.saving import (
-    _checked_record,
-    _checkpoint_files,
-    _intact_on_failure,
-    _publish,
-    load,
-)
+from rope_extend.checkpoint.saving import _checked_record, load, local_directory
+from rope_extend.checkpoint.staging import staged
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encodings, rotary_method
 from rope_extend.encodings.base import STILL
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import FamilyAdapter, adapter_for, find_adapter
 from rope_extend.inspection import CONFIG_RECORD, RESTING, active_table
+from rope_extend.pretrained import pretrained
 from rope_extend.stock_forms import CARRIED, softmax_scale_of
 
 logger = logging.getLogger(__name__)
@@ -363,17 +359,11 @@ def export(
         RopeExtendError: the target cannot compute the encoding, with the reason; the directory is no
             checkpoint or not sound; the output is in use; or the export does not read as the original.
     """
-    source, target = Path(directory), Path(output)
+    source, target = local_directory(directory), Path(output)
     record = _checked_record(source, True)
     found = support(record.encoding, record.shape, to, record.model_type, target_length=record.target_length)
     if target.exists() and source.resolve() == target.resolve():
         raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
-    present = _checkpoint_files(target)
-    if present and not overwrite:
-        raise RopeExtendError(
-            f"{target} already holds a checkpoint ({present[0].name}); choose another directory, or "
-            "overwrite=True"
-        )
     if gguf is not None and (file := target / Path(gguf).name).exists():
         if os.path.samefile(file, gguf):
             raise RopeExtendError(f"{file} is the source itself; choose another output")
@@ -393,24 +383,19 @@ def export(
             raise _refusal(record, _refused(to, obstacle))
     elif gguf is not None:
         raise RopeExtendError(f"gguf= is for llama.cpp; {to} reads safetensors")
-    with _intact_on_failure(target):
-        target.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=target, prefix=".exporting-", ignore_cleanup_errors=True
-        ) as made:
-            staging = Path(made) / "checkpoint"
-            staging.mkdir()
-            if gguf is not None:
-                _export_gguf(source, staging, record, Path(gguf), base_model, verify)
-            else:
+    with staged(target, overwrite=overwrite) as directory:
+        if gguf is not None:
+            _export_gguf(source, directory, record, Path(gguf), base_model, verify)
+        else:
+            # Beside the export, so that its weights can be linked; gone before the export appears.
+            with TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as merged:
                 if (source / "adapter_config.json").exists():
                     from rope_extend.checkpoint.merging import merge
 
-                    source = merge(source, Path(made) / "merged", base_model=base_model)
-                _export_config(source, staging, record, found)
+                    source = merge(source, merged, base_model=base_model)
+                _export_config(source, directory, record, found)
                 if verify:
-                    _verify(staging, source)
-            _publish(staging, target, present)
+                    _verify(directory, source)
     return target
 
 
@@ -449,7 +434,7 @@ def _export_config(source: Path, staging: Path, record: Record, found: Support) 
     assert found.form is not None
     data = plain_config(read_json(source / "config.json"))
     pairs = _stock_pairs(source)
-    forms = [_with_form(data, AutoConfig.from_pretrained(source), found.form)]
+    forms = [_with_form(data, pretrained(AutoConfig, str(source)), found.form)]
     if found.target == "transformers" or found.form["rope_parameters"]["rope_type"] == "default":
         forms.insert(0, data)  # what was saved knows more of the family than a verdict does
     for form in forms:
@@ -465,18 +450,17 @@ def _export_config(source: Path, staging: Path, record: Record, found: Support) 
         hidden = path.name.startswith(".") or path.suffix in _LEFT_BEHIND
         if hidden or not path.is_file() or path.name in _WRITTEN_ANEW:
             continue
-        _link(path, staging / path.name)
+        _link(locate(source, path.name), staging / path.name)
     seal(staging, record)
 
 
 def _link(path: Path, target: Path) -> None:
     """A second name for weights, which nothing here writes into; a copy of small files, which users edit."""
-    real = path.resolve()
-    if path.suffix == ".safetensors":
+    if target.suffix == ".safetensors":
         with suppress(OSError):  # another disk, or one without links
-            os.link(real, target)
+            os.link(path, target)
             return
-    shutil.copy2(real, target)
+    shutil.copy2(path, target)
 
 
 def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> dict[str, Any]:
@@ -503,7 +487,7 @@ def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> di
 
 def _stock_model(directory: Path) -> Any:
     """The model of a directory's config, without weights."""
-    config = AutoConfig.from_pretrained(directory)
+    config = pretrained(AutoConfig, str(directory))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 

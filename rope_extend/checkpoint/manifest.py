@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -70,11 +70,11 @@ def check_directory(
         _refuse_pickles(directory)
         for name in (RECORD_NAME, *CONFIGS):
             if name == RECORD_NAME or (directory / name).is_symlink() or (directory / name).exists():
-                _locate(directory, name)
+                locate(directory, name)
         names = weight_files(directory)
         _check_complete(directory, names)
         for name in names:
-            check_header(_locate(directory, name))
+            check_header(locate(directory, name))
         if contents:
             _compare("weight file", directory, weights, weight_digests)
             _compare("config", directory, configs, config_digests)
@@ -122,6 +122,8 @@ def read_json(path: Path) -> dict[str, Any]:
         RopeExtendError: it cannot be read, or holds something else.
     """
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError("it is not a regular file")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise RopeExtendError(
@@ -141,7 +143,7 @@ def _refuse_pickles(directory: Path) -> None:
             )
 
 
-def _locate(directory: Path, name: str) -> Path:
+def locate(directory: Path, name: str) -> Path:
     """The file behind a name in a directory; links may stay inside, or lead to the blobs of a hub cache.
 
     Raises:
@@ -150,7 +152,8 @@ def _locate(directory: Path, name: str) -> Path:
     path, root = directory / name, directory.resolve()
     try:
         real = path.resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle, before Python 3.13
+    except (OSError, RuntimeError, ValueError) as error:
+        # RuntimeError: links in a circle, before Python 3.13. ValueError: a name that no file can have.
         raise RopeExtendError(
             f"{path} is missing or cannot be reached ({error}); restore the file, or save the model again"
         ) from error
@@ -279,20 +282,31 @@ def base_fingerprint(model: nn.Module) -> str | None:
         float16 model, with weights offloaded, sharded, or with an adapter merged into them.
     """
     base = unwrap(model)
-    matrices = dict(sorted(_base_matrices(base)))
-    obstacle = _obstacle(base, matrices)
+    matrices = base_matrices(base)
+    obstacle = _obstacle(base, [matrix for _, matrix in matrices])
     if obstacle:
-        logger.warning("%s, so that it cannot be checked which base model an adapter belongs to", obstacle)
+        warn_unchecked(obstacle)
         return None
+    return fingerprint(matrices)
+
+
+def fingerprint(matrices: Iterable[tuple[str, Tensor]]) -> str:
+    """`base_fingerprint` over tensors that may come one at a time, in the order of `base_matrices`."""
     digest = hashlib.sha256()
-    for name, matrix in matrices.items():
+    for name, matrix in matrices:
         digest.update(f"{name} {tuple(matrix.shape)}\n".encode())
         digest.update(_sample(matrix))
     return digest.hexdigest()
 
 
-def _base_matrices(base: Any) -> Iterator[tuple[str, Tensor]]:
-    """`(name, tensor)` of the weights that a model has without the layers that peft put in."""
+def warn_unchecked(obstacle: str) -> None:
+    """Say why a base model could not be compared with the one on record."""
+    logger.warning("%s, so that it cannot be checked which base model an adapter belongs to", obstacle)
+
+
+def base_matrices(base: Any) -> list[tuple[str, Tensor]]:
+    """`(name, tensor)` of the matrices that a model has without the layers that peft put in, by name."""
+    found = []
     wrappers = {
         name
         for name, module in base.named_modules()
@@ -304,7 +318,8 @@ def _base_matrices(base: Any) -> Iterator[tuple[str, Tensor]]:
         if parameter.ndim > 1 or parameter.numel() == 0:
             plain = _name_in_base(name, wrappers)
             if plain is not None and plain not in tied:
-                yield plain, parameter
+                found.append((plain, parameter))
+    return sorted(found, key=lambda row: row[0])
 
 
 def _name_in_base(name: str, wrappers: set[str]) -> str | None:
@@ -319,9 +334,8 @@ def _name_in_base(name: str, wrappers: set[str]) -> str | None:
     return ".".join(kept)
 
 
-def _obstacle(base: Any, matrices: dict[str, Tensor]) -> str | None:
+def _obstacle(base: Any, tensors: list[Tensor]) -> str | None:
     """Why the values of a base model cannot be compared; None if they can."""
-    tensors = matrices.values()
     if getattr(base, "is_quantized", False) or not all(t.is_floating_point() for t in tensors):
         return "the model is quantised"
     if any(t.itemsize == 1 for t in tensors):

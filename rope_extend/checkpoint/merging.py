@@ -7,22 +7,18 @@ rounded once. So whatever peft can merge in a LoRA layer is merged, and memory h
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -37,21 +33,21 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from rope_extend.checkpoint import registry
 from rope_extend.checkpoint.card import add_card
-from rope_extend.checkpoint.manifest import INDEX_NAME, _base_matrices, _sample, check_finite, weight_files
-from rope_extend.checkpoint.record import Record, seal
-from rope_extend.checkpoint.saving import (
-    _apply,
-    _checked_record,
-    _checkpoint_files,
-    _intact_on_failure,
-    _publish,
-    load,
+from rope_extend.checkpoint.manifest import (
+    INDEX_NAME,
+    base_matrices,
+    check_finite,
+    fingerprint,
+    warn_unchecked,
+    weight_files,
 )
+from rope_extend.checkpoint.record import Record, seal
+from rope_extend.checkpoint.saving import _apply, _checked_record, load, local_directory, save_tokenizer
+from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.pretrained import empty_model, pretrained
 
 _SINGLE = "model.safetensors"
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ADAPTER = "default"
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -114,65 +110,42 @@ def merge(
         RopeExtendError: no or a damaged record or adapter, a base that is missing, another one or quantized,
             an adapter that cannot be merged, weights that are not finite, or a directory that is in use.
     """
-    adapter, output = Path(adapter), Path(output)
+    adapter, output = local_directory(adapter), Path(output)
     limit = _bytes(max_shard_size)
     record = _checked_record(adapter, check_files=True)
     _adapter_config(adapter)
     name = base_model or record.base_model
     if name is None:
         raise RopeExtendError(f"the record in {adapter} names no base model; give base_model=")
-    present = _checkpoint_files(output)
-    if present and not overwrite:
-        raise RopeExtendError(
-            f"{output} already holds a checkpoint ({present[0].name}); choose another directory, or "
-            "overwrite=True"
-        )
     if output.resolve() == adapter.resolve():
         raise RopeExtendError(f"{output} is the adapter itself; choose another directory")
-    files = _resolve(name)
-    with _intact_on_failure(output):
-        output.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=output, prefix=".merging-", ignore_cleanup_errors=True) as staging:
-            directory = Path(staging)
-            if in_memory:
-                base = _merge_in_memory(adapter, files, directory, dtype, limit)
-            else:
-                model = _with_adapter(files, adapter, record)
-                outputs = _outputs(model, files, adapter, record, dtype)
-                _write(outputs, directory, limit, None if progress is None else not progress)
-                base = model.get_base_model()
-                base.config.architectures = [type(base).__name__]
-                base.config.dtype = dtype or base.config.dtype
-                base.config.save_pretrained(directory)
-                if (files / "generation_config.json").exists():
-                    base.generation_config.save_pretrained(directory)
-            if guard and not registry.has_stock_form(base.config, record.target_length):
-                registry.guard(directory)
-            if tokenizer:
-                _save_tokenizer(adapter, files, record.target_length, directory)
-            for weights in weight_files(directory):
-                check_finite(directory / weights)
-            seal(directory, Record.of(base, name))
-            _publish(directory, output, present)
+    with staged(output, overwrite=overwrite) as directory:
+        files = local_directory(name, "base model", "base_model=")
+        if in_memory:
+            base = _merge_in_memory(adapter, files, directory, dtype, limit)
+        else:
+            model = _with_adapter(files, adapter, record)
+            outputs = _outputs(model, files, adapter, record, dtype)
+            _write(outputs, directory, limit, None if progress is None else not progress)
+            base = model.get_base_model()
+            base.config.architectures = [type(base).__name__]
+            base.config.dtype = dtype or base.config.dtype
+            base.config.save_pretrained(directory)
+            if (files / "generation_config.json").exists():
+                base.generation_config.save_pretrained(directory)
+        if guard and not registry.has_stock_form(base.config, record.target_length):
+            registry.guard(directory)
+        if tokenizer:
+            _save_tokenizer(adapter, files, record.target_length, directory)
+        for weights in weight_files(directory):
+            check_finite(directory / weights)
+        seal(directory, Record.of(base, name))
     add_card(output, trained_in=adapter)
     return output
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The base model's files
-
-
-def _resolve(name: str) -> Path:
-    """The directory of a checkpoint: itself, or the hub's snapshot in the cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (OSError, HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise RopeExtendError(
-            f"cannot find the base model {name!r}: {error}. Give base_model= a hub id, or a directory with a "
-            f"transformers checkpoint (seen from {Path.cwd()})"
-        ) from error
 
 
 def _stored(directory: Path) -> dict[str, _Stored]:
@@ -357,29 +330,23 @@ def _check_base(
     base: Any, stored: Mapping[str, _Stored], where: Mapping[str, str], adapter: Path, record: Record
 ) -> None:
     """Refuse files with other weights than those that the adapter was trained on, by their fingerprint."""
-    names = sorted(name for name, _ in _base_matrices(base))
-    if record.base_fingerprint is None or not all(name in where for name in names):
-        return  # tensors that are joined or split on loading: in memory, `load` compares them
-    held = [stored[where[name]] for name in names]
-    if any(each.dtype not in (torch.float32, torch.bfloat16) for each in held):
+    if record.base_fingerprint is None:
         return
-    matrices = ((name, _read(each.file, where[name])) for name, each in zip(names, held, strict=True))
-    found = _fingerprint(matrices)
+    names = [name for name, _ in base_matrices(base)]
+    if not all(name in where for name in names):
+        warn_unchecked("transformers joins or splits tensors of the model when it loads them")
+        return
+    held = [stored[where[name]] for name in names]
+    if strange := {each.dtype for each in held} - {torch.float32, torch.bfloat16}:
+        warn_unchecked(f"the model is stored in {strange.pop()}")
+        return
+    found = fingerprint((name, _read(each.file, where[name])) for name, each in zip(names, held, strict=True))
     if found != record.base_fingerprint:
         raise RopeExtendError(
             f"the adapter in {adapter} was trained on {record.base_model!r} (fingerprint "
             f"{record.base_fingerprint[:12]}), and {held[0].file.parent} has other weights ({found[:12]}); "
             "give base_model= the former"
         )
-
-
-def _fingerprint(matrices: Iterable[tuple[str, Tensor]]) -> str:
-    """`manifest.base_fingerprint` over tensors that come one at a time, sorted by name."""
-    digest = hashlib.sha256()
-    for name, matrix in matrices:
-        digest.update(f"{name} {tuple(matrix.shape)}\n".encode())
-        digest.update(_sample(matrix))
-    return digest.hexdigest()
 
 
 def _changes(model: PeftModel, adapter: Path) -> tuple[dict[str, LoraLayer], dict[str, Tensor]]:
@@ -519,7 +486,7 @@ def _save_tokenizer(adapter: Path, files: Path, target_length: int, directory: P
         if any((source / name).exists() for name in _TOKENIZER_FILES):
             tokenizer = pretrained(AutoTokenizer, str(source))
             tokenizer.model_max_length = target_length
-            tokenizer.save_pretrained(directory)
+            save_tokenizer(tokenizer, directory)
             return
 
 

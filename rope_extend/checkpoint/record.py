@@ -7,7 +7,6 @@ It has a file name of its own, because a `config.json` beside an adapter keeps
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -24,11 +23,14 @@ from rope_extend.checkpoint.manifest import (
     RECORD_NAME,
     base_fingerprint,
     config_digests,
+    locate,
     read_json,
     weight_digests,
 )
+from rope_extend.checkpoint.staging import backups
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_whole
 from rope_extend.inspection import unwrap
 from rope_extend.patching import current_patch
 
@@ -209,10 +211,8 @@ def adapter_mark(record: Record) -> dict[str, Any]:
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> Path:
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(data, indent=2) + "\n")
     except OSError as error:
         raise RopeExtendError(f"cannot write {path}: {error}") from error
     return path
@@ -230,13 +230,17 @@ def read_record(directory: str | PathLike[str]) -> Record:
     except OSError as error:
         raise RopeExtendError(f"cannot read {directory}: {error}") from error
     if not found:
-        backups = sorted(path.parent.glob(".replaced-*"))
-        hint = f". An interrupted save left what was there before in {backups[-1]}" if backups else ""
+        left = backups(path.parent)
+        hint = (
+            f". A save that was killed left what was there before in {left[-1]}; move it back, or save again"
+            if left
+            else ""
+        )
         raise RopeExtendError(
             f"no {RECORD_NAME} in {directory}: this is not a checkpoint of rope_extend. Load others with "
             f"stock from_pretrained, and extend them with rope_extend.extend{hint}"
         )
-    data = read_json(path)
+    data = read_json(locate(path.parent, RECORD_NAME))
     try:
         return Record.from_dict(data)
     except RopeExtendError as error:

@@ -16,7 +16,6 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rope_extend.checkpoint.manifest import read_json
-from rope_extend.checkpoint.record import read_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import rotary_part
 
@@ -102,13 +101,14 @@ class GuardedModel:
         """The patched model, or what `from_pretrained` returns with it.
 
         Raises:
-            RopeExtendError: no or a damaged record, or one of another model.
+            RopeExtendError: no or a damaged record, or files that are not those on record.
         """
-        from rope_extend.checkpoint.saving import _apply  # saving may guard what it saves
+        from rope_extend.checkpoint import saving  # here, because it may guard what it saves
 
-        record = read_record(name)
+        directory = saving.local_directory(name, revision=kwargs.get("revision"))
+        record = saving._checked_record(directory, check_files=True)
         found = AutoModelForCausalLM.from_pretrained(name, *args, config=config.family, **kwargs)
-        _apply(found[0] if isinstance(found, tuple) else found, record)
+        saving._apply(found[0] if isinstance(found, tuple) else found, record)
         return found
 
     @classmethod

@@ -8,45 +8,35 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from peft import PeftModel
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rope_extend.checkpoint import registry
 from rope_extend.checkpoint.manifest import (
-    INDEX_NAME,
     RECORD_NAME,
-    WEIGHTS,
     base_fingerprint,
     check_directory,
     check_finite,
     weight_files,
 )
 from rope_extend.checkpoint.record import Record, read_record, seal
+from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import shape_of, unwrap
 from rope_extend.patching import Patch, current_patch, patch_model
-from rope_extend.pretrained import pretrained
-from rope_extend.resume import _flush
+from rope_extend.pretrained import one_error, pretrained
 
 logger = logging.getLogger(__name__)
-
-_CHECKPOINT_FILES = (
-    "config.json", "generation_config.json", "adapter_config.json", "adapter_model.*", *WEIGHTS, INDEX_NAME,
-    "pytorch_model*.bin*", RECORD_NAME, "verification.json",
-)  # fmt: skip
-"""What makes a directory a checkpoint; `overwrite` replaces these and leaves all else."""
 
 
 def save(
@@ -87,96 +77,77 @@ def save(
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if options and isinstance(model, PeftModel):
         raise RopeExtendError("max_shard_size is for full checkpoints; an adapter is one file")
-    present = _checkpoint_files(target)
-    if present and not overwrite:
-        raise RopeExtendError(
-            f"{target} already holds a checkpoint ({present[0].name}); choose another directory, or "
-            "overwrite=True"
-        )
-    with _intact_on_failure(target):
-        target.mkdir(parents=True, exist_ok=True)
-        for left in target.glob(".saving-*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=target, prefix=".saving-", ignore_cleanup_errors=True) as made:
-            source = Path(made)
-            if isinstance(model, PeftModel):
-                source = _save_adapter(model, source)
-            else:
-                unwrap(model).save_pretrained(source, **options)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(source)
-            for name in weight_files(source):
-                check_finite(source / name)
-            full = guard and (source / "config.json").exists()
-            if full and not registry.has_stock_form(unwrap(model).config, record.target_length):
-                registry.guard(source)
-            seal(source, record)
-            _publish(source, target, present)
+    with staged(target, overwrite=overwrite) as made:
+        if isinstance(model, PeftModel):
+            _save_adapter(model, made)
+        else:
+            unwrap(model).save_pretrained(made, **options)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, made)
+        for name in weight_files(made):
+            check_finite(made / name)
+        full = guard and (made / "config.json").exists()
+        if full and not registry.has_stock_form(unwrap(model).config, record.target_length):
+            registry.guard(made)
+        seal(made, record)
     return target
 
 
-def _checkpoint_files(directory: Path) -> list[Path]:
-    try:
-        return sorted({path for pattern in _CHECKPOINT_FILES for path in directory.glob(pattern)})
-    except OSError as error:
-        raise RopeExtendError(f"cannot read {directory}: {error}") from error
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """`tokenizer.save_pretrained`, with one kind of error where the disk is full.
 
-
-@contextmanager
-def _intact_on_failure(target: Path) -> Iterator[None]:
-    """Leave no directory behind that was not there, and say in one error why a save failed."""
-    existed = target.exists()
-    try:
-        yield
-    except BaseException as error:
-        if not existed:
-            with suppress(OSError):
-                target.rmdir()
-        if isinstance(error, RopeExtendError):
-            raise
-        if not isinstance(error, OSError | SafetensorError | ValueError):
-            raise
-        raise RopeExtendError(f"cannot save to {target}: {error}. What was there before is intact") from error
-
-
-def _publish(source: Path, target: Path, stale: list[Path]) -> None:
-    """Put all files of `source` in the place of those in `target`, and of `stale` ones, or change nothing.
-
-    A directory with other files in it cannot be exchanged in one step. So the old files wait in a directory
-    beside the new until all are in place; a process that is killed in between leaves them there.
+    Raises:
+        OSError: it cannot be written.
     """
-    for path in source.rglob("*"):
-        _flush(path)
-    backup = Path(tempfile.mkdtemp(dir=target, prefix=".replaced-"))
-    placed = [target / path.name for path in source.iterdir()]
-    replaced = {path for path in (*stale, *placed) if path.exists() or path.is_symlink()}
     try:
-        for path in replaced:
-            os.replace(path, backup / path.name)
-        for path in placed:
-            os.replace(source / path.name, path)
-        _flush(target)
-    except BaseException:
-        for path in placed:
-            if not (source / path.name).exists():
-                os.replace(path, source / path.name)
-        for path in backup.iterdir():
-            os.replace(path, target / path.name)
-        backup.rmdir()
+        tokenizer.save_pretrained(directory)
+    except OSError:
         raise
-    shutil.rmtree(backup)
+    except Exception as error:  # the tokenizers library raises no other
+        raise OSError(f"the tokenizer cannot be written: {error}") from error
 
 
-def _save_adapter(model: PeftModel, directory: Path) -> Path:
-    """Save the active adapter, and return the directory that it is in."""
+def _save_adapter(model: PeftModel, directory: Path) -> None:
+    """Save the active adapter."""
     active = model.active_adapters
     if len(active) != 1:
         raise RopeExtendError(f"save takes one active adapter, got {active}; choose with set_adapter")
     model.save_pretrained(directory, selected_adapters=active)
     if active != ["default"]:  # peft puts an adapter of another name one level down
-        directory = directory / active[0]
+        for path in (directory / active[0]).iterdir():
+            os.replace(path, directory / path.name)
+        (directory / active[0]).rmdir()
     (directory / "README.md").unlink(missing_ok=True)  # peft's model card, a form that nobody has filled in
-    return directory
+
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""What is fetched of a checkpoint on the hub: never a pickle, never code."""
+
+
+def local_directory(
+    name: str | PathLike[str], what: str = "checkpoint", argument: str = "", **hub_kwargs: Any
+) -> Path:
+    """The directory of a checkpoint: itself, or the snapshot of a hub id in the cache, fetched if need be.
+
+    Args:
+        name: a directory or a hub id.
+        what: it is, for the error.
+        argument: how it is given, for the error.
+        hub_kwargs: for `snapshot_download`, such as `revision`.
+
+    Raises:
+        RopeExtendError: there is none.
+    """
+    try:
+        if Path(name).exists():
+            return Path(name)
+        return Path(snapshot_download(str(name), allow_patterns=_HUB_FILES, **hub_kwargs))
+    except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        given = f"Give {argument} a" if argument else "Give a"
+        raise RopeExtendError(
+            f"cannot find the {what} {str(name)!r}: {error}. {given} hub id, or a directory with a "
+            f"checkpoint (seen from {Path.cwd()})"
+        ) from error
 
 
 def load(
@@ -192,12 +163,13 @@ def load(
     Nothing but safetensors and JSON is read, and no code of a checkpoint is ever run.
 
     Args:
-        directory: an adapter or a full checkpoint, with its record.
+        directory: an adapter or a full checkpoint, with its record; or the hub id of one.
         base_model: name or path of an adapter's base model, where it is not where the record says.
         check_files: compare the files with the record's digests, and refuse weights that are not finite,
             which reads them once more (about a second per GB); False after a deliberate change.
         check_base: compare an adapter's base model with the one it was trained on; False to use another.
-        from_pretrained_kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or `device_map`.
+        from_pretrained_kwargs: for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or `device_map`;
+            a `revision` is that of a hub id in `directory`, and else of the base model.
 
     Returns:
         A patched model in evaluation mode: a `PeftModel` for an adapter, else the family's own class.
@@ -207,18 +179,20 @@ def load(
             directory or not those that were saved; or a base model that is missing or another one.
     """
     _refuse_arguments(from_pretrained_kwargs)
-    directory = Path(directory)
+    name, directory = directory, local_directory(directory, revision=from_pretrained_kwargs.get("revision"))
+    if directory != Path(name):
+        from_pretrained_kwargs.pop("revision", None)
     record = _checked_record(directory, check_files)
     if not (directory / "adapter_config.json").exists():
         model = _pretrained(str(directory), takes_all=True, **from_pretrained_kwargs)
-        with _as_one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
+        with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
             _apply(model, record)
         return model
-    name = base_model or record.base_model
-    if name is None:
+    base_model = base_model or record.base_model
+    if base_model is None:
         raise RopeExtendError(f"the record in {directory} names no base model; give base_model=")
     hint = f". It is the base model that {directory / RECORD_NAME} names; give base_model= if it has moved"
-    base = _pretrained(name, hint, **from_pretrained_kwargs)
+    base = _pretrained(base_model, hint, **from_pretrained_kwargs)
     return _attach(base, directory, record, is_trainable=False, check_base=check_base)
 
 
@@ -234,7 +208,7 @@ def load_adapter(
 
     Args:
         model: the base model, not patched, or patched with the recorded encoding.
-        directory: an adapter directory, with its record.
+        directory: an adapter directory, with its record; or the hub id of one.
         is_trainable: whether the adapter's weights take gradients.
         check_files: as in `load`.
         check_base: as in `load`.
@@ -246,7 +220,7 @@ def load_adapter(
     """
     if isinstance(model, PeftModel):
         raise RopeExtendError("this model carries an adapter already; load_adapter takes the base model")
-    directory = Path(directory)
+    directory = local_directory(directory)
     record = _checked_record(directory, check_files)
     return _attach(model, directory, record, is_trainable=is_trainable, check_base=check_base)
 
@@ -273,28 +247,15 @@ def _checked_record(directory: Path, check_files: bool) -> Record:
     return record
 
 
-@contextmanager
-def _as_one_error(what: str) -> Iterator[None]:
-    """Turn whatever stock loaders raise over a damaged checkpoint into a RopeExtendError that says `what`."""
-    try:
-        yield
-    except (RopeExtendError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise RopeExtendError(f"{what}: {type(error).__name__}: {error}") from error
-
-
 def _pretrained(name: str, hint: str = "", *, takes_all: bool = False, **kwargs: Any) -> Any:
     """The model of a checkpoint, from safetensors and without remote code, with every weight from its files.
 
     Stock `from_pretrained` only warns when it has made up weights that the files do not have. `takes_all`
     also refuses files with weights that the model does not have.
     """
-    with _as_one_error(f"cannot load the model of {name!r}"):
-        model, loaded = pretrained(
-            AutoModelForCausalLM, name, hint,
-            use_safetensors=True, trust_remote_code=False, output_loading_info=True, **kwargs,
-        )  # fmt: skip
+    model, loaded = pretrained(
+        AutoModelForCausalLM, name, hint, use_safetensors=True, output_loading_info=True, **kwargs
+    )
     for kind in ("missing_keys", "mismatched_keys", *(["unexpected_keys"] if takes_all else [])):
         if loaded.get(kind):
             raise RopeExtendError(
@@ -309,13 +270,13 @@ def _attach(
 ) -> PeftModel:
     before = current_patch(model)
     # The encoding first: a model that took the weights without it would be garbage.
-    with _as_one_error(f"the base model does not fit the adapter in {directory}"):
+    with one_error(f"the base model does not fit the adapter in {directory}"):
         patch = _apply(model, record)
     try:
         if check_base:
             _check_base(model, directory, record)
         with (
-            _as_one_error(
+            one_error(
                 f"the adapter in {directory} does not fit this {record.model_type} model; it was made for "
                 f"{record.base_model!r}"
             ),

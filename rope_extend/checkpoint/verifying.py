@@ -8,7 +8,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -16,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -26,6 +28,7 @@ from rope_extend.checkpoint.registry import has_stock_form
 from rope_extend.checkpoint.saving import load
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_whole
 from rope_extend.inspection import unwrap
 from rope_extend.patching import current_patch, patch_model
 from rope_extend.pretrained import empty_model
@@ -237,6 +240,14 @@ def _logits(model: Any, inputs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str
 # The other process
 
 
+@contextmanager
+def _process_error() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RopeExtendError(f"the verifying process cannot be run: {error}") from error
+
+
 def _fresh(
     checkpoints: Sequence[tuple[Path, str | None]],
     inputs: Mapping[str, tuple[Tensor, Tensor]],
@@ -244,7 +255,7 @@ def _fresh(
     plugin: bool,
 ) -> tuple[list[dict[str, Tensor] | str], dict[str, str]]:
     """Logits of checkpoints in a new process, or what it said instead; and its libraries' versions."""
-    with TemporaryDirectory(prefix="rope-extend-verify-") as temporary:
+    with _process_error(), TemporaryDirectory(prefix="rope-extend-verify-") as temporary:
         work = Path(temporary)
         tensors = {f"ids.{name}": ids[None].contiguous() for name, (ids, _) in inputs.items()}
         tensors |= {f"positions.{name}": p[None].contiguous() for name, (_, p) in inputs.items()}
@@ -395,9 +406,7 @@ def _has_stock_form(directory: Path, record: Record) -> bool:
 
 
 def _write(path: Path, verification: Verification) -> None:
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(json.dumps(verification.to_dict(), indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, json.dumps(verification.to_dict(), indent=2) + "\n")
     except OSError as error:
         raise RopeExtendError(f"cannot write {path}: {error}") from error
