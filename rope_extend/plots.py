@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,10 +25,7 @@ from rope_extend.data import format_length
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison
-from rope_extend.evaluation.perplexity import EvaluationRow
-
-if TYPE_CHECKING:
-    from rope_extend.evaluation.retrieval import RetrievalResult
+from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 _Row = TypeVar("_Row", bound="EvaluationRow | RetrievalResult")

@@ -24,7 +24,6 @@ import rope_extend as rx
 from rope_extend import plots
 from rope_extend.cli import main
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.report import (
     FILES,
     check_output,
@@ -35,6 +34,7 @@ from rope_extend.evaluation.report import (
     regressions,
     write_report,
 )
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 
 TRAINED = 32
 LENGTHS = (32, 64, 128, 256)

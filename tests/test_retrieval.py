@@ -20,18 +20,18 @@ from rope_extend import plots
 from rope_extend.cli import main
 from rope_extend.demo import MODEL_DIR
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.prompts import encode
+from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.evaluation.retrieval import (
-    Cell,
-    RetrievalResult,
     answer_prompts,
     depths_of,
     generate,
     make_prompts,
     retrieval,
-    wilson,
 )
 from rope_extend.evaluation.retrieve import read_retrieval, retrieval_table, retrieve
-from rope_extend.evaluation.tasks import TASKS, Passkey, encode, make_tasks
+from rope_extend.evaluation.statistics import wilson
+from rope_extend.evaluation.tasks import TASKS, Passkey, make_tasks
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 DEMO = Passkey(template="demo")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import EvaluationRow
+from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.statistics import Difference, paired
 
 

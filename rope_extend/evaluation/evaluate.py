@@ -16,8 +16,9 @@ from rope_extend.checkpoint import Record, load_adapter, read_record
 from rope_extend.data import format_length, load_documents
 from rope_extend.encodings import RopeShape, encoding, rotary_method
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import EvaluationRow, file_name, perplexity
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.protocols import protocol as protocol_of
+from rope_extend.evaluation.results import EvaluationRow, file_name
 from rope_extend.info import info
 from rope_extend.patching import current_patch, extend, patch_model
 from rope_extend.pretrained import default_dtype, pretrained

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rope_extend.data import format_length
-from rope_extend.evaluation.perplexity import EvaluationRow
+from rope_extend.evaluation.results import EvaluationRow
 
 _STYLE = """
 :root { color-scheme: light; }

@@ -19,8 +19,8 @@ from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison, comparison_table
 from rope_extend.evaluation.html import Regression, page
-from rope_extend.evaluation.perplexity import EvaluationRow, file_name
 from rope_extend.evaluation.protocols import PROTOCOLS
+from rope_extend.evaluation.results import EvaluationRow, file_name
 
 RESULTS = "results.jsonl"
 FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")

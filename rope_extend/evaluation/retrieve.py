@@ -22,16 +22,17 @@ from rope_extend.demo import MODEL_DIR
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import AS_IS, _check_method, _labels
+from rope_extend.evaluation.prompts import CHAT, Prompt
 from rope_extend.evaluation.report import _version
+from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.retrieval import (
     BATCH_TOKENS,
-    RetrievalResult,
     answer_prompts,
     append_lines,
     depths_of,
     make_prompts,
 )
-from rope_extend.evaluation.tasks import CHAT, Prompt, make_tasks
+from rope_extend.evaluation.tasks import make_tasks
 from rope_extend.info import info
 from rope_extend.patching import current_patch, extend, patch_model
 from rope_extend.pretrained import default_dtype, pretrained

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,6 +21,11 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 DRAWS = 2000
 """Resamples of a bootstrap."""
+
+
+def ppl(nats: float) -> float:
+    """``exp(nats)``, infinite where that overflows."""
+    return math.exp(nats) if not nats > 700 else math.inf  # math.exp raises where it overflows
 
 
 def bootstrap(
@@ -102,7 +107,7 @@ def buckets(nll: Floats, scored: Counts | None = None, *, count: int = 8) -> lis
     for start, stop in itertools.pairwise(edges):
         mean, tokens = mean_over(nll, scored, slice(start - 1, stop - 1))
         if tokens:
-            found.append(Bucket(start, stop, math.exp(mean) if not mean > 700 else math.inf, tokens))
+            found.append(Bucket(start, stop, ppl(mean), tokens))
     return found
 
 
@@ -155,5 +160,34 @@ def paired(length: int, first: Sequence[float], second: Sequence[float], terms: 
     apart = (np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)).tolist()
     nats = float(np.sum(apart)) / sum(terms)
     low, high = bootstrap(apart, terms) or (None, None)
-    ratio = math.exp(nats) if not nats > 700 else math.inf
-    return Difference(length, nats, low, high, ratio, len(terms))
+    return Difference(length, nats, low, high, ppl(nats), len(terms))
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A mean score, 0 … 1, with its 95 % Wilson interval ``low`` … ``high``, over ``trials``."""
+
+    trials: int
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, scores: Sequence[float]) -> Self:
+        """Of the scores of single trials, at least one."""
+        mean = sum(scores) / len(scores)
+        return cls(len(scores), mean, *wilson(mean, len(scores)))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.0%} ({100 * self.low:.0f}–{100 * self.high:.0f})"
+
+
+def wilson(mean: float, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval of a share ``mean`` of ``trials`` (1927; 95 % by default).
+
+    For scores between 0 and 1 that are not all 0 or 1, their variance is at most that of such trials, and the
+    interval is on the safe side.
+    """
+    width = z * math.sqrt(mean * (1 - mean) / trials + z**2 / (4 * trials**2))
+    middle, norm = mean + z**2 / (2 * trials), 1 + z**2 / trials
+    return max(0.0, (middle - width) / norm), min(1.0, (middle + width) / norm)
