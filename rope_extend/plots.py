@@ -362,7 +362,7 @@ def _legend(rows: Sequence[EvaluationRow | RetrievalResult]) -> str:
 
 
 def _kind(row: EvaluationRow | RetrievalResult) -> str:
-    if row.result.protocol == "cropped" if isinstance(row, EvaluationRow) else row.crop is not None:
+    if row.result.cropped if isinstance(row, EvaluationRow) else row.crop is not None:
         return "context cropped"
     return "untrained" if row.adapter is None else "fine-tuned"
 

@@ -161,7 +161,7 @@ def perplexity(
                 sums.add(windows, values)
                 if save_losses:
                     kept[group[-1]].append(values)
-        peak = _peak_memory_bytes(place)
+        peak = peak_memory_bytes(place)
 
     longest = tally[-1] if not rule.nested else max(tally, key=lambda one: one.lengths[-1])
     scored = longest.scored
@@ -469,7 +469,8 @@ def _evaluating(model: torch.nn.Module, lm: Any, device: torch.device | str | No
             model.to(home)
 
 
-def _peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
+    """Highest allocation on a CUDA device since its count was reset; else the process's highest so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

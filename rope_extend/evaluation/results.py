@@ -6,7 +6,8 @@ import hashlib
 import math
 import os
 import re
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.statistics import Rate
+from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
@@ -39,7 +40,7 @@ class PerplexityResult:
             position p + 1, from the pass over the longest length. Positions are those in the document under
             ``prefix`` and ``cropped``, else those in the window. NaN where nothing was scored.
         protocol: its name, as in :mod:`rope_extend.evaluation.protocols`.
-        window: tokens the model saw at a time under ``"cropped"``; None otherwise.
+        window: tokens the model saw at a time where its context was cropped; None otherwise.
         documents: number of documents that were long enough, all of them scored in full.
         dropped_documents: number of documents that were not.
         data: fingerprint of the scored token sequences; results compare only where it is equal.
@@ -89,6 +90,11 @@ class PerplexityResult:
         return self.forward_tokens / self.tokens[self.max_length]
 
     @property
+    def cropped(self) -> bool:
+        """Whether the model saw less than the length: then this is a control, not a result."""
+        return self.window is not None
+
+    @property
     def tokens_per_second(self) -> float:
         """Forward tokens per second."""
         return self.forward_tokens / self.seconds if self.seconds else math.inf
@@ -120,6 +126,24 @@ class PerplexityResult:
         found = statistics.bootstrap(self.document_nll[length], self.document_terms[length])
         return None if found is None else (statistics.ppl(found[0]), statistics.ppl(found[1]))
 
+    def repeated(self, length: int, lengths: Sequence[int]) -> Self:
+        """What was measured at a length, at all of ``lengths`` from it on: the control of a cropped context.
+
+        It is one where the same targets are scored at every length.
+        """
+
+        def spread(values: dict[int, Any]) -> dict[int, Any]:
+            return {n: values[length] for n in lengths if n >= length}
+
+        return replace(
+            self,
+            window=length,
+            ppl=spread(self.ppl),
+            tokens=spread(self.tokens),
+            document_nll=spread(self.document_nll) if self.document_nll else None,
+            document_terms=spread(self.document_terms) if self.document_terms else None,
+        )
+
     def buckets(self) -> list[statistics.Bucket]:
         """Perplexity by position, in ranges that double up to the longest length."""
         scored = self.scored_by_position
@@ -147,14 +171,14 @@ class PerplexityResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; what is not finite becomes None, as JSON has no NaN."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "losses"}
-        values["ppl"] = {str(length): _or_none(value) for length, value in self.ppl.items()}
+        values["ppl"] = {str(length): or_none(value) for length, value in self.ppl.items()}
         values["tokens"] = {str(length): count for length, count in self.tokens.items()}
-        values["nll_by_position"] = [_or_none(value) for value in self.nll_by_position.tolist()]
+        values["nll_by_position"] = [or_none(value) for value in self.nll_by_position.tolist()]
         if self.scored_by_position is not None:
             values["scored_by_position"] = self.scored_by_position.tolist()
         if self.document_nll is not None:
             values["document_nll"] = {
-                str(length): [_or_none(value) for value in sums] for length, sums in self.document_nll.items()
+                str(length): [or_none(value) for value in sums] for length, sums in self.document_nll.items()
             }
         if self.document_terms is not None:
             values["document_terms"] = {str(length): terms for length, terms in self.document_terms.items()}
@@ -190,6 +214,8 @@ class EvaluationRow:
         adapter: name or path of the adapter; None if the model was not fine-tuned.
         result: the measurement.
         trained_length: the window the model was pretrained with, in tokens, where known.
+        rope_parameters: what the checkpoint's config says of positions, where the model is read as it is.
+        retrieval: what it retrieves within the trained window, where that was measured.
     """
 
     label: str
@@ -198,21 +224,32 @@ class EvaluationRow:
     adapter: str | None
     result: PerplexityResult
     trained_length: int | None = None
+    rope_parameters: dict[str, Any] | None = None
+    retrieval: RetrievalResult | None = None
 
     @property
     def method(self) -> str:
         """Registry name of the encoding, ``"none"`` for the model as it is."""
         return "none" if self.encoding is None else str(self.encoding["name"])
 
+    @property
+    def encoding_text(self) -> str:
+        """The encoding in words."""
+        return _in_words(self.encoding, self.rope_parameters)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
-        return {**vars(self), "result": self.result.to_dict()}
+        retrieval = self.retrieval.to_dict() if self.retrieval else None
+        return {**vars(self), "result": self.result.to_dict(), "retrieval": retrieval}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`; what it does not know, such as versions, is left aside."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        return cls(**{**known, "result": PerplexityResult.from_dict(values["result"])})
+        known["result"] = PerplexityResult.from_dict(values["result"])
+        if known.get("retrieval"):
+            known["retrieval"] = RetrievalResult.from_dict(values["retrieval"])
+        return cls(**known)
 
 
 # -------------------------------------------------------------------------------------------- retrieval
@@ -228,6 +265,7 @@ class Cell:
         depth: 0 … 1; None for tasks without a depth.
         distance: tokens from the needle to the end of the prompt, the least of the trials; None without one.
         scores: of the trials, in order.
+        data: fingerprint of the prompts; scores compare only where it is equal.
     """
 
     task: str
@@ -235,6 +273,7 @@ class Cell:
     depth: float | None
     distance: int | None
     scores: tuple[float, ...]
+    data: str | None = None
 
     @property
     def rate(self) -> Rate:
@@ -254,7 +293,11 @@ class RetrievalResult:
         adapter: name or path of the adapter; None if the model was not fine-tuned.
         trained_length: the window the model was pretrained with, in tokens, where known.
         crop: how many of a prompt's last tokens the model saw; None for all of them.
+        rope_parameters: what the checkpoint's config says of positions, where the model is read as it is.
         seconds: wall time, less what an earlier run had done.
+        forward_tokens: tokens of prompts that the model read, less what an earlier run had done.
+        peak_memory_bytes: highest allocation during the run on CUDA; elsewhere the highest resident size of
+            the process so far.
     """
 
     label: str
@@ -264,12 +307,25 @@ class RetrievalResult:
     adapter: str | None = None
     trained_length: int | None = None
     crop: int | None = None
+    rope_parameters: dict[str, Any] | None = None
     seconds: float = field(default=0.0, compare=False)
+    forward_tokens: int = field(default=0, compare=False)
+    peak_memory_bytes: int = field(default=0, compare=False)
 
     @property
     def method(self) -> str:
         """Registry name of the encoding, ``"none"`` for the model as it is."""
         return "none" if self.encoding is None else str(self.encoding["name"])
+
+    @property
+    def encoding_text(self) -> str:
+        """The encoding in words."""
+        return _in_words(self.encoding, self.rope_parameters)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of prompts per second."""
+        return self.forward_tokens / self.seconds if self.seconds else math.inf
 
     @property
     def tasks(self) -> list[str]:
@@ -287,12 +343,25 @@ class RetrievalResult:
     def rate(self, task: str, length: int, depth: float | None = None) -> Rate | None:
         """Mean score at a length, over all depths or at one; None where nothing was measured."""
         scores = [
-            score
-            for cell in self.cells
-            if cell.task == task and cell.length == length and depth in (None, cell.depth)
-            for score in cell.scores
+            score for cell in self.at(task, length) if depth in (None, cell.depth) for score in cell.scores
         ]
         return Rate.of(scores) if scores else None
+
+    def at(self, task: str, length: int) -> list[Cell]:
+        """The cells of a task at a length, by depth."""
+        cells = [cell for cell in self.cells if cell.task == task and cell.length == length]
+        return sorted(cells, key=lambda cell: cell.depth or 0)
+
+    def against(self, first: RetrievalResult, task: str, length: int) -> RateDifference | None:
+        """How this one answers the prompts that ``first`` answered; None where these are not the same."""
+        before, after = first.at(task, length), self.at(task, length)
+        if not before or [cell.data for cell in before] != [cell.data for cell in after]:
+            return None
+        if any(cell.data is None for cell in before):
+            return None
+        return paired_rates(
+            *([score for cell in cells for score in cell.scores] for cells in (before, after))
+        )
 
     def k_max(self, length: int | None = None, task: str = "passkey") -> int | None:
         """The effective window of 2306.15595, in tokens; None if the task was not measured.
@@ -303,7 +372,7 @@ class RetrievalResult:
         lengths = self.lengths(task)
         wanted = length if length is not None else max(lengths, default=None)
         reached = 0
-        cells = [cell for cell in self.cells if cell.task == task and cell.length == wanted]
+        cells = self.at(task, wanted) if wanted is not None else []
         if not cells or any(cell.distance is None for cell in cells):
             return None
         for cell in sorted(cells, key=lambda cell: cell.distance or 0):
@@ -318,7 +387,8 @@ class RetrievalResult:
             {**asdict(cell), "scores": list(cell.scores), "rate": asdict(cell.rate)} for cell in self.cells
         ]
         k_max = {str(length): self.k_max(length) for length in self.lengths("passkey")}
-        return {**vars(self), "cells": cells, "k_max": k_max}
+        speed = or_none(self.tokens_per_second)
+        return {**vars(self), "cells": cells, "k_max": k_max, "tokens_per_second": speed}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -327,13 +397,23 @@ class RetrievalResult:
         cells = tuple(
             Cell(
                 **{
-                    **{name: cell[name] for name in Cell.__dataclass_fields__},
+                    **{name: cell[name] for name in Cell.__dataclass_fields__ if name in cell},
                     "scores": tuple(cell["scores"]),
                 }
             )
             for cell in values["cells"]
         )
         return cls(**{**known, "cells": cells})
+
+
+def _in_words(encoding: dict[str, Any] | None, rope_parameters: dict[str, Any] | None) -> str:
+    """`yarn(factor=8.0)`; for a model as it is, what its config says, where that is known."""
+    values = dict(encoding or rope_parameters or {})
+    if not values:
+        return "as the checkpoint says"
+    name = values.pop("name" if encoding else "rope_type", None)
+    text = f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
+    return text if encoding else f"as the checkpoint says: {text}"
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -355,5 +435,6 @@ def write_arrays(path: Path, arrays: dict[str, Any]) -> Path:
     return path
 
 
-def _or_none(value: float) -> float | None:
+def or_none(value: float) -> float | None:
+    """A number that JSON can hold; it has no NaN and no infinity."""
     return value if math.isfinite(value) else None

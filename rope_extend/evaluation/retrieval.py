@@ -7,6 +7,7 @@ than the score is settled. Each finished trial is a JSON line, so that an interr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -28,6 +29,7 @@ from transformers import (
 
 from rope_extend.data import parse_length
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
+from rope_extend.evaluation.perplexity import peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt
 from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.patching import Patch, current_patch
@@ -200,7 +202,10 @@ def answer_prompts(
     least = max((task.new_tokens for task in tasks), default=0)
     if crop is not None and crop <= least:
         raise RopeExtendError(f"crop must leave more than the answer's {least} tokens, got {crop}")
-    started = time.perf_counter()
+    place = torch.device(getattr(model, "device", "cpu"))
+    if place.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(place)
+    started, forward_tokens = time.perf_counter(), 0
     done = _read_trials(log, label) if log else {}
     batches = _batches(prompts, batch_tokens, crop)
     bar = tqdm(
@@ -214,24 +219,40 @@ def answer_prompts(
                 found = _answer(model, tokenizer, kinds[batch[0].task], batch, crop)
                 new = [trial for trial in found if _key(trial) not in done]
                 done |= {_key(trial): trial for trial in new}
+                forward_tokens += sum(_seen(prompt, crop) for prompt in batch)
                 if log:
                     append_lines(log, [{"label": label, **asdict(trial)} for trial in new])
             bar.update(sum(_seen(prompt, crop) for prompt in batch))
     patch = _patch_of(model)
-    cells: dict[Grid, list[Trial]] = {}
+    cells: dict[Grid, list[Prompt]] = {}
     for prompt in prompts:
-        cells.setdefault((prompt.task, prompt.length, prompt.depth), []).append(done[_key(prompt)])
+        cells.setdefault((prompt.task, prompt.length, prompt.depth), []).append(prompt)
     return RetrievalResult(
         label=label,
         cells=tuple(
-            Cell(*where, _least(trial.distance for trial in some), tuple(trial.score for trial in some))
+            Cell(
+                *where,
+                _least(prompt.distance for prompt in some),
+                tuple(done[_key(prompt)].score for prompt in some),
+                prompts_fingerprint(some),
+            )
             for where, some in cells.items()
         ),
         encoding=patch.encoding.to_dict() if patch else None,
         trained_length=patch.shape.trained_length if patch else None,
         crop=crop,
         seconds=time.perf_counter() - started,
+        forward_tokens=forward_tokens,
+        peak_memory_bytes=peak_memory_bytes(place),
     )
+
+
+def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Sixteen hex digits that name exactly these prompts and what is to be answered, in this order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.text, prompt.answers, prompt.tokens]).encode())
+    return digest.hexdigest()[:16]
 
 
 def _least(distances: Iterable[int | None]) -> int | None:

@@ -10,9 +10,10 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_extend.demo import passkey_document
+from rope_extend.demo import MODEL_DIR, passkey_document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import Draft, Task
 
@@ -21,6 +22,13 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 
 TEMPLATES = ("published", "demo")
 """The forms of the passkey task: the literature's, and the one that the bundled model was pretrained on."""
+
+
+def template_for(model: str) -> str:
+    """The form of the passkey task that suits a checkpoint: its own for the bundled model."""
+    bundled = Path(model).is_dir() and Path(model).resolve() == MODEL_DIR
+    return "demo" if bundled else "published"
+
 
 DEMO_START = "<|endoftext|>"
 """What every document began with when the bundled model was pretrained; without it, it reads worse."""
