@@ -237,6 +237,8 @@ def finetune(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    from rope_extend.evaluation.evaluate import RETRIEVAL
+
     parser.add_argument("model", help="a checkpoint's directory or hub id")
     parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help="adapter directories, one row each")
     parser.add_argument(
@@ -286,6 +288,12 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--trained-length", type=_length, metavar="N", help="where the config is wrong about it"
     )
     parser.add_argument("--no-cropped", action="store_true", help="leave out the rows with cropped context")
+    parser.add_argument(
+        "--retrieval", type=int, default=RETRIEVAL, metavar="N",
+        help="control: N passkeys at each of 5 depths within the trained window, before and after; each row "
+        "reads 5 N windows more, at the default what 2.5 documents of 8x the window cost (default: "
+        f"{RETRIEVAL}; 0: none)",
+    )  # fmt: skip
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
     parser.add_argument("--device", help="such as cuda:1 (default: the GPU, if there is one)")
     from rope_extend.evaluation.protocols import table
@@ -303,15 +311,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
     import torch
 
-    from rope_extend.evaluation.evaluate import AS_IS
     from rope_extend.evaluation.evaluate import evaluate as measure
-    from rope_extend.evaluation.report import (
-        UNFINISHED,
-        check_output,
-        markdown_table,
-        short_context_table,
-        write_report,
-    )
+    from rope_extend.evaluation.readers import AS_IS
+    from rope_extend.evaluation.report import UNFINISHED, check_output, markdown_report, write_report
 
     output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
     unfinished = output / UNFINISHED
@@ -329,6 +331,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         stride=arguments.stride,
         last=arguments.last,
         cropped=not arguments.no_cropped,
+        retrieval=arguments.retrieval,
         trained_length=arguments.trained_length,
         max_documents=arguments.documents,
         max_tokens=arguments.max_tokens,
@@ -350,7 +353,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     assert trained is not None
     paths = write_report(rows, output, trained_length=trained, overwrite=arguments.overwrite)
     shutil.rmtree(unfinished, ignore_errors=True)
-    print("\n".join([markdown_table(rows), *short_context_table(rows)]))
+    print(markdown_report(rows))
     print("written:", *paths)
 
 
@@ -470,8 +473,8 @@ def retrieve(arguments: argparse.Namespace) -> None:
     """
     import torch
 
-    from rope_extend.evaluation.evaluate import AS_IS
-    from rope_extend.evaluation.retrieve import retrieval_table
+    from rope_extend.evaluation.readers import AS_IS
+    from rope_extend.evaluation.retrieval_report import retrieval_table
     from rope_extend.evaluation.retrieve import retrieve as measure
 
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
@@ -553,7 +556,7 @@ def plot(arguments: argparse.Namespace) -> None:
         run = Path(arguments.run)
         plots.plot_training(run / "metrics.jsonl" if run.is_dir() else run, output, **options)
     elif arguments.kind in ("accuracy", "heat-map"):
-        from rope_extend.evaluation.retrieve import read_retrievals
+        from rope_extend.evaluation.retrieval_report import read_retrievals
 
         found = read_retrievals(arguments.results)
         if arguments.kind == "accuracy":

@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -25,10 +25,7 @@ from rope_extend.data import format_length
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison
-from rope_extend.evaluation.perplexity import EvaluationRow
-
-if TYPE_CHECKING:
-    from rope_extend.evaluation.retrieval import RetrievalResult
+from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 _Row = TypeVar("_Row", bound="EvaluationRow | RetrievalResult")
@@ -365,7 +362,7 @@ def _legend(rows: Sequence[EvaluationRow | RetrievalResult]) -> str:
 
 
 def _kind(row: EvaluationRow | RetrievalResult) -> str:
-    if row.result.protocol == "cropped" if isinstance(row, EvaluationRow) else row.crop is not None:
+    if row.result.cropped if isinstance(row, EvaluationRow) else row.crop is not None:
         return "context cropped"
     return "untrained" if row.adapter is None else "fine-tuned"
 

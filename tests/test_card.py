@@ -21,8 +21,8 @@ import rope_extend as rx
 from rope_extend.checkpoint import read_record, write_record
 from rope_extend.checkpoint.card import CARD_NAME, model_card, write_card
 from rope_extend.cli import _parser, main
-from rope_extend.evaluation.perplexity import EvaluationRow
 from rope_extend.evaluation.report import write_report
+from rope_extend.evaluation.results import EvaluationRow
 
 IDS = torch.arange(TARGET).remainder(61)[None]
 METHODS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ import rope_extend as rx
 from rope_extend import plots
 from rope_extend.cli import main
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import EvaluationRow, PerplexityResult
+from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.report import (
     FILES,
     check_output,
@@ -32,9 +32,9 @@ from rope_extend.evaluation.report import (
     markdown_table,
     read_results,
     read_runs,
-    regressions,
     write_report,
 )
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 
 TRAINED = 32
 LENGTHS = (32, 64, 128, 256)
@@ -170,12 +170,12 @@ def test_the_cost_within_the_trained_window_is_reported(tmp_path: Path) -> None:
         assert float(line[1]) == pytest.approx(plain.result.ppl[32], abs=0.01)
     # The cropped row reads within the window as the plain one does, and stands in for it.
     rows = [replace(r, trained_length=TRAINED) for r in (cropped, tuned)]
-    assert [(r.label, round(after / before, 3), base) for r, after, before, base in regressions(rows)] == [
+    assert [(one.row.label, round(one.ratio, 3), one.against) for one in regressions(rows)] == [
         ("yarn", round(math.exp(0.3), 3), "none, cropped")
     ]
     # A model whose config extends it is not what it was: plain RoPE is, where it was measured.
     as_is = replace(row("as-is", None, 2.3), trained_length=TRAINED)
-    assert [(r.label, base) for r, _, _, base in regressions([as_is, rows[0]])] == [
+    assert [(one.row.label, one.against) for one in regressions([as_is, rows[0]])] == [
         ("as-is", "none, cropped")
     ]
     assert regressions([replace(tuned, trained_length=TRAINED)]) == []
@@ -189,8 +189,9 @@ def test_the_cost_within_the_trained_window_is_reported(tmp_path: Path) -> None:
         ("--methods none,yarn", ["none", "none, cropped to 32", "yarn"]),
         ("", ["as-is", "as-is, cropped to 32"]),
         ("--methods yarn --no-cropped", ["yarn"]),
-        ("--methods none,yarn --protocol sliding --stride 8", ["none", "yarn"]),
-        ("--methods yarn --protocol last-k --last 8 --max-tokens 150", ["yarn"]),
+        ("--methods none,yarn --protocol sliding --stride 8", ["none", "none, cropped to 32", "yarn"]),
+        ("--methods yarn --protocol last-k --last 8 --max-tokens 150", ["yarn", "none, cropped to 32"]),
+        ("--methods none,yarn --protocol sliding-window-mean --stride 8", ["none", "yarn"]),
     ],
 )
 def test_the_controls_are_in_the_default_report(
@@ -204,8 +205,11 @@ def test_the_controls_are_in_the_default_report(
     table = capsys.readouterr().out
     before = "none" in labels or "none, cropped to 32" in labels
     assert ("Within the trained window of 32" in table) == (before and "yarn" in labels)
-    if "sliding" in options:
+    if "--protocol sliding " in options:
         assert {(r.result.protocol, r.result.stride) for r in rows} == {("sliding", 8)}
+    if "cropped to 32" in str(labels) and "yarn" in labels:
+        assert "Perplexity as a ratio to that of none, cropped to 32" in table
+    assert ("No control with a cropped context" in table) == ("-mean" in options)
 
 
 def test_the_page_needs_no_other_file(rows: list[EvaluationRow], tmp_path: Path) -> None:

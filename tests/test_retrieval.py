@@ -20,18 +20,19 @@ from rope_extend import plots
 from rope_extend.cli import main
 from rope_extend.demo import MODEL_DIR
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.prompts import encode
+from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.evaluation.retrieval import (
-    Cell,
-    RetrievalResult,
     answer_prompts,
     depths_of,
     generate,
     make_prompts,
     retrieval,
-    wilson,
 )
-from rope_extend.evaluation.retrieve import read_retrieval, retrieval_table, retrieve
-from rope_extend.evaluation.tasks import TASKS, Passkey, encode, make_tasks
+from rope_extend.evaluation.retrieval_report import read_retrieval, retrieval_table
+from rope_extend.evaluation.retrieve import retrieve
+from rope_extend.evaluation.statistics import wilson
+from rope_extend.evaluation.tasks import TASKS, Passkey, make_tasks
 
 TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
 DEMO = Passkey(template="demo")
@@ -400,7 +401,7 @@ def test_results_read_back_as_they_were_written(tmp_path: Path) -> None:
     line = json.loads((tmp_path / "results.jsonl").read_text())
     assert line["k_max"] == {"256": result.k_max(256), "512": result.k_max(512)}
     assert line["cells"][0]["rate"]["trials"] == 2
-    assert line["versions"].keys() == {"rope_extend", "torch", "transformers"}
+    assert line["versions"].keys() == {"python", "rope_extend", "torch", "transformers", "numpy"}
     (tmp_path / "results.jsonl").write_text("{}\n")
     with pytest.raises(RopeExtendError, match="does not hold results of retrieval"):
         read_retrieval(tmp_path)

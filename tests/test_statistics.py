@@ -16,7 +16,14 @@ from rope_extend import plots
 from rope_extend.cli import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, compare_runs, comparison_table
-from rope_extend.evaluation.statistics import bootstrap, buckets, mean_over, paired
+from rope_extend.evaluation.statistics import (
+    bootstrap,
+    buckets,
+    mean_over,
+    paired,
+    paired_rates,
+    wilson,
+)
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -241,3 +248,45 @@ def test_a_comparison_is_drawn_with_both_curves_and_the_interval(tmp_path, monke
     assert high == pytest.approx(max(one.high for one in pair.differences))
     with pytest.raises(RopeExtendError, match="nothing to draw"):
         plots.plot_comparison([], 32, tmp_path / "b.png")
+
+
+# ---------------------------------------------------------------------------------------- paired scores
+
+
+def from_table(both: int, first: int, second: int, neither: int) -> tuple[list[float], list[float]]:
+    pairs = [(1.0, 1.0)] * both + [(1.0, 0.0)] * first + [(0.0, 1.0)] * second + [(0.0, 0.0)] * neither
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def test_the_interval_of_paired_scores_is_newcombe_s() -> None:
+    """The worked example of 1998, Statistics in Medicine 17, 2635: 0.2 with 0.0569 to 0.3404."""
+    ours, other = from_table(36, 12, 2, 0)
+    found = paired_rates(other, ours)
+    assert found.change == pytest.approx(0.2)
+    assert (found.low, found.high) == (pytest.approx(0.0569, abs=1e-4), pytest.approx(0.3404, abs=1e-4))
+    back = paired_rates(ours, other)
+    assert (back.low, back.high) == pytest.approx((-found.high, -found.low))
+
+
+def test_paired_scores_that_all_agree_still_leave_room() -> None:
+    low, _ = wilson(1.0, 20)
+    found = paired_rates([1.0] * 20, [1.0] * 20)
+    assert (found.change, found.low, found.high) == (0.0, pytest.approx(low - 1), pytest.approx(1 - low))
+    alike = paired_rates([0.25, 0.5, 1.0] * 10, [0.25, 0.5, 1.0] * 10)  # scores between 0 and 1
+    assert alike.low < alike.change == 0 < alike.high < 0.1
+    for scores in (([1.0], []), ([], [])):
+        with pytest.raises(RopeExtendError, match="same prompts twice"):
+            paired_rates(*scores)
+
+
+@pytest.mark.parametrize("correlated", [False, True])
+def test_paired_intervals_hold_the_truth_as_often_as_they_say(correlated: bool) -> None:
+    random = np.random.default_rng(4)
+    inside = 0
+    for _ in range(1000):
+        draws = random.random((2, 30))
+        one = draws[0] < 0.85
+        other = (draws[0] if correlated else draws[1]) < 0.65
+        found = paired_rates(one.astype(float).tolist(), other.astype(float).tolist())
+        inside += found.low <= -0.2 <= found.high
+    assert 0.92 <= inside / 1000 <= 0.995

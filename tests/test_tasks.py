@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from rope_extend.demo import MODEL_DIR, passkey_document
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt, uses_chat
 from rope_extend.evaluation.tasks import (
     TASKS,
     CommonWords,
@@ -22,13 +23,8 @@ from rope_extend.evaluation.tasks import (
     MultiValue,
     Needle,
     Passkey,
-    Prompt,
-    Task,
     VariableTracking,
-    encode,
-    make_prompt,
     make_tasks,
-    uses_chat,
 )
 
 PLAIN = AutoTokenizer.from_pretrained(MODEL_DIR)

@@ -13,8 +13,8 @@ from rope_extend.demo import MODEL_DIR
 from rope_extend.encodings import rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import evaluate
-from rope_extend.evaluation.perplexity import EvaluationRow
 from rope_extend.evaluation.report import RESULTS, markdown_table, read_results, write_report
+from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.finetune import FinetuneInterrupted, finetune
 from rope_extend.info import info
 from rope_extend.recipe import Recipe

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import EvaluationRow
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import Difference, paired
 
 
@@ -41,15 +41,23 @@ def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
     lengths = sorted(one.ppl.keys() & other.ppl.keys())
     if not lengths:
         raise RopeExtendError(f"{first.label!r} and {second.label!r} share no length")
-    differences = []
-    for length in lengths:
-        if one.document_nll is None or other.document_nll is None or one.document_terms is None:
-            raise RopeExtendError(
-                "these results were saved without sums by document; evaluate again to compare them"
-            )
-        terms = one.document_terms[length]
-        differences.append(paired(length, one.document_nll[length], other.document_nll[length], terms))
-    return Comparison(first, second, differences)
+    found = differences(one, other, lengths)
+    if not found:
+        raise RopeExtendError(
+            "these results were saved without sums by document; evaluate again to compare them"
+        )
+    return Comparison(first, second, found)
+
+
+def differences(
+    first: PerplexityResult, second: PerplexityResult, lengths: Sequence[int]
+) -> list[Difference]:
+    """Compare two results of the same targets at these lengths; none if they keep no sums by document."""
+    if first.document_nll is None or second.document_nll is None or first.document_terms is None:
+        return []
+    return [
+        paired(n, first.document_nll[n], second.document_nll[n], first.document_terms[n]) for n in lengths
+    ]
 
 
 def compare_runs(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,27 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_extend.checkpoint import Record, load_adapter, read_record
+from rope_extend.checkpoint import read_record
 from rope_extend.data import format_length, load_documents
-from rope_extend.encodings import RopeShape, encoding, rotary_method
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import EvaluationRow, file_name, perplexity
+from rope_extend.evaluation.perplexity import perplexity
+from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.protocols import protocol as protocol_of
+from rope_extend.evaluation.readers import AS_IS, PLAIN, check_method, readers
+from rope_extend.evaluation.results import EvaluationRow, file_name
+from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
+from rope_extend.evaluation.tasks import Passkey, template_for
 from rope_extend.info import info
-from rope_extend.patching import current_patch, extend, patch_model
+from rope_extend.patching import current_patch
 from rope_extend.pretrained import default_dtype, pretrained
 
 logger = logging.getLogger(__name__)
 
-AS_IS = "as-is"
-"""The method that leaves a checkpoint with the encoding its config gives it."""
+RETRIEVAL = 4
+"""Passkeys at each of `DEPTHS` depths within the trained window, if not said otherwise."""
+
+DEPTHS = 5
+"""Of these passkeys, evenly spread from the beginning of a prompt to its end."""
 
 
 def evaluate(
@@ -40,6 +47,7 @@ def evaluate(
     stride: int | None = None,
     last: int | None = None,
     cropped: bool = True,
+    retrieval: int = RETRIEVAL,
     trained_length: int | None = None,
     max_documents: int | None = 16,
     max_tokens: int | None = None,
@@ -69,7 +77,10 @@ def evaluate(
         last: in tokens, for the protocol `last-k`.
         cropped: also measure the rows that read with plain RoPE with their context cropped to the trained
             window: what the model is worth at that length without any extension. Where no row does, the
-            model is measured so by itself. Under the protocol `prefix` alone.
+            model is measured so by itself. Under protocols that score the same targets at every length.
+        retrieval: the other control of what becomes of short texts: so many passkeys at each of five depths,
+            in prompts of the trained window, where there is plain RoPE and something to hold against it.
+            Answering them costs each row so many times five windows. 0: none.
         trained_length: the window the model was pretrained on, in tokens, where the config does not say it.
         max_documents: how many documents to use.
         max_tokens: cut documents to so many tokens, for protocols that read them whole.
@@ -91,11 +102,17 @@ def evaluate(
     trained = shape.trained_length
     wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
     rule = protocol_of(protocol)
-    rule.checked(wanted, {"window": window, "stride": stride, "last": last})
+    if rule.nested and wanted[-1] > trained:
+        # For what became of short texts; where one pass gives all lengths, this one comes with it.
+        wanted = sorted({*wanted, trained})
+    settings = rule.checked(wanted, {"window": window, "stride": stride, "last": last})
+    if retrieval < 0:
+        raise RopeExtendError(f"retrieval is a number of passkeys at each depth, 0 or more; got {retrieval}")
+    methods = list(dict.fromkeys(methods))
     if not methods and not adapters:
         raise RopeExtendError(f"nothing to evaluate: name a method, such as {AS_IS}, or give an adapter")
     for method in methods:
-        _check_method(method, shape, wanted[-1])
+        check_method(method, shape, wanted[-1])
     records = {adapter: read_record(adapter) for adapter in adapters}
     for adapter, record in records.items():
         if record.shape != shape:
@@ -110,10 +127,19 @@ def evaluate(
         max_documents=max_documents,
         max_tokens=wanted[-1] if rule.nested else max_tokens,
     )
+    plain = [name for name in methods if name == PLAIN or (name == AS_IS and found.encoding == "none")]
+    # A cropped context is a control where it is the same targets that are scored with it.
+    crops = protocol == "prefix" or (rule.same_targets and max(settings.values(), default=0) <= trained)
+    controls = cropped and crops and wanted[-1] > trained
+    compared = len(methods) + len(adapters) > len(plain) and (controls or bool(plain))
+    task = Passkey(template=template_for(model))
+    prompts = _passkeys(task, tokenizer, trained, retrieval) if retrieval and compared else []
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     lm = pretrained(AutoModelForCausalLM, model, dtype=dtype or default_dtype(where)).to(where)
 
-    def measured(reader: nn.Module, label: str, adapter: str | None, **how: Any) -> EvaluationRow:
+    def measured(
+        reader: nn.Module, label: str, adapter: str | None, lengths: Sequence[int] = wanted, **how: Any
+    ) -> EvaluationRow:
         patch = current_patch(reader)
         return EvaluationRow(
             label=label,
@@ -123,7 +149,7 @@ def evaluate(
             result=perplexity(
                 reader,
                 documents,
-                wanted,
+                lengths,
                 chunk=chunk,
                 save_losses=save_losses,
                 finished=None if finished is None else Path(finished) / file_name(label),
@@ -131,72 +157,50 @@ def evaluate(
                 **how,
             ),
             trained_length=trained,
+            rope_parameters=None if patch else found.rope_parameters,
         )
-
-    controls = cropped and protocol == "prefix" and wanted[-1] > trained
 
     def control(reader: nn.Module, label: str, adapter: str | None) -> EvaluationRow:
         label = f"{label}, cropped to {format_length(trained)}"
-        return measured(reader, label, adapter, protocol="cropped", window=trained)
+        if rule.nested:
+            return measured(reader, label, adapter, protocol="cropped", window=trained)
+        row = measured(reader, label, adapter, [trained], protocol=protocol, stride=stride, last=last)
+        return replace(row, result=row.result.repeated(trained, wanted))
 
-    def rows(reader: nn.Module, label: str, adapter: str | None) -> Iterator[EvaluationRow]:
-        yield measured(reader, label, adapter, protocol=protocol, window=window, stride=stride, last=last)
+    def retrieved(reader: nn.Module, row: EvaluationRow) -> EvaluationRow:
+        if not prompts:
+            return row
+        # Beside the row's finished documents, which are of the same model, or it would have been refused.
+        log = None if finished is None else Path(finished) / file_name(row.label) / "trials.jsonl"
+        answers = answer_prompts(
+            reader, tokenizer, [task], prompts, label=f"{row.label} {prompts_fingerprint(prompts)}",
+            log=log, progress=progress,
+        )  # fmt: skip
+        about = {name: getattr(row, name) for name in ("label", "model", "adapter", "rope_parameters")}
+        return replace(row, retrieval=replace(answers, trained_length=trained, **about))
+
+    alone = [PLAIN] if controls and not plain else []
+    for label, of, reader in readers(lm, [*methods, *alone], records, trained, wanted[-1]):
+        logger.info("evaluating %s%s", label, "" if of else ", untrained")
+        if label in alone:
+            yield retrieved(reader, control(reader, label, of))
+            continue
+        row = measured(reader, label, of, protocol=protocol, window=window, stride=stride, last=last)
+        yield retrieved(reader, row)
         # An adapter trained with plain RoPE beyond its window is direct fine-tuning: it reads what it can.
         patch = current_patch(reader)
         if patch is None:
-            plain = found.encoding == "none"
+            unchanged = found.encoding == "none"
         else:
-            plain = patch.encoding.name == "none" and patch.target_length <= trained
-        if controls and plain:
-            yield control(reader, label, adapter)
-
-    for method in methods:
-        logger.info("evaluating %s, untrained", method)
-        if method == AS_IS:
-            yield from rows(lm, AS_IS, None)
-        elif method == "none":
-            with patch_model(lm, encoding("none"), trained_length=trained):
-                yield from rows(lm, method, None)
-        else:
-            with extend(lm, wanted[-1], method, trained_length=trained):
-                yield from rows(lm, method, None)
-    if controls and "none" not in methods and not (AS_IS in methods and found.encoding == "none"):
-        with patch_model(lm, encoding("none"), trained_length=trained):
-            yield control(lm, "none", None)
-    for adapter, label in _labels(records).items():
-        logger.info("evaluating %s", label)
-        tuned = load_adapter(lm, adapter)
-        try:
-            yield from rows(tuned.eval(), label, str(adapter))
-        finally:
-            patch = current_patch(tuned)
-            lm = tuned.unload()
-            if patch is not None:
-                patch.remove()
+            unchanged = patch.encoding.name == "none" and patch.target_length <= trained
+        if controls and unchanged:
+            yield control(reader, label, of)
 
 
-def _check_method(method: str, shape: RopeShape, longest: int) -> None:
-    """Refuse, before anything is loaded, a method that could not be patched in later."""
-    if method in (AS_IS, "none"):
-        return
-    cls = rotary_method(method)
-    if longest <= shape.trained_length:
-        raise RopeExtendError(
-            f"the longest length, {longest}, is within the trained window of {shape.trained_length} tokens, "
-            f"where there is nothing to extend; add a longer one, or leave methods at {AS_IS} or none"
-        )
-    cls.for_target(shape, longest)
-
-
-def _labels(records: Mapping[str, Record]) -> dict[str, str]:
-    """`yarn + LoRA`; `none + LoRA at 256` for a control; with the directory's name where two are alike."""
-    labels = {}
-    for adapter, record in records.items():
-        labels[adapter] = f"{record.encoding.name} + LoRA"
-        if record.encoding.name == "none":
-            labels[adapter] += f" at {format_length(record.target_length)}"
-    count = Counter(labels.values())
-    return {
-        adapter: f"{label} ({Path(adapter).name})" if count[label] > 1 else label
-        for adapter, label in labels.items()
-    }
+def _passkeys(task: Passkey, tokenizer: Any, length: int, trials: int) -> list[Prompt]:
+    """Prompts of the trained window; none, and a word about it, where the task does not fit."""
+    try:
+        return make_prompts([task], tokenizer, [length], depths=DEPTHS, trials=trials, progress=False)
+    except RopeExtendError as error:
+        logger.warning("retrieval within the trained window is not measured: %s", error)
+        return []

@@ -54,6 +54,8 @@ class Protocol:
         bos: whether each window begins with the token that begins sequences, in the place of its own first
             token, where the documents begin with it.
         beyond: how many tokens more than N a document needs.
+        same_targets: whether every N scores the same targets, so that a shorter N is the control for a longer
+            one: the same text, with no longer a context.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Protocol:
     joined: bool = False
     bos: bool = False
     beyond: int = 0
+    same_targets: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
@@ -195,6 +198,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "Press et al. 2012.15832; Position Interpolation 2306.15595 (stride 256)",
             _sliding,
             {"stride": 256},
+            same_targets=True,
         ),
         Protocol(
             "sliding-window-mean",
@@ -224,6 +228,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             _last,
             {"last": 4096},
             beyond=1,
+            same_targets=True,
         ),
         Protocol(
             "disjoint",
@@ -232,6 +237,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "lm-evaluation-harness (loglikelihood_rolling)",
             _disjoint,
             beyond=1,
+            same_targets=True,
         ),
         Protocol(
             "disjoint-second-half",

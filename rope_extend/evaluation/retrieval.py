@@ -7,13 +7,13 @@ than the score is settled. Each finished trial is a JSON line, so that an interr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,16 +29,15 @@ from transformers import (
 
 from rope_extend.data import parse_length
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
-from rope_extend.evaluation.tasks import Prompt, Task, encode, make_prompt
+from rope_extend.evaluation.perplexity import peak_memory_bytes
+from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt
+from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.patching import Patch, current_patch
 
 logger = logging.getLogger(__name__)
 
 BATCH_TOKENS = 32_768
 """How many tokens of prompts are answered at a time, if not said otherwise; at least one prompt is."""
-
-SUCCESS = 0.2
-"""The share of trials that has to succeed at a distance, in the definition of ``k_max`` (2306.15595)."""
 
 Grid = tuple[str, int, float | None]
 """Task, length in tokens, depth."""
@@ -65,154 +64,6 @@ class Trial:
         """From a line of ``trials.jsonl``; what else stands in it is left aside."""
         known = {name: values[name] for name in cls.__dataclass_fields__}
         return cls(**{**known, "answers": tuple(known["answers"])})
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A mean score, 0 … 1, with its 95 % Wilson interval ``low`` … ``high``, over ``trials``."""
-
-    trials: int
-    mean: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, scores: Sequence[float]) -> Self:
-        """Of the scores of single trials, at least one."""
-        mean = sum(scores) / len(scores)
-        return cls(len(scores), mean, *wilson(mean, len(scores)))
-
-    def __str__(self) -> str:
-        return f"{self.mean:.0%} ({100 * self.low:.0f}–{100 * self.high:.0f})"
-
-
-def wilson(mean: float, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval of a share ``mean`` of ``trials`` (1927; 95 % by default).
-
-    For scores between 0 and 1 that are not all 0 or 1, their variance is at most that of such trials, and the
-    interval is on the safe side.
-    """
-    width = z * math.sqrt(mean * (1 - mean) / trials + z**2 / (4 * trials**2))
-    middle, norm = mean + z**2 / (2 * trials), 1 + z**2 / trials
-    return max(0.0, (middle - width) / norm), min(1.0, (middle + width) / norm)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """All trials of one task at one length and depth.
-
-    Attributes:
-        task: the task's name.
-        length: tokens of prompt and answer.
-        depth: 0 … 1; None for tasks without a depth.
-        distance: tokens from the needle to the end of the prompt, the least of the trials; None without one.
-        scores: of the trials, in order.
-    """
-
-    task: str
-    length: int
-    depth: float | None
-    distance: int | None
-    scores: tuple[float, ...]
-
-    @property
-    def rate(self) -> Rate:
-        """Mean score and its interval."""
-        return Rate.of(self.scores)
-
-
-@dataclass(frozen=True)
-class RetrievalResult:
-    """What one model, read in one way, retrieved.
-
-    Attributes:
-        label: how tables and legends call it.
-        cells: one for each task, length and depth.
-        encoding: the position encoding's ``to_dict()``; None for the model as it is.
-        model: name or path of the model.
-        adapter: name or path of the adapter; None if the model was not fine-tuned.
-        trained_length: the window the model was pretrained with, in tokens, where known.
-        crop: how many of a prompt's last tokens the model saw; None for all of them.
-        seconds: wall time, less what an earlier run had done.
-    """
-
-    label: str
-    cells: tuple[Cell, ...]
-    encoding: dict[str, Any] | None = None
-    model: str = ""
-    adapter: str | None = None
-    trained_length: int | None = None
-    crop: int | None = None
-    seconds: float = field(default=0.0, compare=False)
-
-    @property
-    def method(self) -> str:
-        """Registry name of the encoding, ``"none"`` for the model as it is."""
-        return "none" if self.encoding is None else str(self.encoding["name"])
-
-    @property
-    def tasks(self) -> list[str]:
-        """Names of the tasks, in order."""
-        return list(dict.fromkeys(cell.task for cell in self.cells))
-
-    def lengths(self, task: str) -> list[int]:
-        """Lengths at which a task was tried, ascending."""
-        return sorted({cell.length for cell in self.cells if cell.task == task})
-
-    def depths(self, task: str) -> list[float]:
-        """Depths at which a task was tried, ascending; empty if it has none."""
-        return sorted({cell.depth for cell in self.cells if cell.task == task and cell.depth is not None})
-
-    def rate(self, task: str, length: int, depth: float | None = None) -> Rate | None:
-        """Mean score at a length, over all depths or at one; None where nothing was measured."""
-        scores = [
-            score
-            for cell in self.cells
-            if cell.task == task and cell.length == length and depth in (None, cell.depth)
-            for score in cell.scores
-        ]
-        return Rate.of(scores) if scores else None
-
-    def k_max(self, length: int | None = None, task: str = "passkey") -> int | None:
-        """The effective window of 2306.15595, in tokens; None if the task was not measured.
-
-        The largest distance k between the key and the end of the prompt such that at every k' ≤ k at least
-        20 % of the trials succeed; in prompts of ``length``, by default the longest. 0 if the nearest fails.
-        """
-        lengths = self.lengths(task)
-        wanted = length if length is not None else max(lengths, default=None)
-        reached = 0
-        cells = [cell for cell in self.cells if cell.task == task and cell.length == wanted]
-        if not cells or any(cell.distance is None for cell in cells):
-            return None
-        for cell in sorted(cells, key=lambda cell: cell.distance or 0):
-            if cell.rate.mean < SUCCESS:
-                break
-            reached = cell.distance or 0
-        return reached
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts; the rates and ``k_max`` are in it to be read."""
-        cells = [
-            {**asdict(cell), "scores": list(cell.scores), "rate": asdict(cell.rate)} for cell in self.cells
-        ]
-        k_max = {str(length): self.k_max(length) for length in self.lengths("passkey")}
-        return {**vars(self), "cells": cells, "k_max": k_max}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        cells = tuple(
-            Cell(
-                **{
-                    **{name: cell[name] for name in Cell.__dataclass_fields__},
-                    "scores": tuple(cell["scores"]),
-                }
-            )
-            for cell in values["cells"]
-        )
-        return cls(**{**known, "cells": cells})
 
 
 # ------------------------------------------------------------------------------------------- measurement
@@ -351,7 +202,10 @@ def answer_prompts(
     least = max((task.new_tokens for task in tasks), default=0)
     if crop is not None and crop <= least:
         raise RopeExtendError(f"crop must leave more than the answer's {least} tokens, got {crop}")
-    started = time.perf_counter()
+    place = torch.device(getattr(model, "device", "cpu"))
+    if place.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(place)
+    started, forward_tokens = time.perf_counter(), 0
     done = _read_trials(log, label) if log else {}
     batches = _batches(prompts, batch_tokens, crop)
     bar = tqdm(
@@ -365,24 +219,40 @@ def answer_prompts(
                 found = _answer(model, tokenizer, kinds[batch[0].task], batch, crop)
                 new = [trial for trial in found if _key(trial) not in done]
                 done |= {_key(trial): trial for trial in new}
+                forward_tokens += sum(_seen(prompt, crop) for prompt in batch)
                 if log:
                     append_lines(log, [{"label": label, **asdict(trial)} for trial in new])
             bar.update(sum(_seen(prompt, crop) for prompt in batch))
     patch = _patch_of(model)
-    cells: dict[Grid, list[Trial]] = {}
+    cells: dict[Grid, list[Prompt]] = {}
     for prompt in prompts:
-        cells.setdefault((prompt.task, prompt.length, prompt.depth), []).append(done[_key(prompt)])
+        cells.setdefault((prompt.task, prompt.length, prompt.depth), []).append(prompt)
     return RetrievalResult(
         label=label,
         cells=tuple(
-            Cell(*where, _least(trial.distance for trial in some), tuple(trial.score for trial in some))
+            Cell(
+                *where,
+                _least(prompt.distance for prompt in some),
+                tuple(done[_key(prompt)].score for prompt in some),
+                prompts_fingerprint(some),
+            )
             for where, some in cells.items()
         ),
         encoding=patch.encoding.to_dict() if patch else None,
         trained_length=patch.shape.trained_length if patch else None,
         crop=crop,
         seconds=time.perf_counter() - started,
+        forward_tokens=forward_tokens,
+        peak_memory_bytes=peak_memory_bytes(place),
     )
+
+
+def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
+    """Sixteen hex digits that name exactly these prompts and what is to be answered, in this order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.text, prompt.answers, prompt.tokens]).encode())
+    return digest.hexdigest()[:16]
 
 
 def _least(distances: Iterable[int | None]) -> int | None:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -21,6 +21,11 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 DRAWS = 2000
 """Resamples of a bootstrap."""
+
+
+def ppl(nats: float) -> float:
+    """``exp(nats)``, infinite where that overflows."""
+    return math.exp(nats) if not nats > 700 else math.inf  # math.exp raises where it overflows
 
 
 def bootstrap(
@@ -102,7 +107,7 @@ def buckets(nll: Floats, scored: Counts | None = None, *, count: int = 8) -> lis
     for start, stop in itertools.pairwise(edges):
         mean, tokens = mean_over(nll, scored, slice(start - 1, stop - 1))
         if tokens:
-            found.append(Bucket(start, stop, math.exp(mean) if not mean > 700 else math.inf, tokens))
+            found.append(Bucket(start, stop, ppl(mean), tokens))
     return found
 
 
@@ -125,6 +130,13 @@ class Difference:
     high: float | None
     ratio: float
     documents: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers; what is not finite becomes None."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
 
     @property
     def clear(self) -> bool:
@@ -155,5 +167,93 @@ def paired(length: int, first: Sequence[float], second: Sequence[float], terms: 
     apart = (np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)).tolist()
     nats = float(np.sum(apart)) / sum(terms)
     low, high = bootstrap(apart, terms) or (None, None)
-    ratio = math.exp(nats) if not nats > 700 else math.inf
-    return Difference(length, nats, low, high, ratio, len(terms))
+    return Difference(length, nats, low, high, ppl(nats), len(terms))
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A mean score, 0 … 1, with its 95 % Wilson interval ``low`` … ``high``, over ``trials``."""
+
+    trials: int
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, scores: Sequence[float]) -> Self:
+        """Of the scores of single trials, at least one."""
+        mean = sum(scores) / len(scores)
+        return cls(len(scores), mean, *wilson(mean, len(scores)))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.0%} ({100 * self.low:.0f}–{100 * self.high:.0f})"
+
+
+def wilson(mean: float, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval of a share ``mean`` of ``trials`` (1927; 95 % by default).
+
+    For scores between 0 and 1 that are not all 0 or 1, their variance is at most that of such trials, and the
+    interval is on the safe side.
+    """
+    width = z * math.sqrt(mean * (1 - mean) / trials + z**2 / (4 * trials**2))
+    middle, norm = mean + z**2 / (2 * trials), 1 + z**2 / trials
+    return max(0.0, (middle - width) / norm), min(1.0, (middle + width) / norm)
+
+
+@dataclass(frozen=True)
+class RateDifference:
+    """How the answers to the same prompts changed: both rates, and what the second is above the first.
+
+    Attributes:
+        first: before.
+        second: after.
+        change: difference of the means, −1 … 1; below zero the second is worse.
+        low: lower end of its 95 % interval.
+        high: upper end.
+    """
+
+    first: Rate
+    second: Rate
+    change: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        """In points, with the interval: ``-15 (-36 … +4)``."""
+        return f"{100 * self.change:+.0f} ({100 * self.low:+.0f} … {100 * self.high:+.0f})"
+
+
+def paired_rates(first: Sequence[float], second: Sequence[float]) -> RateDifference:
+    """Compare the scores, 0 … 1, of two measurements on the same prompts, prompt by prompt.
+
+    The interval is Newcombe's for paired shares (1998, Statistics in Medicine 17, 2635, method 10): it puts
+    Wilson's intervals together by how the two correlate. So it stays honest where all trials succeed, of
+    which a bootstrap would say that nothing can differ.
+
+    Raises:
+        RopeExtendError: they do not belong together.
+    """
+    if not len(first) == len(second) > 0:
+        raise RopeExtendError(
+            f"a paired comparison needs the same prompts twice; got {len(first)} and {len(second)} scores"
+        )
+    one, other = Rate.of(first), Rate.of(second)
+    n, change = len(first), other.mean - one.mean
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    # n² times the covariance; for scores of 0 and 1 the determinant of their 2×2 table.
+    together = n * float(a @ b) - float(a.sum() * b.sum())
+    if together > 0:
+        together = max(together - n / 2, 0.0)  # the method's correction for continuity
+    spread = n**2 * float(a.std() * b.std())
+    phi = together / spread if spread > 0 else 0.0
+
+    def distance(x: float, y: float) -> float:
+        return math.sqrt(max(0.0, x * x - 2 * phi * x * y + y * y))
+
+    low = change - distance(other.mean - other.low, one.high - one.mean)
+    high = change + distance(other.high - other.mean, one.mean - one.low)
+    return RateDifference(one, other, change, max(-1.0, low), min(1.0, high))

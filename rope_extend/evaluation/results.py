@@ -1,0 +1,440 @@
+"""What measurements give: plain records that are written to files, read back, compared and drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation import statistics
+from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+Losses = np.ndarray[Any, np.dtype[np.float32]]
+
+SUCCESS = 0.2
+"""The share of trials that has to succeed at a distance, in the definition of ``k_max`` (2306.15595)."""
+
+
+# ------------------------------------------------------------------------------------------- perplexity
+
+
+@dataclass(frozen=True, eq=False)
+class PerplexityResult:
+    """Perplexity of one model on one set of documents, at several lengths.
+
+    Attributes:
+        ppl: perplexity by length N in tokens: exp(sum of the losses / number of scored tokens), under
+            ``prefix`` over the targets at positions 1 … N−1 of each document. Position 0 has nothing before
+            it. Under protocols that average windows, exp(mean of their mean losses).
+        tokens: number of scored tokens by length, (N − 1) × ``documents`` under ``prefix``.
+        nll_by_position: float64 ``[max_length − 1]``, nats; entry p is the mean loss of the target at
+            position p + 1, from the pass over the longest length. Positions are those in the document under
+            ``prefix`` and ``cropped``, else those in the window. NaN where nothing was scored.
+        protocol: its name, as in :mod:`rope_extend.evaluation.protocols`.
+        window: tokens the model saw at a time where its context was cropped; None otherwise.
+        documents: number of documents that were long enough, all of them scored in full.
+        dropped_documents: number of documents that were not.
+        data: fingerprint of the scored token sequences; results compare only where it is equal.
+        passes: forwards per document: one for each group of lengths with equal position tables.
+        forward_tokens: tokens that went through the model in all.
+        seconds: wall time of the documents, those of an interrupted measurement included.
+        peak_memory_bytes: highest allocation during the run on CUDA; elsewhere the highest resident size of
+            the process so far.
+        stride: the protocol's setting, in tokens, where it has one.
+        last: the same.
+        scored_by_position: int64, how many losses are in each entry of ``nll_by_position``; None where all
+            have one of each document.
+        document_nll: by length, for each document the sum of its losses in nats (of its windows' mean
+            losses, under protocols that average windows): what intervals and paired comparisons need.
+        document_terms: how many losses (or windows) are in each of these sums.
+        losses: by the longest length of each pass, the losses of each document's targets in nats, float32,
+            window by window; only where they were asked for. Never part of :meth:`to_dict`.
+    """
+
+    ppl: dict[int, float]
+    tokens: dict[int, int]
+    nll_by_position: Floats
+    protocol: str
+    window: int | None
+    documents: int
+    dropped_documents: int
+    data: str
+    passes: int
+    forward_tokens: int
+    seconds: float
+    peak_memory_bytes: int
+    stride: int | None = None
+    last: int | None = None
+    scored_by_position: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    document_nll: dict[int, list[float]] | None = None
+    document_terms: dict[int, list[int]] | None = None
+    losses: dict[int, list[Losses]] | None = None
+
+    @property
+    def max_length(self) -> int:
+        """The longest length, in tokens."""
+        return max(self.ppl)
+
+    @property
+    def forward_tokens_per_scored_token(self) -> float:
+        """What the measurement cost: a little over 1 for one pass, about 2 under ``"cropped"``."""
+        return self.forward_tokens / self.tokens[self.max_length]
+
+    @property
+    def cropped(self) -> bool:
+        """Whether the model saw less than the length: then this is a control, not a result."""
+        return self.window is not None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Forward tokens per second."""
+        return self.forward_tokens / self.seconds if self.seconds else math.inf
+
+    def within(self, window: int) -> float:
+        """Perplexity over the targets at positions below ``window``."""
+        return self._mean(slice(0, max(window, 1) - 1), f"below {window}")
+
+    def beyond(self, window: int) -> float:
+        """Perplexity over the targets at positions ``window`` and above: those never seen in training."""
+        return self._mean(slice(max(window, 1) - 1, None), f"from {window} on")
+
+    def _mean(self, where: slice, words: str) -> float:
+        mean, scored = statistics.mean_over(self.nll_by_position, self.scored_by_position, where)
+        if scored == 0:
+            raise RopeExtendError(
+                f"no scored position {words}: this result covers the positions 1 to "
+                f"{len(self.nll_by_position)}"
+            )
+        return statistics.ppl(mean)
+
+    def interval(self, length: int) -> tuple[float, float] | None:
+        """95 % interval of the perplexity at a length, by bootstrap over documents with a fixed seed.
+
+        None with fewer than two documents, and for results that keep no sums by document.
+        """
+        if self.document_nll is None or self.document_terms is None:
+            return None
+        found = statistics.bootstrap(self.document_nll[length], self.document_terms[length])
+        return None if found is None else (statistics.ppl(found[0]), statistics.ppl(found[1]))
+
+    def repeated(self, length: int, lengths: Sequence[int]) -> Self:
+        """What was measured at a length, at all of ``lengths`` from it on: the control of a cropped context.
+
+        It is one where the same targets are scored at every length.
+        """
+
+        def spread(values: dict[int, Any]) -> dict[int, Any]:
+            return {n: values[length] for n in lengths if n >= length}
+
+        return replace(
+            self,
+            window=length,
+            ppl=spread(self.ppl),
+            tokens=spread(self.tokens),
+            document_nll=spread(self.document_nll) if self.document_nll else None,
+            document_terms=spread(self.document_terms) if self.document_terms else None,
+        )
+
+    def buckets(self) -> list[statistics.Bucket]:
+        """Perplexity by position, in ranges that double up to the longest length."""
+        scored = self.scored_by_position
+        if scored is None:
+            scored = np.full(len(self.nll_by_position), self.documents)
+        return statistics.buckets(self.nll_by_position, scored)
+
+    def write_losses(self, path: str | Path) -> Path:
+        """Write the losses of all tokens as ``.npz``, float32.
+
+        For the longest length N of each pass: ``losses_N`` ``[scored tokens]`` in nats, document after
+        document and window after window, and ``offsets_N`` int64 ``[documents + 1]``, where each starts.
+
+        Raises:
+            RopeExtendError: they were not kept; ``perplexity(..., save_losses=True)`` keeps them.
+        """
+        if self.losses is None:
+            raise RopeExtendError("this result has no losses by token; measure with save_losses=True")
+        arrays: dict[str, Any] = {}
+        for length, losses in self.losses.items():
+            arrays[f"losses_{length}"] = np.concatenate(losses)
+            arrays[f"offsets_{length}"] = np.cumsum([0, *map(len, losses)])
+        return write_arrays(Path(path), arrays)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts; what is not finite becomes None, as JSON has no NaN."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "losses"}
+        values["ppl"] = {str(length): or_none(value) for length, value in self.ppl.items()}
+        values["tokens"] = {str(length): count for length, count in self.tokens.items()}
+        values["nll_by_position"] = [or_none(value) for value in self.nll_by_position.tolist()]
+        if self.scored_by_position is not None:
+            values["scored_by_position"] = self.scored_by_position.tolist()
+        if self.document_nll is not None:
+            values["document_nll"] = {
+                str(length): [or_none(value) for value in sums] for length, sums in self.document_nll.items()
+            }
+        if self.document_terms is not None:
+            values["document_terms"] = {str(length): terms for length, terms in self.document_terms.items()}
+        return values
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Inverse of :meth:`to_dict`."""
+        values = dict(values)
+        values["ppl"] = {int(k): math.nan if v is None else v for k, v in values["ppl"].items()}
+        values["tokens"] = {int(k): v for k, v in values["tokens"].items()}
+        values["nll_by_position"] = np.array(values["nll_by_position"], dtype=np.float64)  # None is NaN
+        if values.get("scored_by_position") is not None:
+            values["scored_by_position"] = np.array(values["scored_by_position"], dtype=np.int64)
+        if values.get("document_nll") is not None:
+            values["document_nll"] = {
+                int(k): [math.nan if value is None else value for value in sums]
+                for k, sums in values["document_nll"].items()
+            }
+        if values.get("document_terms") is not None:
+            values["document_terms"] = {int(k): terms for k, terms in values["document_terms"].items()}
+        return cls(**values)
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationRow:
+    """One line of a comparison: what was measured, and what came out.
+
+    Attributes:
+        label: how tables and legends call it.
+        encoding: the position encoding's ``to_dict()``; None for the model as it is.
+        model: name or path of the model.
+        adapter: name or path of the adapter; None if the model was not fine-tuned.
+        result: the measurement.
+        trained_length: the window the model was pretrained with, in tokens, where known.
+        rope_parameters: what the checkpoint's config says of positions, where the model is read as it is.
+        retrieval: what it retrieves within the trained window, where that was measured.
+    """
+
+    label: str
+    encoding: dict[str, Any] | None
+    model: str
+    adapter: str | None
+    result: PerplexityResult
+    trained_length: int | None = None
+    rope_parameters: dict[str, Any] | None = None
+    retrieval: RetrievalResult | None = None
+
+    @property
+    def method(self) -> str:
+        """Registry name of the encoding, ``"none"`` for the model as it is."""
+        return "none" if self.encoding is None else str(self.encoding["name"])
+
+    @property
+    def encoding_text(self) -> str:
+        """The encoding in words."""
+        return _in_words(self.encoding, self.rope_parameters)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts."""
+        retrieval = self.retrieval.to_dict() if self.retrieval else None
+        return {**vars(self), "result": self.result.to_dict(), "retrieval": retrieval}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Inverse of :meth:`to_dict`; what it does not know, such as versions, is left aside."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        known["result"] = PerplexityResult.from_dict(values["result"])
+        if known.get("retrieval"):
+            known["retrieval"] = RetrievalResult.from_dict(values["retrieval"])
+        return cls(**known)
+
+
+# -------------------------------------------------------------------------------------------- retrieval
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All trials of one task at one length and depth.
+
+    Attributes:
+        task: the task's name.
+        length: tokens of prompt and answer.
+        depth: 0 … 1; None for tasks without a depth.
+        distance: tokens from the needle to the end of the prompt, the least of the trials; None without one.
+        scores: of the trials, in order.
+        data: fingerprint of the prompts; scores compare only where it is equal.
+    """
+
+    task: str
+    length: int
+    depth: float | None
+    distance: int | None
+    scores: tuple[float, ...]
+    data: str | None = None
+
+    @property
+    def rate(self) -> Rate:
+        """Mean score and its interval."""
+        return Rate.of(self.scores)
+
+
+@dataclass(frozen=True)
+class RetrievalResult:
+    """What one model, read in one way, retrieved.
+
+    Attributes:
+        label: how tables and legends call it.
+        cells: one for each task, length and depth.
+        encoding: the position encoding's ``to_dict()``; None for the model as it is.
+        model: name or path of the model.
+        adapter: name or path of the adapter; None if the model was not fine-tuned.
+        trained_length: the window the model was pretrained with, in tokens, where known.
+        crop: how many of a prompt's last tokens the model saw; None for all of them.
+        rope_parameters: what the checkpoint's config says of positions, where the model is read as it is.
+        seconds: wall time, less what an earlier run had done.
+        forward_tokens: tokens of prompts that the model read, less what an earlier run had done.
+        peak_memory_bytes: highest allocation during the run on CUDA; elsewhere the highest resident size of
+            the process so far.
+    """
+
+    label: str
+    cells: tuple[Cell, ...]
+    encoding: dict[str, Any] | None = None
+    model: str = ""
+    adapter: str | None = None
+    trained_length: int | None = None
+    crop: int | None = None
+    rope_parameters: dict[str, Any] | None = None
+    seconds: float = field(default=0.0, compare=False)
+    forward_tokens: int = field(default=0, compare=False)
+    peak_memory_bytes: int = field(default=0, compare=False)
+
+    @property
+    def method(self) -> str:
+        """Registry name of the encoding, ``"none"`` for the model as it is."""
+        return "none" if self.encoding is None else str(self.encoding["name"])
+
+    @property
+    def encoding_text(self) -> str:
+        """The encoding in words."""
+        return _in_words(self.encoding, self.rope_parameters)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of prompts per second."""
+        return self.forward_tokens / self.seconds if self.seconds else math.inf
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks, in order."""
+        return list(dict.fromkeys(cell.task for cell in self.cells))
+
+    def lengths(self, task: str) -> list[int]:
+        """Lengths at which a task was tried, ascending."""
+        return sorted({cell.length for cell in self.cells if cell.task == task})
+
+    def depths(self, task: str) -> list[float]:
+        """Depths at which a task was tried, ascending; empty if it has none."""
+        return sorted({cell.depth for cell in self.cells if cell.task == task and cell.depth is not None})
+
+    def rate(self, task: str, length: int, depth: float | None = None) -> Rate | None:
+        """Mean score at a length, over all depths or at one; None where nothing was measured."""
+        scores = [
+            score for cell in self.at(task, length) if depth in (None, cell.depth) for score in cell.scores
+        ]
+        return Rate.of(scores) if scores else None
+
+    def at(self, task: str, length: int) -> list[Cell]:
+        """The cells of a task at a length, by depth."""
+        cells = [cell for cell in self.cells if cell.task == task and cell.length == length]
+        return sorted(cells, key=lambda cell: cell.depth or 0)
+
+    def against(self, first: RetrievalResult, task: str, length: int) -> RateDifference | None:
+        """How this one answers the prompts that ``first`` answered; None where these are not the same."""
+        before, after = first.at(task, length), self.at(task, length)
+        if not before or [cell.data for cell in before] != [cell.data for cell in after]:
+            return None
+        if any(cell.data is None for cell in before):
+            return None
+        return paired_rates(
+            *([score for cell in cells for score in cell.scores] for cells in (before, after))
+        )
+
+    def k_max(self, length: int | None = None, task: str = "passkey") -> int | None:
+        """The effective window of 2306.15595, in tokens; None if the task was not measured.
+
+        The largest distance k between the key and the end of the prompt such that at every k' ≤ k at least
+        20 % of the trials succeed; in prompts of ``length``, by default the longest. 0 if the nearest fails.
+        """
+        lengths = self.lengths(task)
+        wanted = length if length is not None else max(lengths, default=None)
+        reached = 0
+        cells = self.at(task, wanted) if wanted is not None else []
+        if not cells or any(cell.distance is None for cell in cells):
+            return None
+        for cell in sorted(cells, key=lambda cell: cell.distance or 0):
+            if cell.rate.mean < SUCCESS:
+                break
+            reached = cell.distance or 0
+        return reached
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts; the rates and ``k_max`` are in it to be read."""
+        cells = [
+            {**asdict(cell), "scores": list(cell.scores), "rate": asdict(cell.rate)} for cell in self.cells
+        ]
+        k_max = {str(length): self.k_max(length) for length in self.lengths("passkey")}
+        speed = or_none(self.tokens_per_second)
+        return {**vars(self), "cells": cells, "k_max": k_max, "tokens_per_second": speed}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Inverse of :meth:`to_dict`."""
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        cells = tuple(
+            Cell(
+                **{
+                    **{name: cell[name] for name in Cell.__dataclass_fields__ if name in cell},
+                    "scores": tuple(cell["scores"]),
+                }
+            )
+            for cell in values["cells"]
+        )
+        return cls(**{**known, "cells": cells})
+
+
+def _in_words(encoding: dict[str, Any] | None, rope_parameters: dict[str, Any] | None) -> str:
+    """`yarn(factor=8.0)`; for a model as it is, what its config says, where that is known."""
+    values = dict(encoding or rope_parameters or {})
+    if not values:
+        return "as the checkpoint says"
+    name = values.pop("name" if encoding else "rope_type", None)
+    text = f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
+    return text if encoding else f"as the checkpoint says: {text}"
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def file_name(label: str) -> str:
+    """A row's label as the name of a file, different for different labels."""
+    digest = hashlib.sha256(label.encode()).hexdigest()[:6]
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}-{digest}"
+
+
+def write_arrays(path: Path, arrays: dict[str, Any]) -> Path:
+    """Write an ``.npz`` so that it is there as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(path.name + ".tmp")
+    with whole.open("wb") as file:
+        np.savez(file, **arrays)
+    os.replace(whole, path)
+    return path
+
+
+def or_none(value: float) -> float | None:
+    """A number that JSON can hold; it has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
