@@ -34,7 +34,7 @@ from rope_extend.evaluation.protocols import Protocol, Window
 from rope_extend.evaluation.protocols import protocol as protocol_of
 from rope_extend.evaluation.reading import LongReader
 from rope_extend.inspection import length_groups
-from rope_extend.loss import CHUNK_BYTES, causal_lm, output_head, token_losses
+from rope_extend.loss import causal_lm, output_head, token_losses
 from rope_extend.patching import current_patch
 
 logger = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ def perplexity(
     stride: int | str | None = None,
     last: int | str | None = None,
     device: torch.device | str | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     chunk: int | str | None = None,
     batch_tokens: int | None = None,
     save_losses: bool = False,
@@ -287,7 +287,8 @@ def perplexity(
         stride: tokens between the starts of windows, for the protocols that have it.
         last: for ``last-k``: how many targets.
         device: where to run; the model is brought back afterwards. Where it is, if not given.
-        chunk_bytes: how many bytes of float32 logits may exist at one time.
+        chunk_bytes: how many bytes of float32 logits are computed at a time; by default 256 MiB, and 16 MiB
+            on a CPU, whose caches they should fit.
         chunk: read each window in pieces of so many tokens, with a cache, so that activations do not grow
             with the window; only the keys and values do. By itself only above 131,072 tokens, or where
             memory runs out.
@@ -431,14 +432,15 @@ class _Reader:
         place: torch.device,
         bar: Any,
         *,
-        chunk_bytes: int,
+        chunk_bytes: int | None,
         chunk: int | None,
         batch_tokens: int | None,
     ) -> None:
         self.model, self.place, self.bar = model, place, bar
         self.head = output_head(model)
         self.long = LongReader(model, place)
-        self.chunk_bytes, self.chunk, self.asked = chunk_bytes, chunk, chunk is not None
+        self.chunk_bytes = chunk_bytes or (2**24 if place.type == "cpu" else 2**28)
+        self.chunk, self.asked = chunk, chunk is not None
         self.batch_tokens = batch_tokens or (4096 if place.type == "cpu" else 32_768)
         self.halvings = 0
         self.follows: dict[tuple[int, int], bool] = {}
