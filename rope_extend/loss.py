@@ -128,7 +128,7 @@ def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, **inputs: Any
         # Else transformers takes every gap in the positions for the seam between two packed texts, and
         # lets no token look across it.
         inputs["attention_mask"] = torch.ones_like(input_ids)
-    output = lm._modules[_decoder_name(lm)](input_ids=input_ids, use_cache=False, **inputs)
+    output = lm._modules[decoder_name(lm)](input_ids=input_ids, use_cache=False, **inputs)
     return output[0] if isinstance(output, tuple) else output.last_hidden_state
 
 
@@ -142,7 +142,7 @@ def output_head(model: torch.nn.Module) -> Head:
     lm = causal_lm(model)
     # A second view of the same model: the same tensors, but the decoder is exchanged in this view only.
     view = object.__new__(type(lm))
-    name = _decoder_name(lm)
+    name = decoder_name(lm)
     view.__dict__ = {**lm.__dict__, "_modules": {**lm._modules, name: _GivenStates(lm._modules[name])}}
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def causal_lm(model: torch.nn.Module) -> Any:
             "adapter inside the layers, such as LoRA"
         )
     lm = unwrap(model)
-    if _decoder_name(lm) is None or lm.get_output_embeddings() is None:
+    if decoder_name(lm) is None or lm.get_output_embeddings() is None:
         raise RopeExtendError(
             f"{type(lm).__name__} is not a causal language model of transformers: it has no decoder with a "
             "language-model head. AutoModelForCausalLM.from_pretrained(...) gives one"
@@ -173,7 +173,7 @@ def causal_lm(model: torch.nn.Module) -> Any:
     return lm
 
 
-def _decoder_name(lm: torch.nn.Module) -> str | None:
+def decoder_name(lm: torch.nn.Module) -> str | None:
     """Under which name a causal language model holds its decoder: ``model``, ``gpt_neox``, …"""
     # Not by `base_model_prefix`: Llama 4's text model names one there that it does not have.
     return next((name for name, child in lm.named_children() if isinstance(child, PreTrainedModel)), None)

@@ -12,13 +12,11 @@ import logging
 import statistics
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
@@ -26,34 +24,9 @@ from transformers import Cache, LlamaConfig, LlamaForCausalLM
 import rope_extend as rx
 from rope_extend.data import Document
 from rope_extend.evaluation import perplexity
+from rope_extend.evaluation.memory import LiveBytes
 
 Row = dict[str, Any]
-
-
-class Counter(TorchDispatchMode):
-    """Counts dispatched operations and the most bytes that their results held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = self.live = self.peak = 0
-        self.held: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        self.operations += 1
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.held:
-                    self.held.add(storage._cdata)
-                    self.live += storage.nbytes()
-                    self.peak = max(self.peak, self.live)
-                    weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-        return out
-
-    def _forget(self, key: int, size: int) -> None:
-        self.held.discard(key)
-        self.live -= size
 
 
 def model(vocabulary: int = 4096, window: int = 256, layers: int = 6, width: int = 192) -> LlamaForCausalLM:
@@ -113,7 +86,7 @@ def evaluator_memory(repetitions: int) -> Iterator[Row]:
     def growth(run: Callable[[int], None]) -> float:
         peaks = []
         for length in (short, long):
-            with Counter() as counter:
+            with LiveBytes() as counter:
                 run(length)
             peaks.append(counter.peak)
         return (peaks[1] - peaks[0]) / (long - short)
@@ -156,7 +129,7 @@ def hidden_states(lm: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
 
 def operations(lm: LlamaForCausalLM, ids: torch.Tensor) -> float:
     """Dispatched operations of a forward."""
-    with Counter() as counter:
+    with LiveBytes() as counter:
         hidden_states(lm, ids)
     return float(counter.operations)
 
@@ -266,7 +239,7 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
         return lm(text[:, :context], use_cache=True, logits_to_keep=1).past_key_values
 
     def peak(lm: LlamaForCausalLM, cache: Cache, context: int) -> float:
-        with Counter() as counter:
+        with LiveBytes() as counter:
             decode(lm, cache, context)
         return float(counter.peak)
 

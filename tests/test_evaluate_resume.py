@@ -16,6 +16,7 @@ from transformers import LlamaModel
 import rope_extend as rx
 from rope_extend.cli import main
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.reading import TRIAL
 from rope_extend.evaluation.report import read_results
 
 PROTOCOLS: list[dict[str, Any]] = [
@@ -110,14 +111,16 @@ def test_a_file_that_was_cut_short_is_measured_again(tmp_path: Path) -> None:
 
 
 class Small:
-    """A decoder's hook that stands for a device on which only so many tokens at a time fit."""
+    """A first layer's hook that stands for a device on which only so many tokens at a time fit."""
 
     def __init__(self, fits: int, error: Exception) -> None:
         self.fits, self.error, self.sizes = fits, error, []
 
-    def __call__(self, _module: object, _args: object, given: dict[str, Any]) -> None:
-        self.sizes.append(given["input_ids"].numel())
-        if self.sizes[-1] > self.fits:
+    def __call__(self, _module: object, states: tuple[torch.Tensor]) -> None:
+        size = states[0].shape[:2].numel()
+        if size > sum(TRIAL):
+            self.sizes.append(size)
+        if size > self.fits:
             raise self.error
 
 
@@ -134,7 +137,7 @@ def test_where_memory_runs_out_the_document_is_repeated_in_smaller_pieces(
     model, documents = tiny(), texts(96, 96, 96)
     whole = measure(model, documents, [48, 96])
     small = Small(96, error)
-    handle = model.model.register_forward_pre_hook(small, with_kwargs=True)
+    handle = model.model.layers[0].register_forward_pre_hook(small)
     stop = Stop(2)
     other = model.model.register_forward_pre_hook(stop)  # the second document, once
     with pytest.raises(KeyboardInterrupt):
@@ -155,17 +158,18 @@ def test_short_windows_are_batched_less_where_memory_runs_out() -> None:
     model, documents = tiny(), texts(96)
     whole = measure(model, documents, [16], protocol="sliding", stride=4)
     small = Small(16, torch.OutOfMemoryError("CUDA out of memory"))
-    handle = model.model.register_forward_pre_hook(small, with_kwargs=True)
+    handle = model.model.layers[0].register_forward_pre_hook(small)
     result = measure(model, documents, [16], protocol="sliding", stride=4)
     handle.remove()
     assert result.ppl[16] == pytest.approx(whole.ppl[16], rel=1e-5)
-    assert max(small.sizes[-5:]) <= 16
+    assert [size for size in small.sizes if size > 16] == [320, 160, 80, 32]
+    assert small.sizes[-21:] == [16] * 21
 
 
 def test_giving_up_is_one_clear_error() -> None:
     model, documents = tiny(), texts(96)
-    handle = model.model.register_forward_pre_hook(
-        Small(0, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")), with_kwargs=True
+    handle = model.model.layers[0].register_forward_pre_hook(
+        Small(0, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"))
     )
     with pytest.raises(
         RopeExtendError, match=r"out of memory on 'text0' even in pieces of .*Tried to allocate"

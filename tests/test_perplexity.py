@@ -2,15 +2,11 @@
 
 import json
 import math
-import sys
-import weakref
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -18,12 +14,9 @@ import rope_extend as rx
 from rope_extend.data import Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import PerplexityResult, perplexity
+from rope_extend.evaluation.memory import LiveBytes
 
 VOCABULARY = 61
-
-
-# By its name, as the package has a function of the same.
-MODULE = sys.modules["rope_extend.evaluation.perplexity"]
 
 
 def tiny(vocabulary: int = VOCABULARY, hidden: int = 32, intermediate: int = 48) -> LlamaForCausalLM:
@@ -240,14 +233,8 @@ def test_chunks_with_a_cache_give_what_one_forward_gives(make, method: str | Non
     model, documents = make(), texts(100, 100)
     with nullcontext() if method is None else rx.extend(model, 128, method):
         whole = measure(model, documents, [50, 100], save_losses=True)
-        seen = []
-        handle = model.model.register_forward_pre_hook(
-            lambda _module, _args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
-        )
         result = measure(model, documents, [50, 100], chunk=chunk, save_losses=True)
-        handle.remove()
-    assert max(seen) == chunk
-    assert sum(seen) == result.forward_tokens == whole.forward_tokens
+    assert result.forward_tokens == whole.forward_tokens
     assert result.passes == 1
     for one, other in zip(result.losses[100], whole.losses[100], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
@@ -270,65 +257,8 @@ def test_tables_that_change_with_the_length_are_not_read_in_chunks(monkeypatch: 
         within = measure(model, documents, [32], chunk=16)  # where the table does not change yet
         assert within.ppl[32] == pytest.approx(measure(model, documents, [32]).ppl[32], rel=1e-5)
         whole = measure(model, documents, [128])
-        monkeypatch.setattr(MODULE, "WHOLE", 16)
+        monkeypatch.setattr("rope_extend.evaluation.reading.WHOLE", 16)
         assert measure(model, documents, [128]).ppl == whole.ppl  # by itself: in one piece
-
-
-def test_long_windows_are_read_in_chunks_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, documents = tiny(), texts(100)
-    whole = measure(model, documents, [100])
-    monkeypatch.setattr(MODULE, "WHOLE", 50)
-    monkeypatch.setattr(MODULE, "CHUNK", 30)
-    seen = []
-    handle = model.model.register_forward_pre_hook(
-        lambda _module, _args, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
-    )
-    assert measure(model, documents, [100]).ppl[100] == pytest.approx(whole.ppl[100], rel=1e-5)
-    measure(model, documents, [50])
-    handle.remove()
-    assert seen == [30, 30, 30, 10, 50]
-
-
-def test_in_chunks_activations_do_not_grow_with_the_window() -> None:
-    """What remains per token are the keys and values of the cache, joined anew with each chunk's."""
-    model = tiny(intermediate=512).eval()
-    per_token = {}
-    for chunk in (None, 64):
-        peaks = []
-        for length in (1024, 4096):
-            (document,) = texts(length)
-            with LiveBytes() as memory:
-                measure(model, [document], [length], chunk=chunk, chunk_bytes=2**16)
-            peaks.append(memory.peak)
-        per_token[chunk] = (peaks[1] - peaks[0]) / (4096 - 1024)
-    config = model.config
-    cached = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # float32
-    assert per_token[64] < 4 * cached
-    assert per_token[64] < per_token[None] / 5
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes held by the tensors that operations returned: all at one time, and the largest of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = self.largest = 0
-        self.storages: dict[int, int] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.storages:
-                self.storages[storage._cdata] = storage.nbytes()
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                self.largest = max(self.largest, storage.nbytes())
-                weakref.finalize(storage, self.forget, storage._cdata)
-        return out
-
-    def forget(self, key: int) -> None:
-        self.live -= self.storages.pop(key)
 
 
 def test_memory_grows_at_most_a_tenth_as_fast_as_with_all_logits() -> None:
@@ -356,15 +286,3 @@ def test_memory_grows_at_most_a_tenth_as_fast_as_with_all_logits() -> None:
     assert per_token["naive"] >= 4 * vocabulary  # the counter sees the logits
     assert per_token["ours"] <= per_token["naive"] / 10
     assert naive(long) == pytest.approx(measure(model, [document], [long]).ppl[long], rel=1e-5)
-
-
-def test_no_tensor_grows_with_the_square_of_the_length() -> None:
-    """No mask over all pairs of tokens, which at 128k would be 16 GiB."""
-    model = tiny().eval()
-    model.set_attn_implementation("sdpa")
-    largest = {}
-    for length in (256, 1024):
-        with LiveBytes() as memory:
-            measure(model, texts(length), [length])
-        largest[length] = memory.largest
-    assert largest[1024] < 5 * largest[256]

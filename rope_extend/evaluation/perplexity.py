@@ -23,25 +23,19 @@ from typing import Any
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache
 
 from rope_extend.data import Document, fingerprint, format_length, parse_length
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.protocols import Protocol, Window
 from rope_extend.evaluation.protocols import protocol as protocol_of
+from rope_extend.evaluation.reading import LongReader
 from rope_extend.evaluation.results import Losses, PerplexityResult, write_arrays
 from rope_extend.inspection import length_groups
-from rope_extend.loss import CHUNK_BYTES, _decoder_name, causal_lm, hidden_states, output_head, token_losses
+from rope_extend.loss import causal_lm, output_head, token_losses
 from rope_extend.patching import current_patch
 
 logger = logging.getLogger(__name__)
-
-WHOLE = 131_072
-"""Windows of up to so many tokens go through the model in one piece, longer ones in chunks with a cache."""
-
-CHUNK = 16_384
-"""Most tokens of such a chunk, if nothing else is asked."""
 
 HALVINGS = 6
 """How often the pieces are halved, where memory runs out, before giving up."""
@@ -57,7 +51,7 @@ def perplexity(
     stride: int | str | None = None,
     last: int | str | None = None,
     device: torch.device | str | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     chunk: int | str | None = None,
     batch_tokens: int | None = None,
     save_losses: bool = False,
@@ -93,7 +87,8 @@ def perplexity(
         stride: tokens between the starts of windows, for the protocols that have it.
         last: for ``last-k``: how many targets.
         device: where to run; the model is brought back afterwards. Where it is, if not given.
-        chunk_bytes: how many bytes of float32 logits may exist at one time.
+        chunk_bytes: how many bytes of float32 logits are computed at a time; by default 256 MiB, and 16 MiB
+            on a CPU, whose caches they should fit.
         chunk: read each window in pieces of so many tokens, with a cache, so that activations do not grow
             with the window; only the keys and values do. By itself only above 131,072 tokens, or where
             memory runs out.
@@ -237,13 +232,15 @@ class _Reader:
         place: torch.device,
         bar: Any,
         *,
-        chunk_bytes: int,
+        chunk_bytes: int | None,
         chunk: int | None,
         batch_tokens: int | None,
     ) -> None:
         self.model, self.place, self.bar = model, place, bar
         self.head = output_head(model)
-        self.chunk_bytes, self.chunk, self.asked = chunk_bytes, chunk, chunk is not None
+        self.long = LongReader(model, place)
+        self.chunk_bytes = chunk_bytes or (2**24 if place.type == "cpu" else 2**28)
+        self.chunk, self.asked = chunk, chunk is not None
         self.batch_tokens = batch_tokens or (4096 if place.type == "cpu" else 32_768)
         self.halvings = 0
         self.follows: dict[tuple[int, int], bool] = {}
@@ -261,23 +258,31 @@ class _Reader:
                     raise
                 what = str(error).splitlines()[0]
             # Outside the handler: until here the traceback holds on to the tensors.
-            self._halve(name, what, max(w.stop - w.start for windows in plans for w in windows))
+            self._halve(name, what, [w.stop - w.start for windows in plans for w in windows])
             self.bar.n = shown
             self.bar.refresh()
 
-    def _halve(self, name: str, what: str, longest: int) -> None:
+    def _halve(self, name: str, what: str, sizes: Sequence[int]) -> None:
+        """Halve what is read at a time: first how many windows together, then the pieces of one."""
         gc.collect()
         if self.place.type == "cuda":
             torch.cuda.empty_cache()
+        longest, together = max(sizes), min(self.batch_tokens, sum(sizes))
+        if together >= 2 * longest:
+            self.batch_tokens = together // 2
+            logger.warning("out of memory on %r: once more, with half as many windows together", name)
+            return
+        piece = min(self.chunk or self.long.size(longest), longest)
+        whole = False in self.follows.values()
         self.halvings += 1
         if self.halvings > HALVINGS:
+            how = "and it can only be read in one piece" if whole else f"even in pieces of {piece} tokens"
             raise RopeExtendError(
-                f"out of memory on {name!r} even in pieces of {self.chunk} tokens ({what}); ask for shorter "
-                "lengths, a smaller dtype or another device"
+                f"out of memory on {name!r} {how} ({what}); ask for shorter lengths, a smaller dtype or "
+                "another device"
             )
-        self.batch_tokens = max(1, min(self.batch_tokens, 2 * longest) // 2)
         self.chunk_bytes = max(1, self.chunk_bytes // 2)
-        self.chunk, self.asked = max(1, min(self.chunk or longest, longest) // 2), False
+        self.chunk, self.asked = max(1, piece // 2), False
         logger.warning("out of memory on %r: once more, in pieces of %d tokens", name, self.chunk)
 
     def _windows(self, ids: torch.Tensor, windows: Sequence[Window], begin: int | None) -> Losses:
@@ -315,33 +320,34 @@ class _Reader:
     def _hidden(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
         """The decoder's last states, ``[B, t, D]`` at a time."""
         tokens = inputs.shape[1]
-        size = self.chunk or (tokens if tokens <= WHOLE else min(CHUNK, 2**30 // tokens))
+        size = self.chunk or self.long.size(tokens)
         if size >= tokens or not self._follows(tokens, size):
-            yield hidden_states(self.model, inputs)
-            return
-        lm = causal_lm(self.model)
-        decoder = lm._modules[_decoder_name(lm)]
-        cache = DynamicCache(config=lm.config)
-        for piece in torch.split(inputs, size, dim=1):
-            output = decoder(input_ids=piece, past_key_values=cache, use_cache=True)
-            yield output[0] if isinstance(output, tuple) else output.last_hidden_state
+            yield self.long.whole(inputs)
+        else:
+            yield from self.long.in_pieces(inputs, size)
 
     def _follows(self, tokens: int, size: int) -> bool:
         """Whether a cache gives what one forward gives: whether the tables are equal at all lengths."""
+        if self.asked and self.long.way is None:
+            raise RopeExtendError(
+                f"{self.long.config.model_type} does not give in pieces what it gives in one forward; "
+                "measure it without chunk"
+            )
         key = tokens, size
         if key not in self.follows:
-            try:
-                at = [*range(size, tokens, size), tokens]
-                self.follows[key] = len(length_groups(self.model, at)) == 1
-            except UnsupportedModelError:  # then nothing is known about its tables
-                self.follows[key] = False
-        follows = self.follows[key]
-        if not follows and self.asked:
+            self.follows[key] = self.long.way is not None and self._one_table(tokens, size)
+        if self.asked and not self.follows[key]:
             raise RopeExtendError(
                 f"this model's position tables change between {size} and {tokens} tokens, which cached keys "
                 "cannot follow; measure it without chunk, or with an encoding that is exact per query"
             )
-        return follows
+        return self.follows[key]
+
+    def _one_table(self, tokens: int, size: int) -> bool:
+        try:
+            return len(length_groups(self.model, [*range(size, tokens, size), tokens])) == 1
+        except UnsupportedModelError:  # then nothing is known about its tables
+            return False
 
 
 class _Finished:
