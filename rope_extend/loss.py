@@ -8,7 +8,7 @@ the forward pass: it is neither kept for the backward pass nor computed again th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -168,19 +168,13 @@ class _SummedLoss(torch.autograd.Function):
         losses = [torch.zeros(1, device=rows.device)]
         for chunk in torch.split((expected != IGNORED).nonzero()[:, 0], size):
             piece = rows[chunk].requires_grad_(backward)
-            with torch.enable_grad():
-                logits = head(piece[None])[0]
-            classes = expected[chunk, None]
-            logs = torch.log_softmax(logits.detach(), -1, dtype=torch.float32)
-            losses.append(-logs.gather(1, classes)[:, 0])
-            slopes = logs.exp_()  # of the loss by the logits: softmax less one-hot
-            slopes.scatter_add_(1, classes, slopes.new_full(classes.shape, -1))
             wanted = (piece, *trained) if backward else trained
-            found = list(torch.autograd.grad(logits, wanted, slopes.to(logits.dtype)))
+            found = _loss_and_gradients(head, piece, expected[chunk], wanted)
+            losses.append(found.pop(0))
             if backward:
                 of_rows[chunk] = found.pop(0)
-            for total, part in zip(of_trained, found, strict=True):
-                total += part
+            for total in of_trained:
+                total += found.pop(0)  # and gone, before the next chunk's is made
         ctx.save_for_backward(of_rows, *of_trained)
         ctx.shape, ctx.dtypes = hidden.shape, [leaf.dtype for leaf in trained]
         return torch.cat(losses).sum()
@@ -200,6 +194,23 @@ class _SummedLoss(torch.autograd.Function):
             *(None,) * 3,
             *((total * scale).to(dtype) for total, dtype in zip(of_trained, ctx.dtypes, strict=True)),
         )
+
+
+def _loss_and_gradients(
+    head: Head, rows: torch.Tensor, targets: torch.Tensor, wanted: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Summed loss of a chunk ``[n, D]``, float32 ``[1]``, and its gradient by each tensor that is wanted.
+
+    A function of its own, so that a chunk's logits are gone before those of the next are made.
+    """
+    with torch.enable_grad():
+        logits = head(rows[None]).flatten(0, 1)  # not [0]: its backward pass would copy
+    classes = targets[:, None]
+    logs = torch.log_softmax(logits.detach(), -1, dtype=torch.float32)
+    loss = -logs.gather(1, classes).sum(0)
+    slopes = logs.exp_()  # of the loss by the logits: softmax less one-hot
+    slopes.scatter_add_(1, classes, slopes.new_full(classes.shape, -1))
+    return [loss, *torch.autograd.grad(logits, wanted, slopes.to(logits.dtype))]
 
 
 def _leaves(result: torch.Tensor) -> list[torch.Tensor]:
