@@ -511,13 +511,14 @@ def _plot_arguments(parser: argparse.ArgumentParser) -> None:
         ("accuracy", "results", "trials solved against length, from retrieval"),
         ("heat-map", "results", "trials solved over depth and length, from retrieval"),
         ("training", "run", "loss against step, from a fine-tuning run"),
+        ("distances", "run", "distances seen in training, from a run with sampled positions"),
         ("frequencies", "model", "each method's wavelengths, for a checkpoint"),
     ):
         one = kinds.add_parser(kind, help=text, description=text.capitalize() + ".")
         many = "+" if what == "results" else None
         helps = {
             "results": "evaluation directories or results.jsonl files",
-            "run": "a run's directory or metrics.jsonl",
+            "run": "a run's directory, or its metrics.jsonl or positions.json",
             "model": "a checkpoint's directory or hub id; only its config is read",
         }
         one.add_argument(what, nargs=many, help=helps[what])
@@ -555,6 +556,9 @@ def plot(arguments: argparse.Namespace) -> None:
     elif arguments.kind == "training":
         run = Path(arguments.run)
         plots.plot_training(run / "metrics.jsonl" if run.is_dir() else run, output, **options)
+    elif arguments.kind == "distances":
+        run = Path(arguments.run)
+        plots.plot_distances(run / "positions.json" if run.is_dir() else run, output, **options)
     elif arguments.kind in ("accuracy", "heat-map"):
         from rope_extend.evaluation.retrieval_report import read_retrievals
 

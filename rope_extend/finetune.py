@@ -30,8 +30,9 @@ from rope_extend.data import Document, blocks, fingerprint, load_documents
 from rope_extend.encodings import RopeShape, encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.patching import Patch, current_patch, extend, patch_model
+from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.pretrained import default_dtype, empty_model, pretrained
-from rope_extend.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
+from rope_extend.recipe import CONSECUTIVE, Recipe, add_recipe_arguments, recipe_from_arguments
 from rope_extend.resume import RunState, check_continues, checkpoints, read_state, step_of
 from rope_extend.training import (
     FinetuneInterrupted,
@@ -52,8 +53,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors")
+_RUN_FILES = (
+    "recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors",
+    "positions.json", "positions.png",
+)  # fmt: skip
 """What makes a directory that of a run; `overwrite` removes these and leaves all else."""
+
+_COUNTED = 8192
+"""Of how many sequences of a run the distances are counted: enough for the picture, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -138,16 +145,19 @@ def finetune(
     if model is None:
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
     name = model.config.name_or_path or recipe.model
-    share = data.blocks.share_beyond(shape.trained_length)
+    coverage = _coverage(recipe, shape, accelerator.num_processes)
+    share = data.blocks.share_beyond(shape.trained_length) if coverage is None else coverage.tokens_beyond
     with undone_on_failure(model):
         patch = _extend(model, recipe)
         try:
             run = TrainingRun(recipe, model, data, state, accelerator)
             if accelerator.is_main_process:
-                _announce(run, patch, share)
+                _announce(run, patch, share, coverage)
             run.train(checkpoint)
             if accelerator.is_main_process:
                 save(run.model, directory, overwrite=True, base_model=name)
+                if coverage is not None:
+                    _report_positions(coverage, directory)
                 add_card(directory, perplexity=run.metrics.perplexity)
                 logger.info("saved the adapter and its record in %s", directory)
             accelerator.wait_for_everyone()
@@ -169,7 +179,31 @@ def finetune(
     )
 
 
-def _announce(run: TrainingRun, patch: Patch, share: float) -> None:
+def _coverage(recipe: Recipe, shape: RopeShape, processes: int) -> Coverage | None:
+    """Which distances the run will have seen; None if positions are not sampled."""
+    if recipe.positions == CONSECUTIVE:
+        return None
+    sequences = recipe.steps * recipe.batch_size * recipe.gradient_accumulation * processes
+    return Coverage.of(
+        PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed),
+        recipe.length,
+        min(sequences, _COUNTED),
+        trained_length=shape.trained_length,
+    )
+
+
+def _report_positions(coverage: Coverage, directory: Path) -> None:
+    """`positions.json` and `positions.png`; the run is done, so what goes wrong is logged and not raised."""
+    from rope_extend.plots import plot_distances
+
+    try:
+        coverage.write(directory / "positions.json")
+        plot_distances(directory / "positions.json", directory / "positions.png")
+    except OSError as error:
+        logger.warning("no report on the positions: %s", error)
+
+
+def _announce(run: TrainingRun, patch: Patch, share: float, coverage: Coverage | None) -> None:
     window = patch.shape.trained_length
     trained = sum(parameter.numel() for parameter in run.parameters)
     total = sum(parameter.numel() for parameter in run.model.parameters())
@@ -184,6 +218,13 @@ def _announce(run: TrainingRun, patch: Patch, share: float) -> None:
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
         run.data.blocks, f"{run.tokens_per_step:,}", 100 * share,
     )  # fmt: skip
+    if coverage is not None:
+        logger.info(
+            "positions by %s (%s): %.1f %% of the query-key pairs are further apart than the pretrained "
+            "window, at %.1f %% of the distances from there to %d", coverage.sampler,
+            SAMPLERS[coverage.sampler].paper, 100 * coverage.pairs_beyond, 100 * coverage.seen_beyond,
+            coverage.target_length,
+        )  # fmt: skip
 
 
 def _starting_point(
@@ -250,6 +291,8 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeS
         raise RopeExtendError(f"the model is in {model.dtype}; load it with dtype={dtype}")
     lora_config(model, recipe)
     with _extend(model, recipe) as patch:
+        if recipe.positions != CONSECUTIVE:
+            check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
         return patch.shape
 
 

@@ -2,18 +2,18 @@
 
 At 128k tokens and a vocabulary of 128k, the logits of one document are 64 GiB in float32, while its last
 hidden states are 1 GiB. So the decoder runs once over the window, and the head runs over a few tokens at a
-time; in training each piece of logits is computed again in the backward pass instead of being kept.
+time. In training each piece of logits is turned into the gradient of the hidden states while it exists, in
+the forward pass: it is neither kept for the backward pass nor computed again there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -21,7 +21,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import unwrap
 
 CHUNK_BYTES = 64 * 2**20
-"""Default budget for the float32 logits that exist at one time, in bytes."""
+"""Default budget for the float32 logits of one chunk, in bytes."""
 
 IGNORED = -100
 """Label of a token that is not scored, as everywhere in transformers."""
@@ -55,25 +55,35 @@ def next_token_loss(
     input_ids: torch.Tensor,
     labels: torch.Tensor | None = None,
     *,
+    num_items_in_batch: torch.Tensor | float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     **inputs: Any,
 ) -> torch.Tensor:
     """Mean next-token loss in nats, a differentiable float32 scalar, equal to the model's own.
 
+    With gradients on, those of the hidden states and of whatever is trained in the head are computed here,
+    a chunk of tokens at a time; the backward pass only scales them. For a frozen head that is two matrix
+    products with the head for each token, and what is kept has the size of the hidden states.
+
     Args:
         model: a causal language model of transformers, with or without PEFT.
         input_ids: int64 ``[B, T]``.
         labels: int64 ``[B, T]``, not shifted, -100 where a token is not scored; ``input_ids`` if not given.
-        chunk_bytes: how many bytes of float32 logits may exist at one time.
+        num_items_in_batch: what to divide the sum of losses by, as in transformers: the scored tokens of all
+            the forward passes that are accumulated, so that each token counts the same whichever pass it
+            is in; the scored tokens of this batch if not given.
+        chunk_bytes: how many bytes the float32 logits of one chunk may have; about two and a half times as
+            many exist at one time. One token at least is in a chunk.
         inputs: further inputs of the decoder, such as ``position_ids`` or ``attention_mask``.
 
     Returns:
-        The mean over all scored tokens of the batch; zero if there are none. The auxiliary router loss that
-        a mixture-of-experts model adds with ``output_router_logits=True`` is not part of it.
+        The mean over all scored tokens; zero if there are none. The auxiliary router loss that a
+        mixture-of-experts model adds with ``output_router_logits=True`` is not part of it.
 
     Raises:
         RopeExtendError: if the model is not a causal language model, or is wrapped in
-            DistributedDataParallel while gradients are on: then wrap :class:`NextTokenLoss` instead.
+            DistributedDataParallel while gradients are on: then wrap :class:`NextTokenLoss` instead. From
+            ``backward(create_graph=True)``: there are no second derivatives.
     """
     if isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
         raise RopeExtendError(
@@ -83,17 +93,28 @@ def next_token_loss(
     hidden = hidden_states(model, input_ids, **inputs)
     # Position t predicts token t + 1; the last position has nothing to predict.
     targets = F.pad((input_ids if labels is None else labels)[:, 1:], (0, 1), value=IGNORED)
-    losses = token_losses(hidden, output_head(model), targets, chunk_bytes=chunk_bytes)
-    return losses.sum() / (targets != IGNORED).sum().clamp(min=1).to(losses.device)
+    targets = targets.to(hidden.device)
+    if num_items_in_batch is None:
+        num_items_in_batch = (targets != IGNORED).sum().clamp(min=1)
+    head = output_head(model)
+    one = head(hidden.detach()[:1, :1])  # of one token: says the size of the vocabulary, and what is trained
+    trained = _leaves(one)
+    size = _tokens_per_chunk(one, chunk_bytes)
+    if hidden.requires_grad or trained:
+        total = _SummedLoss.apply(hidden, targets, head, size, *trained)  # type: ignore[no-untyped-call]
+    else:
+        total = token_losses(hidden, head, targets, chunk_bytes=chunk_bytes).sum()
+    return total / num_items_in_batch
 
 
+@torch.no_grad()
 def token_losses(
     hidden: torch.Tensor, head: Head, targets: torch.Tensor, *, chunk_bytes: int = CHUNK_BYTES
 ) -> torch.Tensor:
     """Negative log-likelihood of each target in nats, float32 ``[B, T]``; zero where the target is -100.
 
     The product with the head is taken in the model's dtype, as the model does itself, and the log-sum-exp
-    in float32. Where gradients are on, no chunk's logits are kept for the backward pass.
+    in float32. For evaluation: the result carries no gradient, :func:`next_token_loss` does.
 
     Args:
         hidden: the decoder's last hidden states ``[B, T, D]``.
@@ -102,19 +123,109 @@ def token_losses(
         chunk_bytes: how many bytes of float32 logits may exist at one time; one token at least.
     """
     rows = hidden.flatten(0, 1)  # [B·T, D]
-    vocabulary = head(rows[None, :1]).shape[-1]
-    size = max(1, chunk_bytes // (4 * vocabulary))
-    # split, and not a slice for each chunk: its backward pass writes the gradient of `hidden` only once.
+    size = _tokens_per_chunk(head(rows[None, :1]), chunk_bytes)
     pieces = zip(torch.split(rows, size), torch.split(targets.to(rows.device).flatten(), size), strict=True)
-    if torch.is_grad_enabled():
-        losses = [checkpoint(_losses, head, *piece, use_reentrant=False) for piece in pieces]
-    else:
-        losses = [_losses(head, *piece) for piece in pieces]
+    losses = [
+        F.cross_entropy(head(piece[None])[0].float(), expected, reduction="none", ignore_index=IGNORED)
+        for piece, expected in pieces
+    ]
     return torch.cat(losses).view(targets.shape)
 
 
-def _losses(head: Head, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(head(rows[None])[0].float(), targets, reduction="none", ignore_index=IGNORED)
+def _tokens_per_chunk(logits: torch.Tensor, chunk_bytes: int) -> int:
+    return max(1, chunk_bytes // (4 * logits.shape[-1]))
+
+
+class _SummedLoss(torch.autograd.Function):
+    """Sum of the losses of all scored tokens, a float32 scalar, whose gradients are found along with it.
+
+    They are those of the sum, and the backward pass multiplies them by the gradient of the sum, so they keep
+    their precision in float16 and bfloat16 whatever the number of tokens.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, targets: torch.Tensor, head: Head, size: int, *trained: torch.Tensor
+    ) -> torch.Tensor:
+        """Go over the scored tokens, ``size`` at a time.
+
+        Args:
+            ctx: of autograd.
+            hidden: ``[B, T, D]``.
+            targets: int64 ``[B, T]``, already shifted, -100 where a token is not scored.
+            head: from hidden states to logits.
+            size: tokens per chunk.
+            trained: every leaf of the head's graph; each is an input here so that autograd, and whoever
+                waits for a gradient as DistributedDataParallel does, finds the way to it.
+        """
+        rows, expected = hidden.flatten(0, 1), targets.flatten()
+        backward = ctx.needs_input_grad[0]  # past the head, into the decoder
+        of_rows = torch.zeros_like(rows) if backward else rows.new_empty(0)
+        # Summed over many chunks, so not in bfloat16's 8 bits.
+        of_trained = [
+            torch.zeros_like(leaf, dtype=torch.promote_types(leaf.dtype, torch.float32)) for leaf in trained
+        ]
+        losses = [torch.zeros(1, device=rows.device)]
+        for chunk in torch.split((expected != IGNORED).nonzero()[:, 0], size):
+            piece = rows[chunk].requires_grad_(backward)
+            wanted = (piece, *trained) if backward else trained
+            found = _loss_and_gradients(head, piece, expected[chunk], wanted)
+            losses.append(found.pop(0))
+            if backward:
+                of_rows[chunk] = found.pop(0)
+            for total in of_trained:
+                total += found.pop(0)  # and gone, before the next chunk's is made
+        ctx.save_for_backward(of_rows, *of_trained)
+        ctx.shape, ctx.dtypes = hidden.shape, [leaf.dtype for leaf in trained]
+        return torch.cat(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Scale what the forward pass found."""
+        if torch.is_grad_enabled():
+            raise RopeExtendError(
+                "this loss has no second derivative: its gradient is computed in the forward pass. Call "
+                "backward without create_graph, or take the loss from model(input_ids, labels=...)"
+            )
+        of_rows, *of_trained = ctx.saved_tensors
+        scale = float(gradient)  # as a number: a tensor would be rounded to the dtype of what it multiplies
+        return (
+            (of_rows * scale).view(ctx.shape) if ctx.needs_input_grad[0] else None,
+            *(None,) * 3,
+            *((total * scale).to(dtype) for total, dtype in zip(of_trained, ctx.dtypes, strict=True)),
+        )
+
+
+def _loss_and_gradients(
+    head: Head, rows: torch.Tensor, targets: torch.Tensor, wanted: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Summed loss of a chunk ``[n, D]``, float32 ``[1]``, and its gradient by each tensor that is wanted.
+
+    A function of its own, so that a chunk's logits are gone before those of the next are made.
+    """
+    with torch.enable_grad():
+        logits = head(rows[None]).flatten(0, 1)  # not [0]: its backward pass would copy
+    classes = targets[:, None]
+    logs = torch.log_softmax(logits.detach(), -1, dtype=torch.float32)
+    loss = -logs.gather(1, classes).sum(0)
+    slopes = logs.exp_()  # of the loss by the logits: softmax less one-hot
+    slopes.scatter_add_(1, classes, slopes.new_full(classes.shape, -1))
+    return [loss, *torch.autograd.grad(logits, wanted, slopes.to(logits.dtype))]
+
+
+def _leaves(result: torch.Tensor) -> list[torch.Tensor]:
+    """Every leaf that a result's gradient would reach: what is trained of the modules it came from."""
+    leaves: list[torch.Tensor] = []
+    nodes, seen = [result.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        nodes += [parent for parent, _ in node.next_functions]
+    return leaves
 
 
 def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:

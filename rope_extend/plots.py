@@ -247,6 +247,60 @@ def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = 
     return picture.save()
 
 
+def plot_distances(positions: str | Path, path: str | Path, *, title: str | None = None) -> Path:
+    """Draw how often a run with sampled positions saw each distance between a query and a key.
+
+    Beside it, what as many blocks of consecutive positions see, which ends at the length of a block. Where
+    the line has a gap, no pair was that far apart.
+
+    Args:
+        positions: ``positions.json`` of a run.
+        path: where to; the suffix says how: .png, .svg or .pdf.
+        title: heading.
+
+    Raises:
+        RopeExtendError: if there is no such file, or it is not one, or no such format.
+    """
+    positions = Path(positions)
+    if not positions.is_file():
+        raise RopeExtendError(
+            f"no report on positions at {str(positions)!r}; a fine-tuning run that samples positions writes "
+            "positions.json"
+        )
+    try:
+        data = json.loads(positions.read_text(encoding="utf-8"))
+        groups = [(g["from"], g["to"], g["pairs"] / (g["to"] - g["from"])) for g in data["distances"]]
+        block, sequences, trained = data["block_length"], data["sequences"], data["trained_length"]
+        name, share = data["sampler"], 100 * data["seen_beyond"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RopeExtendError(f"{positions} is not a report on positions: {error!r}") from error
+    subtitle = (
+        f"{sequences:,} blocks of {format_length(block)}; of the distances beyond the trained window "
+        f"{share:.3g} % were seen"
+    )
+    picture = _Picture(path, title or f"Distances seen in training: {name}", subtitle, room=16)
+    axes = picture.axes
+    starts, stops, pairs = np.array(groups, dtype=np.float64).T
+    pairs[pairs == 0] = np.nan
+    middles = (starts + stops - 1) / 2
+    axes.plot(middles, pairs, color=_PALETTE[0], linewidth=1.8, zorder=3)
+    distances = np.arange(block)
+    axes.plot(distances, sequences * (block - distances), color=_PLAIN, linestyle=(0, (4, 2)), linewidth=1.4)
+    axes.set_yscale("log")
+    axes.set_xlabel("distance between query and key, tokens", color=_INK)
+    axes.set_ylabel("pairs at each distance", color=_INK)
+    axes.set_xlim(0, stops[-1])
+    ticks = [stops[-1] * part / 4 for part in range(5)]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
+    axes.yaxis.set_minor_locator(NullLocator())
+    _mark_window(axes, trained)
+    axes.annotate(
+        "consecutive", (block, sequences), (4, 0), textcoords="offset points", color=_PLAIN, fontsize=9
+    )
+    return picture.save()
+
+
 def plot_frequencies(
     encodings: Iterable[RopeEncoding],
     shape: RopeShape,

@@ -19,6 +19,10 @@ import yaml
 from rope_extend.data import parse_length
 from rope_extend.encodings import RopeEncoding, encodings, rotary_method
 from rope_extend.errors import RopeExtendError
+from rope_extend.positions import SAMPLERS
+
+CONSECUTIVE = "consecutive"
+"""The value of `positions` that samples none: 0, 1, 2, …"""
 
 
 class _Kind(NamedTuple):
@@ -129,6 +133,7 @@ _SOURCES = _Kind("a path, a glob, a hub id, or a list of these", _sources, plain
 _TARGETS = _Kind("attention, all-linear, or a list of module names", _targets)
 _PARAMETERS = _Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
 _DTYPE = _choice("auto", "float32", "bfloat16")
+_POSITIONS = _choice(CONSECUTIVE, *SAMPLERS)
 
 
 @dataclass(frozen=True)
@@ -165,6 +170,12 @@ class Recipe:
     block_length: Annotated[
         int | None, _optional(_LENGTH), "tokens per training sequence; target_length if not given"
     ] = None
+    positions: Annotated[
+        str,
+        _POSITIONS,
+        "of a block's tokens; pose (2309.10400), cream (2406.07138) and random (2305.16843) spread a short "
+        "block over target_length, as in a 2k block_length for a 32k target",
+    ] = CONSECUTIVE
     steps: Annotated[int, _POSITIVE_COUNT, "optimizer steps"] = 1000
     batch_size: Annotated[int, _POSITIVE_COUNT, "sequences per device in one forward pass"] = 1
     gradient_accumulation: Annotated[int, _POSITIVE_COUNT, "forward passes per optimizer step"] = 8
@@ -227,6 +238,14 @@ class Recipe:
                 f"recipe: block_length {self.length} is beyond target_length {self.target_length}; "
                 "raise target_length, or leave block_length out"
             )
+        if self.positions != CONSECUTIVE:
+            shortest = SAMPLERS[self.positions].shortest
+            if not shortest <= self.length < self.target_length:
+                raise RopeExtendError(
+                    f"recipe: positions {self.positions} spreads short blocks over target_length "
+                    f"{self.target_length}, and block_length is {self.length}; set block_length to less, "
+                    f"such as the pretrained window, and to {shortest} tokens or more"
+                )
         if self.eval_data is None and (self.eval_every or self.eval_lengths):
             given = "eval_every" if self.eval_every else "eval_lengths"
             raise RopeExtendError(f"recipe: {given} needs eval_data; name documents to evaluate on")

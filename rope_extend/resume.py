@@ -154,10 +154,11 @@ def check_continues(state: RunState, recipe: Recipe) -> None:
     Raises:
         RopeExtendError: naming every field that differs, with both values.
     """
-    now, then = recipe.to_dict(), state.recipe
-    changed = [name for name in now if name not in MAY_CHANGE and now[name] != then.get(name)]
+    # A checkpoint from before a field existed was made with what is now its default.
+    now, then = recipe.to_dict(), Recipe.from_dict(state.recipe).to_dict()
+    changed = [name for name in now if name not in MAY_CHANGE and now[name] != then[name]]
     if changed:
-        listed = "; ".join(f"{name} was {then.get(name)!r} and is {now[name]!r}" for name in changed)
+        listed = "; ".join(f"{name} was {then[name]!r} and is {now[name]!r}" for name in changed)
         raise RopeExtendError(
             f"cannot resume: {listed}. Restore these fields, or start anew in another output_dir; what may "
             f"change is {', '.join(sorted(MAY_CHANGE))}"

@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -32,7 +32,8 @@ from rope_extend.data import Blocks, Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
 from rope_extend.loss import NextTokenLoss
-from rope_extend.recipe import Recipe
+from rope_extend.positions import PositionCollator
+from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -275,7 +276,11 @@ class TrainingRun:
         forwards = self.state.step * recipe.gradient_accumulation + forward
         first = (forwards * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
         positions = range(first, first + recipe.batch_size)
-        batch = default_collate([items[block_index(p, recipe.seed, len(items))] for p in positions])
+        chosen = [items[block_index(p, recipe.seed, len(items))] for p in positions]
+        collate: Callable[..., Mapping[str, torch.Tensor]] = default_collate
+        if recipe.positions != CONSECUTIVE:
+            collate = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed, drawn=first)
+        batch = collate(chosen)
         return {name: value.to(accelerator.device) for name, value in batch.items()}
 
     def _autocast(self) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ median where a row says so; FLOPs, bytes, and counts of operations and graphs ar
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import statistics
@@ -25,6 +26,7 @@ import rope_extend as rx
 from rope_extend.data import Document
 from rope_extend.evaluation import perplexity
 from rope_extend.evaluation.memory import LiveBytes
+from rope_extend.loss import next_token_loss
 
 Row = dict[str, Any]
 
@@ -273,7 +275,67 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
         yield row(f"{method}: time to prefill {CONTEXTS[1]} tokens", peer, "s", *times)
 
 
+def training_loss(repetitions: int) -> Iterator[Row]:
+    """The loss of a window and its gradient, against all logits at once and against TRL's loss in tiles.
+
+    On a model without layers, so that little else is measured; what it trains is its last norm, which wants
+    the gradient of the hidden states as LoRA does, or its head too. Bytes are those of tensors that exist
+    beside the weights.
+    """
+    has_trl = importlib.util.find_spec("trl") is not None
+    if not has_trl:
+        print("training loss: TRL is not installed, so there are no rows against it", file=sys.stderr)
+    for vocabulary in (2**15, 2**17):
+        tokens = 2**26 // vocabulary
+        for trained in ("norm", "norm, lm_head"):
+            lm = model(vocabulary, layers=0, width=384)
+            lm.lm_head.weight = torch.nn.Parameter(lm.lm_head.weight.detach().clone())  # not tied
+            for name, parameter in lm.named_parameters():
+                parameter.requires_grad_(name.split(".")[-2] in trained)
+            ids = document(tokens, vocabulary).input_ids[None].to(lm.device)
+            losses: dict[str, Callable[[], torch.Tensor]] = {
+                "ours": lambda lm=lm, ids=ids: next_token_loss(lm, ids),
+                "model(input_ids, labels=...)": lambda lm=lm, ids=ids: lm(ids, labels=ids).loss,
+            }
+            if has_trl:
+                from trl.trainer.utils import add_fused_lm_head
+
+                tiled = model(vocabulary, layers=0, width=384)  # of its own: TRL exchanges its forward
+                tiled.model.embed_tokens, tiled.model.norm = lm.model.embed_tokens, lm.model.norm
+                tiled.lm_head = lm.lm_head
+                add_fused_lm_head(tiled)
+                losses["TRL"] = lambda tiled=tiled, ids=ids: tiled(ids, labels=ids, fused_lm_head=True).loss
+
+            def step(loss: Callable[[], torch.Tensor], lm: LlamaForCausalLM = lm) -> dict[str, torch.Tensor]:
+                value = loss()
+                value.backward()
+                found = {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}
+                lm.zero_grad()
+                return {"loss": value.detach(), **found}
+
+            def peak(loss: Callable[[], torch.Tensor], lm: LlamaForCausalLM = lm) -> float:
+                with LiveBytes() as counter:
+                    counter.held.update(p.untyped_storage()._cdata for p in lm.parameters())
+                    step(loss)
+                return float(counter.peak)
+
+            expected = step(losses["model(input_ids, labels=...)"])
+            for name in ("ours", *(["TRL"] if has_trl else [])):
+                for key, value in step(losses[name]).items():
+                    torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
+            head = "trained" if "lm_head" in trained else "frozen"
+            where = f"loss and gradient, {head} head, {tokens} tokens, {vocabulary // 1024}k vocabulary"
+            peaks = {name: peak(loss) for name, loss in losses.items()}
+            times = timed(
+                *(lambda loss=loss: step(loss) for loss in losses.values()), repetitions=repetitions
+            )
+            for (name, bytes_held), seconds in list(zip(peaks.items(), times, strict=True))[1:]:
+                yield row(f"{where}: peak", name, "B", peaks["ours"], bytes_held)
+                yield row(f"{where}: time", name, "s", times[0], seconds)
+
+
 BENCHMARKS = {
+    "training-loss": training_loss,
     "evaluator-memory": evaluator_memory,
     "whole-curve": whole_curve,
     "patched-forward": patched_forward,

@@ -1,8 +1,15 @@
 """The chunked loss against what stock transformers computes from all logits at once."""
 
+import copy
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -159,12 +166,19 @@ def test_token_losses_are_the_log_probabilities() -> None:
     with torch.no_grad():
         expected = -model(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         hidden = hidden_states(model, ids)[:, :-1]
-        found = token_losses(hidden, output_head(model), labels[:, 1:], chunk_bytes=3 * 4 * VOCABULARY)
+    found = token_losses(hidden, output_head(model), labels[:, 1:], chunk_bytes=3 * 4 * VOCABULARY)
+    assert not found.requires_grad
     scored = labels[:, 1:] != IGNORED
     assert found.dtype == torch.float32
     assert found.shape == (2, ids.shape[1] - 1)
     torch.testing.assert_close(found[scored].double(), expected[scored], rtol=1e-5, atol=1e-5)
     assert not found[~scored].any()
+
+
+def train_only(model: torch.nn.Module, *parts: str) -> torch.nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in parts))
+    return model
 
 
 def test_logits_stay_within_the_budget_and_are_not_kept_for_the_backward_pass() -> None:
@@ -178,11 +192,147 @@ def test_logits_stay_within_the_budget_and_are_not_kept_for_the_backward_pass() 
     weights = VOCABULARY * 32
     logits_of_chunk = 10 * VOCABULARY
     assert max(sizes) == 10
-    assert sum(sizes) == 2 * 64 + 1  # all tokens once, and one to learn the vocabulary's size
+    assert sum(sizes) == 2 * 63 + 1  # all that is scored, and one token to learn the vocabulary's size
     assert not [n for n in kept if n % VOCABULARY == 0 and n >= logits_of_chunk and n != weights]
     sizes.clear()
     loss.backward()
-    assert sum(sizes) == 2 * 64  # computed again, chunk by chunk
+    assert not sizes  # nor computed again
+
+
+def flops(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+    with FlopCounterMode(display=False) as counter:
+        result = run()
+    return result, counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("trained", "products"), [(["norm"], 2), (["norm", "lm_head"], 3), (["lm_head"], 2)])
+def test_the_head_is_multiplied_no_more_often_than_its_gradients_need(
+    trained: list[str], products: int
+) -> None:
+    model = train_only(tiny("llama"), *trained)
+    ids, labels = batch()
+    hidden, decoder = flops(lambda: model.model(ids, use_cache=False).last_hidden_state)
+    loss, forward = flops(lambda: next_token_loss(model, ids, labels, chunk_bytes=2000))
+    product = 2 * 32 * VOCABULARY  # of one token
+    scored = int((labels[:, 1:] != IGNORED).sum())
+    assert forward - decoder == (products * scored + 1) * product
+    through_decoder = flops(lambda: hidden.sum().backward())[1] if hidden.requires_grad else 0
+    assert flops(lambda: loss.backward())[1] == through_decoder
+
+
+def test_without_anything_to_train_there_is_a_loss_and_no_gradient() -> None:
+    model = train_only(tiny("llama"))
+    ids, labels = batch()
+    loss = next_token_loss(model, ids, labels)
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(model(ids, labels=labels).loss.item(), abs=1e-5)
+
+
+@cache
+def small(family: str, vocabulary: int, bias: bool) -> torch.nn.Module:
+    model = tiny(family, vocab_size=vocabulary, num_hidden_layers=1, tie_word_embeddings=False)
+    if bias:
+        model.lm_head = torch.nn.Linear(32, vocabulary)
+    return model
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    family=st.sampled_from(["llama", "gemma2", "granite", "cohere"]),
+    vocabulary=st.sampled_from([13, 50]),
+    bias=st.booleans(),
+    trained=st.sampled_from([["model."], ["lm_head"], ["model.", "lm_head"]]),
+    texts=st.integers(1, 3).flatmap(
+        lambda width: st.lists(
+            st.lists(st.integers(3, 12), min_size=width, max_size=width), min_size=1, max_size=3
+        )
+    ),
+    ignored=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 9))),
+    chunk=st.integers(1, 12),
+    items=st.none() | st.integers(1, 40),
+)
+def test_loss_and_gradients_are_those_of_float64(
+    family: str, vocabulary: int, bias: bool, trained: list[str], texts: list[list[int]],
+    ignored: set[tuple[int, int]], chunk: int, items: int | None,
+) -> None:  # fmt: skip
+    """Against log-probabilities written out in float64, with every quotient and sum taken by hand."""
+    model = train_only(small(family, vocabulary, bias), *trained)
+    ids = torch.tensor(texts)
+    labels = ids.clone()
+    for row, column in ignored:
+        if row < ids.shape[0] and column < ids.shape[1]:
+            labels[row, column] = IGNORED
+    exact = copy.deepcopy(model).double()
+    exact.zero_grad(set_to_none=True)
+    logits = exact(ids).logits
+    terms = [
+        logits[row, place - 1].exp().sum().log() - logits[row, place - 1, labels[row, place]]
+        for row in range(ids.shape[0])
+        for place in range(1, ids.shape[1])
+        if labels[row, place] != IGNORED
+    ]
+    expected = sum(terms, start=torch.zeros((), dtype=torch.float64)) / (items or max(1, len(terms)))
+    model.zero_grad(set_to_none=True)
+    loss = next_token_loss(model, ids, labels, chunk_bytes=chunk * 4 * vocabulary, num_items_in_batch=items)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    if not terms:
+        assert all(not gradient.any() for gradient in gradients(model).values())
+        return
+    expected.backward()
+    found, wanted = gradients(model), gradients(exact)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        largest = max(1.0, gradient.abs().max().item())
+        torch.testing.assert_close(found[name].double(), gradient, rtol=0, atol=1e-5 * largest)
+
+
+def test_tokens_count_the_same_in_whichever_pass_they_are() -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    next_token_loss(model, ids, labels).backward()
+    whole = gradients(model)
+    model.zero_grad(set_to_none=True)
+    scored = (labels[:, 1:] != IGNORED).sum()  # 18 in the first row and 19 in the second
+    for row in range(2):
+        one = slice(row, row + 1)
+        next_token_loss(model, ids[one], labels[one], num_items_in_batch=scored).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_half_precision_rounds_no_more_than_the_stock_model(scale: float) -> None:
+    """Gradients of a bfloat16 model, and their scale, against the same weights in float64."""
+    model = tiny("llama").bfloat16()
+    ids, labels = batch()
+    exact = copy.deepcopy(model).double()
+    (exact(ids, labels=labels).loss * scale).backward()
+    wanted = gradients(exact)
+    errors = []
+    for loss in (lambda: model(ids, labels=labels).loss, lambda: next_token_loss(model, ids, labels)):
+        model.zero_grad(set_to_none=True)
+        (loss() * scale).backward()
+        found = gradients(model)
+        assert {gradient.dtype for gradient in found.values()} == {torch.bfloat16}
+        errors.append({n: ((found[n].double() - g).norm() / g.norm()).item() for n, g in wanted.items()})
+    stock, ours = errors
+    for name, error in ours.items():
+        assert error < 1.2 * stock[name] + 1e-3, name
+
+
+def test_a_loss_can_be_taken_back_twice_but_not_differentiated_twice() -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    loss = next_token_loss(model, ids, labels)
+    loss.backward(retain_graph=True)
+    once = gradients(model)
+    loss.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, 2 * once[name])
+    with pytest.raises(RopeExtendError, match="no second derivative"):
+        next_token_loss(model, ids, labels).backward(create_graph=True)
 
 
 def test_the_head_leaves_no_trace_in_the_model() -> None:

@@ -183,6 +183,11 @@ def _facts(record: Record, recipe: Mapping[str, Any], data: str | Sequence[str] 
             for key, words in (("steps", "steps"), ("batch_size", "blocks each"), ("lora_rank", "LoRA rank"))
             if recipe.get(key) is not None
         )
+        if recipe.get("positions", "consecutive") != "consecutive":
+            rows["positions"] = (
+                f"sampled ({recipe['positions']}), in blocks of {recipe.get('block_length')} tokens: no text "
+                "of the whole window was read in training"
+            )
     rows["made with"] = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     table = "\n".join(f"| {key} | {str(value).replace('|', chr(92) + '|')} |" for key, value in rows.items())
     return f"| | |\n|---|---|\n{table}"
