@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,14 @@ from torch import nn
 
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import ADAPTER_MARK, read_record
+from rope_extend.checkpoint.tables import beyond_a_table, has_tables_of
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, dialled_methods, rotary_method
+from rope_extend.encodings.base import check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import adapter_for
 from rope_extend.inspection import active_table, config_record, layer_config, rotary_part, shape_of, unwrap
 from rope_extend.patching import current_patch, patch_model
-from rope_extend.pretrained import empty_model
+from rope_extend.pretrained import empty_model, one_error
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +116,7 @@ class ModelInfo:
         return asdict(self)
 
 
-def info(model: str | nn.Module, *, trained_length: int | None = None) -> ModelInfo:
+def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None = None) -> ModelInfo:
     """Say what position encoding a model has, from the live model or from a checkpoint's config alone.
 
     Args:
@@ -124,8 +128,8 @@ def info(model: str | nn.Module, *, trained_length: int | None = None) -> ModelI
         UnsupportedModelError: no adapter for the family.
         RopeExtendError: no such checkpoint, or its config does not say which window it was trained on.
     """
-    if isinstance(model, str):
-        model = _empty_model(model)
+    if isinstance(model, str | PathLike):
+        model = _empty_model(str(model))
     base = unwrap(model)
     config, parameters = rotary_part(base.config)
     layer = layer_config(base.config)
@@ -166,6 +170,15 @@ def _empty_model(name: str) -> nn.Module:
     return model
 
 
+def _reads(model: nn.Module, encoding: Encoding, shape: RopeShape, lengths: Sequence[int]) -> bool:
+    """Whether a model without a patch reads with an encoding all the same, because its config says so."""
+    if not isinstance(encoding, RopeEncoding):
+        return False
+    if beyond_a_table(encoding, shape) and not encoding.per_row:
+        return False
+    return has_tables_of(model, encoding, shape, lengths)
+
+
 def _unapplied(model: nn.Module) -> str | None:
     """The encoding that an active adapter was trained with and that the model does not read with.
 
@@ -177,11 +190,16 @@ def _unapplied(model: nn.Module) -> str | None:
     active: list[str] = next((layer.active_adapters for layer in layers), [])
     patch = current_patch(model)
     for name in active:
-        mark = (getattr(configs.get(name), "auto_mapping", None) or {}).get(ADAPTER_MARK)
+        mapping = getattr(configs.get(name), "auto_mapping", None)
+        mark = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
         if mark is None:
             continue
-        trained = Encoding.from_dict(mark["encoding"])
-        if patch.encoding == trained if patch else trained.name == "none":
+        with one_error(f"what the config of the adapter {name!r} says of its encoding is damaged ({mark!r})"):
+            trained, shape = Encoding.from_dict(mark["encoding"]), RopeShape(**mark["shape"])
+            lengths = (shape.trained_length, check_length("adapter", "target_length", mark["target_length"]))
+        if patch is None and _reads(base, trained, shape, lengths):
+            continue
+        if patch is not None and (patch.encoding, patch.shape) == (trained, shape):
             continue
         logger.warning(
             "the adapter %r was trained with %s, and this model reads with %s: its output is not to "

@@ -264,6 +264,33 @@ def test_a_base_model_that_was_exchanged_under_its_name_is_refused(made: Path, t
     assert not torch.equal(logits(rx.load(adapter, check_base=False)), expected)
 
 
+@pytest.mark.parametrize("init", ["pissa", "olora", "gaussian"])
+def test_an_adapter_that_changes_its_base_model_is_put_on_the_unchanged_one(
+    made: Path, tmp_path: Path, init: str
+) -> None:
+    """peft takes out of the base model's weights what it puts into such adapters, on loading too."""
+    model = extended(model=AutoModelForCausalLM.from_pretrained(made / "base"))
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=init)
+    model = get_peft_model(model, config).eval()
+    torch.manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.add_(0.1 * torch.randn_like(weight))
+    adapter, expected = rx.save(model, tmp_path / "adapter"), logits(model)
+    torch.testing.assert_close(logits(rx.load(adapter)), expected, rtol=0, atol=1e-5)
+    if init != "gaussian":
+        refused(adapter, rf"\({init}\), so that it cannot be merged from the files.*in_memory", by="merge")
+    merged = rx.merge(adapter, tmp_path / "merged", in_memory=init != "gaussian")
+    torch.testing.assert_close(logits(rx.load(merged)), expected, rtol=0, atol=1e-4)
+    # A refusal comes after peft has changed the weights; they are put back.
+    other = llama()
+    other.model.layers[0].self_attn.q_proj.weight.data.mul_(1.5)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(RopeExtendError, match="has other weights"):
+        rx.load_adapter(other, adapter)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_base_model_may_be_in_another_precision(made: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     rx.load(made / "adapter", dtype=dtype)

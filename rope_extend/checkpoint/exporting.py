@@ -36,8 +36,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from rope_extend.checkpoint.gguf import (
     annotate,
@@ -52,12 +51,13 @@ from rope_extend.checkpoint.record import Record, seal, write_record
 from rope_extend.checkpoint.registry import plain_config
 from rope_extend.checkpoint.saving import _checked_record, load, local_directory
 from rope_extend.checkpoint.staging import staged
+from rope_extend.checkpoint.tables import beyond_a_table, has_tables_of, rotary_tables
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encodings, rotary_method
 from rope_extend.encodings.base import STILL
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import FamilyAdapter, adapter_for, find_adapter
-from rope_extend.inspection import CONFIG_RECORD, RESTING, active_table
-from rope_extend.pretrained import pretrained
+from rope_extend.inspection import CONFIG_RECORD
+from rope_extend.pretrained import empty_model, one_error, pretrained
 from rope_extend.stock_forms import CARRIED, softmax_scale_of
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def support(
     """
     if target not in TARGETS:
         raise RopeExtendError(f"export goes to {', '.join(TARGETS)}, got {target!r}")
-    obstacle = _beyond_a_table(encoding, shape)
+    obstacle = beyond_a_table(encoding, shape)
     if obstacle and not (target == "transformers" and getattr(encoding, "per_row", False)):
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
@@ -138,21 +138,6 @@ def support(
     if target == "llama.cpp":
         return _for_llama_cpp(encoding, shape, length, model_type)
     return _for_server(encoding, shape, length, adapter, target)
-
-
-def _beyond_a_table(encoding: Encoding, shape: RopeShape) -> str:
-    """What an encoding does that one table of frequencies and a factor do not say; empty if nothing."""
-    if not isinstance(encoding, RopeEncoding):
-        return "it acts inside attention, beside or instead of a rotation"
-    if encoding.decay(shape) is not None:
-        return "what a query and a key share shrinks with their distance"
-    if encoding.logit_scale(shape, torch.arange(1)) is not None:
-        return "it scales attention logits beside the rotation"
-    if encoding.start_tokens:
-        return f"its first {encoding.start_tokens} positions keep plain RoPE's angles"
-    if encoding.depends_on_length or encoding.rotates_in_attention:
-        return "its table follows the length of the text"
-    return ""
 
 
 def _is_unknown(adapter: FamilyAdapter | None) -> bool:
@@ -379,7 +364,7 @@ def export(
             )
         # Whether a table can be carried follows from the file's architecture, of which the family is a guess.
         unknown = _UNKNOWN if _is_unknown(adapter_for(record.model_type)) else ""
-        if obstacle := _beyond_a_table(record.encoding, record.shape) or unknown:
+        if obstacle := beyond_a_table(record.encoding, record.shape) or unknown:
             raise _refusal(record, _refused(to, obstacle))
     elif gguf is not None:
         raise RopeExtendError(f"gguf= is for llama.cpp; {to} reads safetensors")
@@ -434,7 +419,8 @@ def _export_config(source: Path, staging: Path, record: Record, found: Support) 
     assert found.form is not None
     data = plain_config(read_json(source / "config.json"))
     pairs = _stock_pairs(source)
-    forms = [_with_form(data, pretrained(AutoConfig, str(source)), found.form)]
+    with one_error(f"{source / 'config.json'} is damaged"):
+        forms = [_with_form(data, pretrained(AutoConfig, str(source)), found.form)]
     if found.target == "transformers" or found.form["rope_parameters"]["rope_type"] == "default":
         forms.insert(0, data)  # what was saved knows more of the family than a verdict does
     for form in forms:
@@ -485,22 +471,9 @@ def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> di
     return made
 
 
-def _stock_model(directory: Path) -> Any:
-    """The model of a directory's config, without weights."""
-    config = pretrained(AutoConfig, str(directory))
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
-def _stock_tables(model: Any, length: int) -> list[tuple[Tensor, float]]:
-    """`(inv_freq [pairs] float64, attention factor)` of each rotary module."""
-    modules = adapter_for(model.config.model_type).rotary_modules(model.base_model)
-    return [active_table(module, model.config, length) for module in modules.values()]
-
-
 def _stock_pairs(directory: Path) -> list[int]:
     """How many pairs each rotary module has, those that rest among them."""
-    return [len(table) for table, _ in _stock_tables(_stock_model(directory), 1)]
+    return [len(table) for table, _ in rotary_tables(empty_model(str(directory)), 1)]
 
 
 def _stock_reads(directory: Path, record: Record, pairs: list[int], *, as_saved: bool) -> bool:
@@ -509,24 +482,16 @@ def _stock_reads(directory: Path, record: Record, pairs: list[int], *, as_saved:
     A config as it was saved may let attention scale its logits by the rotary parameters, as DeepSeek's
     families do; one with other parameters would scale them otherwise.
     """
-    encoding, shape = record.encoding, record.shape
+    encoding, lengths = record.encoding, (record.shape.trained_length, record.target_length)
     assert isinstance(encoding, RopeEncoding)
     try:
-        model = _stock_model(directory)
+        model = empty_model(str(directory))
         if not as_saved and softmax_scale_of(model) is not None:
             return False
-        for length in (shape.trained_length, record.target_length):
-            ours, scale = encoding.inv_freq(shape, length), encoding.attention_factor(shape, length)
-            for (table, factor), count in zip(_stock_tables(model, length), pairs, strict=True):
-                wanted = torch.zeros(count, dtype=torch.float64)
-                wanted[: len(ours)] = ours
-                same = len(table) == count and torch.allclose(table, wanted, rtol=1e-5, atol=RESTING)
-                if not same or not math.isclose(factor, scale, rel_tol=1e-6):
-                    return False
+        return _stock_pairs(directory) == pairs and has_tables_of(model, encoding, record.shape, lengths)
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
         logger.debug("stock transformers does not take the config in %s: %s", directory, error)
         return False
-    return True
 
 
 def _verify(directory: Path, original: Path) -> None:

@@ -45,6 +45,8 @@ _IDLE_KEYS = re.compile(
     r"|.*_token_id"
 )
 """Keys of a config that its owner may edit: they name things, and change nothing that is computed."""
+_CHANGES_BASE = re.compile("pissa|corda|olora|loftq|lora_ga", re.IGNORECASE)
+"""Initialisations that take out of the base model's weights what they put into the adapter."""
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -297,6 +299,14 @@ def fingerprint(matrices: Iterable[tuple[str, Tensor]]) -> str:
         digest.update(f"{name} {tuple(matrix.shape)}\n".encode())
         digest.update(_sample(matrix))
     return digest.hexdigest()
+
+
+def changes_base(config: Any) -> str | None:
+    """The initialisation of an adapter by which peft changes the base model's weights, also on loading."""
+    name = getattr(config, "init_lora_weights", None)
+    if isinstance(name, str) and _CHANGES_BASE.match(name):
+        return name
+    return "kasa" if getattr(config, "kasa_config", None) else None
 
 
 def warn_unchecked(obstacle: str) -> None:

@@ -36,6 +36,7 @@ from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.manifest import (
     INDEX_NAME,
     base_matrices,
+    changes_base,
     check_finite,
     fingerprint,
     warn_unchecked,
@@ -45,7 +46,7 @@ from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.saving import _apply, _checked_record, load, local_directory, save_tokenizer
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
-from rope_extend.pretrained import empty_model, pretrained
+from rope_extend.pretrained import empty_model, one_error, pretrained
 
 _SINGLE = "model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -55,10 +56,10 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GI
 
 @dataclass(frozen=True)
 class _Stored:
-    """One tensor of the base: the file it lies in, its size and its type."""
+    """One tensor of the base: the file it lies in, its shape and its type."""
 
     file: Path
-    elements: int
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -161,10 +162,10 @@ def _stored(directory: Path) -> dict[str, _Stored]:
         with _opened(directory / name) as file:
             for key in file.keys():  # noqa: SIM118  not a mapping
                 part = file.get_slice(key)
-                size = math.prod(part.get_shape())
+                shape = tuple(part.get_shape())
                 # The type from an empty slice: the header's names for types are not torch's.
-                empty = part[0:0].dtype if part.get_shape() else file.get_tensor(key).dtype
-                found[key] = _Stored(directory / name, size, empty)
+                empty = part[0:0].dtype if shape else file.get_tensor(key).dtype
+                found[key] = _Stored(directory / name, shape, empty)
     return found
 
 
@@ -192,10 +193,8 @@ def _adapter_config(adapter: Path) -> PeftConfig:
     """What kind of adapter it is; only LoRA is merged."""
     if not (adapter / "adapter_config.json").exists():
         raise RopeExtendError(f"{adapter} holds no adapter (adapter_config.json); there is nothing to merge")
-    try:
+    with one_error(f"cannot read {adapter / 'adapter_config.json'}"):
         config = PeftConfig.from_pretrained(str(adapter))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RopeExtendError(f"cannot read {adapter / 'adapter_config.json'}: {error}") from error
     if config.peft_type != "LORA":
         raise RopeExtendError(
             f"{adapter} is a {config.peft_type} adapter and only LoRA is merged; try peft's own: "
@@ -216,8 +215,16 @@ def _with_adapter(files: Path, adapter: Path, record: Record) -> PeftModel:
         base.generation_config = pretrained(GenerationConfig, str(files))
     _apply(base, record)
     config = _adapter_config(adapter)
+    if changed_by := changes_base(config):
+        raise RopeExtendError(
+            f"the adapter in {adapter} changes the base model's own weights ({changed_by}), so that it "
+            "cannot be merged from the files. Where memory allows it, merge with in_memory=True (--in-memory)"
+        )
     config.base_model_name_or_path = str(files)  # peft warns where it is another
-    try:
+    with one_error(
+        f"the adapter in {adapter} does not fit this {record.model_type} model; it was made for "
+        f"{record.base_model!r}"
+    ):
         model = get_peft_model(base, config, _ADAPTER, low_cpu_mem_usage=True)
         for module in model.modules():
             if isinstance(module, BaseTunerLayer):
@@ -229,11 +236,6 @@ def _with_adapter(files: Path, adapter: Path, record: Record) -> PeftModel:
         strange = [*found.missing_keys, *found.unexpected_keys]
         if strange:
             raise ValueError(f"{strange[0]} is only on one side")
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise RopeExtendError(
-            f"the adapter in {adapter} does not fit this {record.model_type} model; it was made for "
-            f"{record.base_model!r}: {error}"
-        ) from error
     return model
 
 
@@ -244,6 +246,7 @@ def _outputs(
     base = model.get_base_model()
     stored = _stored(files)
     where, converted = _located(base, stored)
+    _check_whole(base, stored, where, converted, files)
     _check_base(base, stored, where, adapter, record)
     layers, given = _changes(model, adapter)
     tied = _tied(base)
@@ -292,7 +295,7 @@ def _outputs(
     def output(name: str, key: str, as_name: str) -> _Output:
         held = stored[key]
         size = (dtype if dtype is not None and held.dtype.is_floating_point else held.dtype).itemsize
-        return _Output(as_name, held.elements * size, make(name, key))
+        return _Output(as_name, math.prod(held.shape) * size, make(name, key))
 
     names = {key: name for name, key in where.items()}
     outputs = [output(names.get(key, key), key, key) for key in stored]
@@ -326,6 +329,30 @@ def _located(base: Any, stored: Mapping[str, _Stored]) -> tuple[dict[str, str], 
     return where, converted
 
 
+def _check_whole(
+    base: Any,
+    stored: Mapping[str, _Stored],
+    where: Mapping[str, str],
+    converted: Mapping[str, str],
+    files: Path,
+) -> None:
+    """Refuse files that are not those of their config: a matrix of another shape, or none."""
+    made_anew = getattr(base, "_keys_to_ignore_on_load_missing", None) or ()
+    for name, matrix in base_matrices(base):
+        shape = tuple(matrix.shape)
+        if name in where:
+            found = stored[where[name]].shape
+        elif name in converted or any(re.search(pattern, name) for pattern in made_anew):
+            continue
+        else:
+            found = None
+        if found != shape:
+            raise RopeExtendError(
+                f"the weights of {str(files)!r} are not those of its config: {name} should be {shape}, and "
+                f"the files have {'none' if found is None else found}"
+            )
+
+
 def _check_base(
     base: Any, stored: Mapping[str, _Stored], where: Mapping[str, str], adapter: Path, record: Record
 ) -> None:
@@ -351,10 +378,8 @@ def _check_base(
 
 def _changes(model: PeftModel, adapter: Path) -> tuple[dict[str, LoraLayer], dict[str, Tensor]]:
     """The LoRA layers by their paths, and the parameters that the adapter's file replaces, by name."""
-    try:
+    with one_error(f"the adapter in {adapter} cannot be merged"):
         model.base_model._check_merge_allowed()
-    except (ValueError, NotImplementedError) as error:
-        raise RopeExtendError(f"the adapter in {adapter} cannot be merged: {error}") from error
     base = model.get_base_model()
     layers: dict[str, LoraLayer] = {}
     # With bias="all" or saved embeddings, the file also has weights of the base itself: those that are real.
@@ -382,12 +407,11 @@ def _merged(layer: Any, parts: Mapping[str, Tensor], path: str) -> dict[str, Ten
     inner = layer.get_base_layer()
     empty = {part: inner._parameters[part] for part in parts}
     try:
-        for part, tensor in parts.items():
-            inner._parameters[part] = nn.Parameter(tensor.float(), requires_grad=False)
-        layer.merge(safe_merge=True, adapter_names=[_ADAPTER])
-        return {part: inner._parameters[part].data for part in parts}
-    except (ValueError, RuntimeError) as error:
-        raise RopeExtendError(f"cannot merge {path}: {error}") from error
+        with one_error(f"cannot merge {path}"):
+            for part, tensor in parts.items():
+                inner._parameters[part] = nn.Parameter(tensor.float(), requires_grad=False)
+            layer.merge(safe_merge=True, adapter_names=[_ADAPTER])
+            return {part: inner._parameters[part].data for part in parts}
     finally:
         layer.merged_adapters.clear()
         inner._parameters.update(empty)
@@ -472,10 +496,8 @@ def _merge_in_memory(
                 f"{path} is tied to {', '.join(others)} and has an adapter of its own; a merge in memory "
                 "would change both, so merge from the files"
             )
-    try:
+    with one_error(f"peft cannot merge the adapter in {adapter}"):
         merged = model.merge_and_unload(safe_merge=True)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise RopeExtendError(f"peft cannot merge the adapter in {adapter}: {error}") from error
     merged.to(dtype or was).save_pretrained(directory, max_shard_size=limit)
     return merged
 

@@ -31,7 +31,7 @@ from rope_extend.checkpoint.staging import backups
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_whole
-from rope_extend.inspection import unwrap
+from rope_extend.inspection import CONFIG_RECORD, unwrap
 from rope_extend.patching import current_patch
 
 SCHEMA_VERSION = 2
@@ -205,9 +205,37 @@ def adapter_mark(record: Record) -> dict[str, Any]:
     """What an adapter's own config says about its encoding."""
     return {
         "encoding": record.encoding.to_dict(),
+        "shape": asdict(record.shape),
         "target_length": record.target_length,
         "note": "trained with this position encoding, which peft does not apply: use rope_extend.load",
     }
+
+
+def check_agreement(directory: Path, record: Record) -> None:
+    """Refuse a record that says something else than the config beside it, into which the same was written.
+
+    Raises:
+        RopeExtendError: they differ, or what the config says is damaged.
+    """
+    adapter = directory / "adapter_config.json"
+    path = adapter if adapter.exists() else directory / "config.json"
+    said: Any = read_json(path)
+    for key in ("auto_mapping", ADAPTER_MARK) if path == adapter else (CONFIG_RECORD,):
+        said = said.get(key) if isinstance(said, dict) else None
+    if said is None:
+        return
+    try:
+        found = Encoding.from_dict(said["encoding"]), RopeShape(**said["shape"]), said["target_length"]
+    except Exception as error:
+        raise RopeExtendError(
+            f"what {path} says of its encoding is damaged: {said!r}; restore it, or save the model again"
+        ) from error
+    for one, other in zip(found, (record.encoding, record.shape, record.target_length), strict=True):
+        if one != other:
+            raise RopeExtendError(
+                f"{directory / RECORD_NAME} says {other}, and {path.name} beside it {one}: one of the two is "
+                "not what was saved; restore the directory, or save the model again"
+            )
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -25,11 +25,13 @@ from rope_extend.checkpoint import registry
 from rope_extend.checkpoint.manifest import (
     RECORD_NAME,
     base_fingerprint,
+    changes_base,
     check_directory,
     check_finite,
+    read_json,
     weight_files,
 )
-from rope_extend.checkpoint.record import Record, read_record, seal
+from rope_extend.checkpoint.record import Record, check_agreement, read_record, seal
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import shape_of, unwrap
@@ -244,6 +246,10 @@ def _checked_record(directory: Path, check_files: bool) -> Record:
     """The record of a directory whose files are sound."""
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs, contents=check_files)
+    if check_files:
+        check_agreement(directory, record)
+        if (config := directory / "config.json").exists():
+            _check_family(registry.plain_config(read_json(config)).get("model_type"), record)
     return record
 
 
@@ -269,30 +275,35 @@ def _attach(
     model: nn.Module, directory: Path, record: Record, *, is_trainable: bool, check_base: bool
 ) -> PeftModel:
     before = current_patch(model)
+    with one_error(f"cannot read {directory / 'adapter_config.json'}"):
+        changed_by = changes_base(PeftConfig.from_pretrained(str(directory)))
     # The encoding first: a model that took the weights without it would be garbage.
     with one_error(f"the base model does not fit the adapter in {directory}"):
         patch = _apply(model, record)
     try:
-        if check_base:
+        if check_base and not changed_by:
             _check_base(model, directory, record)
         with (
             one_error(
                 f"the adapter in {directory} does not fit this {record.model_type} model; it was made for "
                 f"{record.base_model!r}"
             ),
-            undone_on_failure(model),
+            undone_on_failure(model, weights=changed_by is not None),
             warnings.catch_warnings(),
         ):
             # peft only warns when the adapter has no weights for some of the model's layers.
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            return PeftModel.from_pretrained(model, str(directory), is_trainable=is_trainable)
+            adapted = PeftModel.from_pretrained(model, str(directory), is_trainable=is_trainable)
+            if check_base and changed_by:  # as it was when the adapter was saved
+                _check_base(model, directory, record, f"; {changed_by} may also have changed them otherwise")
+            return adapted
     except BaseException:
         if patch is not before:
             patch.remove()
         raise
 
 
-def _check_base(model: nn.Module, directory: Path, record: Record) -> None:
+def _check_base(model: nn.Module, directory: Path, record: Record, hint: str = "") -> None:
     """Refuse a base model with other weights than the one that the adapter was trained on."""
     if record.base_fingerprint is None:
         return
@@ -302,18 +313,23 @@ def _check_base(model: nn.Module, directory: Path, record: Record) -> None:
         raise RopeExtendError(
             f"the adapter in {directory} was trained on {record.base_model!r} (fingerprint "
             f"{record.base_fingerprint[:12]}), and this base model, {name!r}, has other weights (fingerprint "
-            f"{str(found)[:12]}); load the former, or give check_base=False to use this one all the same"
+            f"{str(found)[:12]}){hint}; load the former, or give check_base=False to use this one all the "
+            "same"
+        )
+
+
+def _check_family(model_type: Any, record: Record) -> None:
+    if model_type != record.model_type:
+        advice = f"; load the base model {record.base_model!r}" if record.base_model else ""
+        raise RopeExtendError(
+            f"the checkpoint is of a {record.model_type} model by its record, this one is {model_type}"
+            f"{advice}"
         )
 
 
 def _apply(model: nn.Module, record: Record) -> Patch:
     """Make a model read as recorded, from whatever it reads with now."""
-    config = unwrap(model).config
-    if config.model_type != record.model_type:
-        raise RopeExtendError(
-            f"the checkpoint is of a {record.model_type} model, this one is {config.model_type}; load the "
-            f"base model {record.base_model!r}"
-        )
+    _check_family(unwrap(model).config.model_type, record)
     active = current_patch(model)
     if active is not None:
         if (active.encoding, active.shape, active.target_length) == (
@@ -336,17 +352,23 @@ def _apply(model: nn.Module, record: Record) -> Patch:
 
 
 @contextmanager
-def undone_on_failure(model: nn.Module) -> Iterator[None]:
-    """Take modules that peft put into a model out again if the block raises, and restore `requires_grad`."""
+def undone_on_failure(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
+    """Take modules that peft put into a model out again if the block raises, and restore `requires_grad`.
+
+    `weights` also puts back the weights, of which it keeps a copy.
+    """
     children = [(module, dict(module._modules)) for module in model.modules()]
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     training = [(module, module.training) for module in model.modules()]
+    tensors = [(parameter, parameter.data.clone()) for parameter in model.parameters() if weights]
     try:
         yield
     except BaseException:
         for module, modules in children:
             module._modules.clear()
             module._modules.update(modules)
+        for parameter, tensor in tensors:
+            parameter.data = tensor
         for parameter, requires_grad in gradients:
             parameter.requires_grad_(requires_grad)
         for module, mode in training:

@@ -26,6 +26,7 @@ from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import Record, library_versions, read_record
 from rope_extend.checkpoint.registry import has_stock_form
 from rope_extend.checkpoint.saving import load
+from rope_extend.checkpoint.tables import beyond_a_table
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_whole
@@ -354,7 +355,9 @@ def _compared(
     if isinstance(found, str):
         return _Comparison(f"it cannot be loaded ({found.splitlines()[0]})")
     error, worst = None, 1.0
-    one_table = _is_one_table(record)
+    # Where a length or a position decides which table is read, the least move may change it, and would pass
+    # off any difference as rounding.
+    one_table = not beyond_a_table(record.encoding, record.shape)
     greatest: dict[bool, float] = {}
     for name, (_, positions) in inputs.items():
         if found[name].shape != expected[name].shape:
@@ -371,23 +374,6 @@ def _compared(
             worst = gap / allowed
             error = f"a logit is off by {gap:.2g} at position {positions[int(at)]}"
     return _Comparison(error, greatest.get(False), greatest.get(True))
-
-
-def _is_one_table(record: Record) -> bool:
-    """Whether the encoding is a table of angles and no more, so that moving positions a little is harmless.
-
-    Where a length or a position decides which table is read, the least move may change it, and would pass off
-    any difference as rounding.
-    """
-    encoding, shape = record.encoding, record.shape
-    return (
-        isinstance(encoding, RopeEncoding)
-        and not encoding.depends_on_length
-        and not encoding.rotates_in_attention
-        and not encoding.start_tokens
-        and encoding.logit_scale(shape, torch.arange(1)) is None
-        and encoding.decay(shape) is None
-    )
 
 
 def _has_stock_form(directory: Path, record: Record) -> bool:

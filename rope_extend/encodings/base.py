@@ -45,6 +45,9 @@ _FINEST_STEP = 1 / 1024
 MAX_LENGTH = 2**40
 """The longest window, in tokens, that is taken at its word."""
 
+MAX_DIM = 2**16
+"""The most rotated channels of a head that are taken at their word: tables are as long as half of them."""
+
 
 def check_number(
     owner: str, field: str, value: object, *, minimum: float, maximum: float = math.inf, above: bool = False
@@ -100,9 +103,10 @@ class RopeShape:
     trained_length: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.dim, bool) or not isinstance(self.dim, Integral) or self.dim < 2 or self.dim % 2:
+        whole = isinstance(self.dim, Integral) and not isinstance(self.dim, bool)
+        if not whole or not 2 <= self.dim <= MAX_DIM or self.dim % 2:
             raise RopeExtendError(
-                f"RopeShape: dim must be an even whole number of channels, got {self.dim!r}"
+                f"RopeShape: dim must be an even whole number of channels up to {MAX_DIM}, got {self.dim!r}"
             )
         object.__setattr__(self, "dim", int(self.dim))
         object.__setattr__(
