@@ -359,47 +359,34 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs=2, metavar="RUN", help="evaluation directories; one given twice, with --row"
+        "runs",
+        nargs=2,
+        metavar="RUN",
+        help="directories of `evaluate` or of `retrieve`; one given twice, with --row",
     )
     parser.add_argument(
         "--row", action="append", default=[], metavar="LABEL",
         help="which rows: one label for both runs, or given twice, the first's and the second's (default: "
         "all labels that both have)",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", help="write comparison.md and comparison.png there")
+    parser.add_argument("--output", metavar="DIR", help="write comparison.md and the pictures there")
     parser.add_argument("--overwrite", action="store_true", help="replace a comparison in that directory")
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Compare rows of two evaluations on the same tokens: difference of loss, its interval, ratio.
+    """Compare rows of two runs on the same tokens or prompts: the difference, and its interval.
 
-    The difference is taken document by document, so that what is hard for both drops out of it. Results on
-    other text, or under another protocol, are refused.
+    Two evaluations are compared document by document, two runs of retrieval prompt by prompt, so that what is
+    hard for both drops out of the difference. Results on other text or prompts, or under another protocol,
+    are refused.
     """
-    from rope_extend.evaluation.comparison import compare_runs, comparison_table
-    from rope_extend.evaluation.report import (
-        COMPARISON,
-        check_output,
-        read_results,
-        run_name,
-        write_comparison,
-    )
+    from rope_extend.evaluation.compare import compare_saved
 
-    if arguments.output:
-        check_output(arguments.output, overwrite=arguments.overwrite, files=COMPARISON)
-    first, second = (read_results(run) for run in arguments.runs)
-    names = (run_name(arguments.runs[0]), run_name(arguments.runs[1]))
-    if names[0] == names[1] and Path(arguments.runs[0]).resolve() != Path(arguments.runs[1]).resolve():
-        names = (str(arguments.runs[0]), str(arguments.runs[1]))
-    found = compare_runs(first, second, names=names, rows=arguments.row)
-    print(comparison_table(found))
-    if arguments.output:
-        trained = found[0].first.trained_length
-        if trained is None:
-            raise RopeExtendError("these results do not say the trained window; evaluate again")
-        paths = write_comparison(
-            found, arguments.output, trained_length=trained, overwrite=arguments.overwrite
-        )
+    table, paths = compare_saved(
+        *arguments.runs, rows=arguments.row, output=arguments.output, overwrite=arguments.overwrite
+    )
+    print(table)
+    if paths:
         print("written:", *paths)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from rope_extend import plots
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import Comparison, comparison_table
 from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.html import Picture, page
 from rope_extend.evaluation.results import EvaluationRow, file_name
@@ -32,9 +31,6 @@ from rope_extend.evaluation.versions import versions
 RESULTS = "results.jsonl"
 FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")
 """What :func:`write_report` writes."""
-
-COMPARISON = ("comparison.md", "comparison.png")
-"""What :func:`write_comparison` writes."""
 
 LOSSES = "losses"
 """Directory of the losses by token, where they were kept."""
@@ -130,26 +126,6 @@ def write_report(
     plots.plot_loss_by_position(rows, trained_length, paths[4], title=title)
     paths[5].write_text(_page(rows, title or "Perplexity by length", paths[3:5]), encoding="utf-8")
     return paths + [directory / name for name in kept.values()]
-
-
-def write_comparison(
-    comparisons: Sequence[Comparison],
-    directory: str | Path,
-    *,
-    trained_length: int,
-    overwrite: bool = False,
-) -> list[Path]:
-    """Write the table of :func:`comparison_table` and the picture of both curves; return their paths.
-
-    Raises:
-        RopeExtendError: if there are no pairs, or :func:`check_output` objects.
-    """
-    directory = check_output(directory, overwrite=overwrite, resume=not overwrite, files=COMPARISON)
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / name for name in COMPARISON]
-    plots.plot_comparison(comparisons, trained_length, paths[1])
-    paths[0].write_text(comparison_table(comparisons), encoding="utf-8")
-    return paths
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[EvaluationRow]:

@@ -38,6 +38,16 @@ def read_retrieval(path: str | Path) -> list[RetrievalResult]:
         raise RopeExtendError(f"{str(file)!r} does not hold results of retrieval: {error!r}") from error
 
 
+def holds_retrieval(path: str | Path) -> bool:
+    """Whether a run's results are of retrieval, and not of perplexity; False where they cannot be read."""
+    file = Path(path) / RESULTS if Path(path).is_dir() else Path(path)
+    try:
+        with file.open(encoding="utf-8") as stream:
+            return "cells" in json.loads(stream.readline())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
 def read_retrievals(paths: Sequence[str | Path]) -> list[RetrievalResult]:
     """Rows of several runs, with the run's name where two have one label; see :func:`read_retrieval`."""
     found = [(Path(path), one) for path in paths for one in read_retrieval(path)]
