@@ -183,7 +183,7 @@ def test_retrieval_within_the_window_is_in_the_default_report(
         assert "Within the trained window of 256, against none, cropped to 256" in text
         assert "Retrieval, passkey" in text
         assert points in text
-        assert "passkey, before" in text
+        assert f"{before:.0%} → {after:.0%}" in text
 
 
 @pytest.mark.usefixtures("private_cache")

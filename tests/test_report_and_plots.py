@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import math
+import re
 import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -35,6 +36,7 @@ from rope_extend.evaluation.report import (
     write_report,
 )
 from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.evaluation.retrieval_report import write_retrieval
 
 TRAINED = 32
 LENGTHS = (32, 64, 128, 256)
@@ -210,6 +212,43 @@ def test_the_controls_are_in_the_default_report(
     if "cropped to 32" in str(labels) and "yarn" in labels:
         assert "Perplexity as a ratio to that of none, cropped to 32" in table
     assert ("No control with a cropped context" in table) == ("-mean" in options)
+
+
+class Nested(HTMLParser):
+    """Refuses a page whose elements are not closed in the order in which they were opened."""
+
+    VOID = frozenset({"meta", "img"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        assert tag not in self.open or tag not in ("p", "table", "li", "h2")
+        self.open += [] if tag in self.VOID else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_pages_are_whole_and_read_on_a_phone(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    cells = [Cell("passkey", 32, d / 2, 9, (1.0, 0.0), "a") for d in range(3)]
+    found = RetrievalResult("plain RoPE", tuple(cells), trained_length=TRAINED)
+    rows[0] = replace(rows[0], retrieval=found)
+    write_report(rows, tmp_path / "one", trained_length=TRAINED)
+    write_retrieval([found], tmp_path / "two")
+    for page in (tmp_path / "one" / "report.html", tmp_path / "two" / "report.html"):
+        text = page.read_text(encoding="utf-8")
+        parser = Nested()
+        parser.feed(text)
+        assert parser.open == []
+        assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
+        for needed in ('<meta charset="utf-8">', "width=device-width, initial-scale=1", "max-width: 100%"):
+            assert needed in text
+        assert text.count("<table>") == text.count('<div class="wide"><table>') > 1  # wide tables scroll
+        assert text.count("<img alt=") == text.count("<img") == 2
+        assert "Retrieval, passkey" in text
+        assert "http" not in re.sub(r'"data:[^"]*"', "", text)
 
 
 def test_the_page_needs_no_other_file(rows: list[EvaluationRow], tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.evaluation.statistics import Difference, RateDifference, paired
-from rope_extend.evaluation.tables import Section, interval
+from rope_extend.evaluation.tables import Section, interval, signed
 
 Row = TypeVar("Row", EvaluationRow, RetrievalResult)
 
@@ -175,7 +175,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> str:
                 format_length(one.length),
                 f"{first.result.ppl[one.length]:.4g}",
                 f"{second.result.ppl[one.length]:.4g}",
-                f"{one.nats:+.4f}",
+                signed(one.nats),
                 interval(one.low, one.high),
                 f"{one.ratio:.4f}",
             ]
@@ -213,7 +213,7 @@ def retrieval_comparison_table(comparisons: Sequence[RetrievalComparison]) -> st
                 format_length(one.length),
                 str(one.change.first),
                 str(one.change.second),
-                f"{100 * one.change.change:+.0f} points",
+                f"{signed(100 * one.change.change, '+.0f')} points",
                 interval(100 * one.change.low, 100 * one.change.high, "+.0f"),
             ]
             for one in pair.changes
