@@ -312,8 +312,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     import torch
 
     from rope_extend.evaluation.evaluate import evaluate as measure
-    from rope_extend.evaluation.readers import AS_IS
     from rope_extend.evaluation.report import UNFINISHED, check_output, markdown_report, write_report
+    from rope_extend.evaluation.variants import AS_IS
 
     output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
     unfinished = output / UNFINISHED
@@ -380,7 +380,7 @@ def compare(arguments: argparse.Namespace) -> None:
     hard for both drops out of the difference. Results on other text or prompts, or under another protocol,
     are refused.
     """
-    from rope_extend.evaluation.compare import compare_saved
+    from rope_extend.evaluation.saved_runs import compare_saved
 
     table, paths = compare_saved(
         *arguments.runs, rows=arguments.row, output=arguments.output, overwrite=arguments.overwrite
@@ -460,9 +460,9 @@ def retrieve(arguments: argparse.Namespace) -> None:
     """
     import torch
 
-    from rope_extend.evaluation.readers import AS_IS
     from rope_extend.evaluation.retrieval_report import retrieval_table
     from rope_extend.evaluation.retrieve import retrieve as measure
+    from rope_extend.evaluation.variants import AS_IS
 
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     results = measure(

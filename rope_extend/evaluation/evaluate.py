@@ -18,10 +18,10 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.protocols import protocol as protocol_of
-from rope_extend.evaluation.readers import AS_IS, PLAIN, check_method, readers
 from rope_extend.evaluation.results import EvaluationRow, file_name
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.tasks import Passkey, template_for
+from rope_extend.evaluation.variants import AS_IS, PLAIN, check_method, variants
 from rope_extend.info import info
 from rope_extend.patching import current_patch
 from rope_extend.pretrained import default_dtype, pretrained
@@ -180,7 +180,7 @@ def evaluate(
         return replace(row, retrieval=replace(answers, trained_length=trained, **about))
 
     alone = [PLAIN] if controls and not plain else []
-    for label, of, reader in readers(lm, [*methods, *alone], records, trained, wanted[-1]):
+    for label, of, reader in variants(lm, [*methods, *alone], records, trained, wanted[-1]):
         logger.info("evaluating %s%s", label, "" if of else ", untrained")
         if label in alone:
             yield retrieved(reader, control(reader, label, of))

@@ -12,9 +12,9 @@ from rope_extend import plots
 from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.html import Picture, page
-from rope_extend.evaluation.readers import AS_IS, PLAIN
 from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.tables import Line, Section, interval
+from rope_extend.evaluation.variants import AS_IS, PLAIN
 from rope_extend.evaluation.versions import versions
 
 RESULTS, TABLE, PAGE = "results.jsonl", "table.md", "report.html"

@@ -12,11 +12,11 @@ from test_report_and_plots import row
 from rope_extend.cli import main
 from rope_extend.demo import MODEL_DIR
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.compare import compare_saved
 from rope_extend.evaluation.comparison import compare_retrieval, retrieval_comparison_table
 from rope_extend.evaluation.report import write_report
 from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.evaluation.retrieval_report import holds_retrieval, read_retrieval, write_retrieval
+from rope_extend.evaluation.saved_runs import compare_saved
 from rope_extend.evaluation.statistics import paired_rates
 
 FIRST, SECOND = (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)
