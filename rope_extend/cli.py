@@ -249,7 +249,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         type=_lengths,
         metavar="N,N",
-        help="such as 4k,8k,32k (default: the trained window to 8x it)",
+        help="such as 4k,8k,32k; the trained window comes with them (default: that and up to 8x it)",
     )
     parser.add_argument(
         "--methods", type=_names, metavar="NAME,NAME",
@@ -455,8 +455,8 @@ def _retrieve_arguments(parser: argparse.ArgumentParser) -> None:
 def retrieve(arguments: argparse.Namespace) -> None:
     """Measure retrieval over depth and length: passkeys, needles, RULER-style tasks, on the same prompts.
 
-    Writes prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps and accuracy against
-    length. An interrupted run goes on with --resume.
+    Writes prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps, accuracy against
+    length and report.html. An interrupted run goes on with --resume.
     """
     import torch
 

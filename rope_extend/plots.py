@@ -89,7 +89,8 @@ def plot_loss_by_position(
     axes.set_ylabel("loss, nats per token", color=_INK)
     whole = all(row.result.protocol in ("prefix", "cropped") for row in rows)
     what = "document" if whole else "window"
-    _length_axis(axes, [2**n for n in range(longest.bit_length())], f"position in the {what}, tokens")
+    powers = [2**n for n in range(longest.bit_length()) if 2**n >= first]
+    _length_axis(axes, powers, f"position in the {what}, tokens")
     axes.set_xlim(first, longest)
     _mark_window(axes, trained_length)
     _name_ends(axes, ends)

@@ -419,6 +419,7 @@ def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
 def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> None:
     steps = row("steps", "yarn", 1.0, nll_by_position=np.where(np.arange(1, 256) < 64, 2.0, 5.0))
     plots.plot_loss_by_position([steps], TRAINED, tmp_path / "a.png")
+    assert drawn[0].axes.get_xlabel() == "position in the document, tokens"
     x, y = lines(drawn[0].axes)["steps"].get_data()
     assert (np.diff(x) > 0).all()
     assert 1 <= x[0] < x[-1] <= 255

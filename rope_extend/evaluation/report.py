@@ -16,7 +16,7 @@ from rope_extend import plots
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.html import Picture, page
-from rope_extend.evaluation.results import EvaluationRow, file_name
+from rope_extend.evaluation.results import EvaluationRow, file_name, or_none
 from rope_extend.evaluation.sections import (
     check_labels,
     control_sections,
@@ -153,14 +153,13 @@ def _derived(row: EvaluationRow) -> dict[str, Any]:
     """What follows from a row's numbers, for those who read the file with other tools."""
     result = row.result
     intervals = {str(length): result.interval(length) for length in result.ppl}
-    speed = result.tokens_per_second
     return {
         "intervals": {
             length: None if ends is None or not all(map(math.isfinite, ends)) else list(ends)
             for length, ends in intervals.items()
         },
         "buckets": [bucket.to_dict() for bucket in result.buckets()],
-        "tokens_per_second": speed if math.isfinite(speed) else None,
+        "tokens_per_second": or_none(result.tokens_per_second),
     }
 
 

@@ -101,6 +101,7 @@ def retrieve(
     shape, is_plain, parameters = found.shape, found.encoding == "none", found.rope_parameters
     trained = shape.trained_length
     wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
+    methods = list(dict.fromkeys(methods))
     for method in methods:
         check_method(method, shape, wanted[-1])
     records = {adapter: read_record(adapter) for adapter in adapters}
