@@ -249,7 +249,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         type=_lengths,
         metavar="N,N",
-        help="such as 4k,8k,32k (default: the trained window to 8x it)",
+        help="such as 4k,8k,32k; the trained window comes with them (default: that and up to 8x it)",
     )
     parser.add_argument(
         "--methods", type=_names, metavar="NAME,NAME",
@@ -312,8 +312,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     import torch
 
     from rope_extend.evaluation.evaluate import evaluate as measure
-    from rope_extend.evaluation.readers import AS_IS
     from rope_extend.evaluation.report import UNFINISHED, check_output, markdown_report, write_report
+    from rope_extend.evaluation.variants import AS_IS
 
     output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
     unfinished = output / UNFINISHED
@@ -359,47 +359,34 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", nargs=2, metavar="RUN", help="evaluation directories; one given twice, with --row"
+        "runs",
+        nargs=2,
+        metavar="RUN",
+        help="directories of `evaluate` or of `retrieve`; one given twice, with --row",
     )
     parser.add_argument(
         "--row", action="append", default=[], metavar="LABEL",
         help="which rows: one label for both runs, or given twice, the first's and the second's (default: "
         "all labels that both have)",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", help="write comparison.md and comparison.png there")
+    parser.add_argument("--output", metavar="DIR", help="write comparison.md and the pictures there")
     parser.add_argument("--overwrite", action="store_true", help="replace a comparison in that directory")
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Compare rows of two evaluations on the same tokens: difference of loss, its interval, ratio.
+    """Compare rows of two runs on the same tokens or prompts: the difference, and its interval.
 
-    The difference is taken document by document, so that what is hard for both drops out of it. Results on
-    other text, or under another protocol, are refused.
+    Two evaluations are compared document by document, two runs of retrieval prompt by prompt, so that what is
+    hard for both drops out of the difference. Results on other text or prompts, or under another protocol,
+    are refused.
     """
-    from rope_extend.evaluation.comparison import compare_runs, comparison_table
-    from rope_extend.evaluation.report import (
-        COMPARISON,
-        check_output,
-        read_results,
-        run_name,
-        write_comparison,
-    )
+    from rope_extend.evaluation.saved_runs import compare_saved
 
-    if arguments.output:
-        check_output(arguments.output, overwrite=arguments.overwrite, files=COMPARISON)
-    first, second = (read_results(run) for run in arguments.runs)
-    names = (run_name(arguments.runs[0]), run_name(arguments.runs[1]))
-    if names[0] == names[1] and Path(arguments.runs[0]).resolve() != Path(arguments.runs[1]).resolve():
-        names = (str(arguments.runs[0]), str(arguments.runs[1]))
-    found = compare_runs(first, second, names=names, rows=arguments.row)
-    print(comparison_table(found))
-    if arguments.output:
-        trained = found[0].first.trained_length
-        if trained is None:
-            raise RopeExtendError("these results do not say the trained window; evaluate again")
-        paths = write_comparison(
-            found, arguments.output, trained_length=trained, overwrite=arguments.overwrite
-        )
+    table, paths = compare_saved(
+        *arguments.runs, rows=arguments.row, output=arguments.output, overwrite=arguments.overwrite
+    )
+    print(table)
+    if paths:
         print("written:", *paths)
 
 
@@ -468,14 +455,14 @@ def _retrieve_arguments(parser: argparse.ArgumentParser) -> None:
 def retrieve(arguments: argparse.Namespace) -> None:
     """Measure retrieval over depth and length: passkeys, needles, RULER-style tasks, on the same prompts.
 
-    Writes prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps and accuracy against
-    length. An interrupted run goes on with --resume.
+    Writes prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps, accuracy against
+    length and report.html. An interrupted run goes on with --resume.
     """
     import torch
 
-    from rope_extend.evaluation.readers import AS_IS
     from rope_extend.evaluation.retrieval_report import retrieval_table
     from rope_extend.evaluation.retrieve import retrieve as measure
+    from rope_extend.evaluation.variants import AS_IS
 
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     results = measure(

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +38,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 _PLAIN = "#5F5F5F"  # what nothing was done to
 _INK, _QUIET, _GRID, _BEYOND = "#222222", "#777777", "#E4E4E4", "#F6F6F6"
 _TEXT_HEIGHT = 0.047  # of one line of labels, as a share of the axes
+_TICKS = 12  # most labels that stand side by side
 
 
 def plot_perplexity(
@@ -84,7 +87,10 @@ def plot_loss_by_position(
         positions, means = _in_groups(row.result.nll_by_position, first)
         ends += _line(axes, positions, means, row.label, **{**style, "marker": ""})
     axes.set_ylabel("loss, nats per token", color=_INK)
-    _length_axis(axes, [2**n for n in range(longest.bit_length())], "position in the document, tokens")
+    whole = all(row.result.protocol in ("prefix", "cropped") for row in rows)
+    what = "document" if whole else "window"
+    powers = [2**n for n in range(longest.bit_length()) if 2**n >= first]
+    _length_axis(axes, powers, f"position in the {what}, tokens")
     axes.set_xlim(first, longest)
     _mark_window(axes, trained_length)
     _name_ends(axes, ends)
@@ -144,20 +150,25 @@ def plot_heat_map(result: RetrievalResult, task: str, path: str | Path, *, title
     lengths, depths = result.lengths(task), result.depths(task)
     if not depths:
         raise RopeExtendError(f"no heat map of {task!r}: {result.label} has no trials of it at a depth")
-    picture = _Picture(path, title or f"{task}: {result.label}", "trials solved, %", room=16)
+    subtitle = f"{result.label} · trials solved, %"
+    picture = _Picture(path, title or f"Retrieval by depth: {task}", subtitle, room=16)
     axes = picture.axes
     rates = [[result.rate(task, length, depth) for length in lengths] for depth in depths]
     shares = np.array([[np.nan if rate is None else 100 * rate.mean for rate in row] for row in rates])
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
-    axes.imshow(np.ma.masked_invalid(shares), cmap="cividis", vmin=0, vmax=100, aspect="auto")
+    image = axes.imshow(np.ma.masked_invalid(shares), cmap="cividis", vmin=0, vmax=100, aspect="auto")
+    written = max(shares.shape) <= 2 * _TICKS
+    if not written:  # no room for numbers: the colours must do
+        bar = picture.figure.colorbar(image, ax=axes, pad=0.02)
+        bar.outline.set_visible(False)
     for (row, column), share in np.ndenumerate(shares):
-        if np.isfinite(share):
+        if np.isfinite(share) and written:
             colour = "white" if share < 55 else _INK  # what reads well on cividis
             axes.text(column, row, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=9.5)
-    axes.xaxis.set_major_locator(FixedLocator(range(len(lengths))))
+    axes.xaxis.set_major_locator(FixedLocator(range(0, len(lengths), math.ceil(len(lengths) / _TICKS))))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: format_length(lengths[round(at)])))
-    axes.yaxis.set_major_locator(FixedLocator(range(len(depths))))
+    axes.yaxis.set_major_locator(FixedLocator(range(0, len(depths), math.ceil(len(depths) / _TICKS))))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{100 * depths[round(at)]:.0f} %"))
     axes.tick_params(length=0)
     axes.set_xlabel("length, tokens", color=_INK)
@@ -184,7 +195,11 @@ def plot_comparison(
     if not comparisons:
         raise RopeExtendError("nothing to draw: no pairs of rows")
     rows = {id(row): row for pair in comparisons for row in (pair.first, pair.second)}
-    picture = _Picture(path, title or "Perplexity, and the difference", panels=2, room=16)
+    what = "second − first"
+    if len(comparisons) == 1:
+        what = f"{comparisons[0].second.label} − {comparisons[0].first.label}"
+    subtitle = f"below: {what}, with its 95 % interval over documents"
+    picture = _Picture(path, title or "Perplexity, and the difference", subtitle, panels=2, room=16)
     upper, lower = picture.panels
     ends = []
     looks = _colours(row.label for row in rows.values())  # two rows of one method must differ here
@@ -200,7 +215,7 @@ def plot_comparison(
             low, high = ([getattr(one, end) for one in pair.differences] for end in ("low", "high"))
             lower.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
     lower.axhline(0, color=_QUIET, linewidth=1, zorder=1)
-    lower.set_ylabel("second − first, nats", color=_INK)
+    lower.set_ylabel("difference of loss, nats", color=_INK)
     _perplexity_axis(upper)
     measured = sorted({length for row in rows.values() for length in row.result.ppl})
     _length_axis(lower, measured, "length, tokens")
@@ -431,10 +446,13 @@ def _colours(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
 def _styled(rows: Sequence[_Row]) -> list[tuple[_Row, dict[str, Any]]]:
     if not rows:
         raise RopeExtendError("no rows to draw")
-    colours = _colours(row.method for row in rows)
+    # A colour for each method, as long as dashes tell its rows apart; else one for each row.
+    looks = Counter((row.method, _kind(row)) for row in rows)
+    names = [row.method if looks[row.method, _kind(row)] == 1 else row.label for row in rows]
+    colours = _colours(names)
     styled = []
-    for row in rows:
-        colour, marker = colours[row.method]
+    for row, name in zip(rows, names, strict=True):
+        colour, marker = colours[name]
         style = {"color": colour, "marker": marker, "linestyle": _DASHES[_kind(row)][0], "linewidth": 1.8}
         if row.adapter is None:
             style["markerfacecolor"] = "white"
@@ -445,6 +463,8 @@ def _styled(rows: Sequence[_Row]) -> list[tuple[_Row, dict[str, Any]]]:
 def _line(axes: Axes, x: Floats, y: Floats, label: str, **style: Any) -> list[_End]:
     """Draw what is finite of a line; return its end, or nothing if nothing is finite."""
     finite = np.isfinite(y)
+    if len(x) > 2 * _TICKS:  # markers would hide the line
+        style["marker"] = ""
     axes.plot(x[finite], y[finite], label=label, clip_on=False, zorder=3, **style)
     return [(x[finite][-1], y[finite][-1], label, style["color"])] if finite.any() else []
 
@@ -497,21 +517,37 @@ def _perplexity_axis(axes: Axes) -> None:
 
 def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_major_locator(FixedLocator(_apart(lengths)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
     axes.set_xlabel(label, color=_INK)
 
 
+def _apart(lengths: Sequence[int]) -> list[int]:
+    """Those whose labels have room beside each other: powers of two first, of very many only these."""
+    logs = {length: math.log2(length) for length in sorted(lengths, reverse=True)}
+    room = (max(logs.values()) - min(logs.values())) / _TICKS
+    powers = [length for length in logs if length & (length - 1) == 0]
+    kept: list[int] = []
+    for length in powers if len(lengths) > _TICKS and len(powers) > 2 else [*powers, *logs]:
+        if all(abs(logs[other] - logs[length]) >= room for other in kept if other != length):
+            kept.append(length)
+    return sorted(set(kept))
+
+
 def _mark_window(axes: Axes, trained_length: int) -> None:
     left, right = axes.get_xlim()
     axes.set_xlim(left, right)  # as it is now
-    axes.axvline(trained_length, color=_QUIET, linewidth=1, zorder=1)
-    axes.axvspan(trained_length, max(right, trained_length), color=_BEYOND, zorder=0, linewidth=0)
+    at, text = (float(trained_length), 1), f"trained window, {format_length(trained_length)}"
+    if left <= trained_length <= right:
+        axes.axvline(trained_length, color=_QUIET, linewidth=1, zorder=1)
+    else:
+        text = f"{'beyond' if trained_length < left else 'within'} the {text}"
+        at = (left, 1)
+    axes.axvspan(max(left, trained_length), max(right, trained_length), color=_BEYOND, zorder=0, linewidth=0)
     axes.annotate(
-        f"trained window, {format_length(trained_length)}",
-        (trained_length, 1), (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points",
-        color=_QUIET, fontsize=9,
+        text, at, (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=_QUIET,
+        fontsize=9,
     )  # fmt: skip
 
 

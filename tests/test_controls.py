@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from test_perplexity import measure, naive_losses, texts, tiny
 from test_report_and_plots import result, row
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -183,7 +184,7 @@ def test_retrieval_within_the_window_is_in_the_default_report(
         assert "Within the trained window of 256, against none, cropped to 256" in text
         assert "Retrieval, passkey" in text
         assert points in text
-        assert "passkey, before" in text
+        assert f"{before:.0%} → {after:.0%}" in text
 
 
 @pytest.mark.usefixtures("private_cache")
@@ -215,3 +216,35 @@ def test_retrieval_is_measured_only_where_it_says_something(
     assert [one.retrieval for one in found] == [None] * 2
     assert "retrieval within the trained window is not measured: the task passkey needs about" in caplog.text
     assert "Retrieval within the window was not measured" in markdown_report(found)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_a_control_that_does_not_fit_does_not_cost_the_measurement(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows() -> list[EvaluationRow]:
+        common = {
+            "lengths": [512],
+            "methods": ["yarn"],
+            "max_documents": 1,
+            "retrieval": 1,
+            "progress": False,
+        }
+        return list(evaluate(str(MODEL_DIR), data=work / "data", **common))
+
+    whole = rows()
+
+    def fail(error: Exception) -> None:
+        def generate(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("transformers.LlamaForCausalLM.generate", generate)
+
+    fail(torch.OutOfMemoryError("CUDA out of memory"))
+    again = rows()
+    assert [one.result.ppl for one in again] == [one.result.ppl for one in whole]
+    assert [one.retrieval for one in again] == [None, None]
+    assert "yarn: retrieval within the trained window is not measured" in caplog.text
+    fail(RopeExtendError("something else"))
+    with pytest.raises(RopeExtendError, match="something else"):
+        rows()

@@ -4,6 +4,7 @@ import base64
 import csv
 import json
 import math
+import re
 import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -34,7 +35,8 @@ from rope_extend.evaluation.report import (
     read_runs,
     write_report,
 )
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
+from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.evaluation.retrieval_report import write_retrieval
 
 TRAINED = 32
 LENGTHS = (32, 64, 128, 256)
@@ -212,6 +214,43 @@ def test_the_controls_are_in_the_default_report(
     assert ("No control with a cropped context" in table) == ("-mean" in options)
 
 
+class Nested(HTMLParser):
+    """Refuses a page whose elements are not closed in the order in which they were opened."""
+
+    VOID = frozenset({"meta", "img"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        assert tag not in self.open or tag not in ("p", "table", "li", "h2")
+        self.open += [] if tag in self.VOID else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_pages_are_whole_and_read_on_a_phone(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    cells = [Cell("passkey", 32, d / 2, 9, (1.0, 0.0), "a") for d in range(3)]
+    found = RetrievalResult("plain RoPE", tuple(cells), trained_length=TRAINED)
+    rows[0] = replace(rows[0], retrieval=found)
+    write_report(rows, tmp_path / "one", trained_length=TRAINED)
+    write_retrieval([found], tmp_path / "two")
+    for page in (tmp_path / "one" / "report.html", tmp_path / "two" / "report.html"):
+        text = page.read_text(encoding="utf-8")
+        parser = Nested()
+        parser.feed(text)
+        assert parser.open == []
+        assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
+        for needed in ('<meta charset="utf-8">', "width=device-width, initial-scale=1", "max-width: 100%"):
+            assert needed in text
+        assert text.count("<table>") == text.count('<div class="wide"><table>') > 1  # wide tables scroll
+        assert text.count("<img alt=") == text.count("<img") == 2
+        assert "Retrieval, passkey" in text
+        assert "http" not in re.sub(r'"data:[^"]*"', "", text)
+
+
 def test_the_page_needs_no_other_file(rows: list[EvaluationRow], tmp_path: Path) -> None:
     odd = row("<b>odd & 1</b>", "yarn", 2.0)
     write_report([*rows, odd], tmp_path, trained_length=TRAINED, title="A <title>")
@@ -380,6 +419,7 @@ def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
 def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> None:
     steps = row("steps", "yarn", 1.0, nll_by_position=np.where(np.arange(1, 256) < 64, 2.0, 5.0))
     plots.plot_loss_by_position([steps], TRAINED, tmp_path / "a.png")
+    assert drawn[0].axes.get_xlabel() == "position in the document, tokens"
     x, y = lines(drawn[0].axes)["steps"].get_data()
     assert (np.diff(x) > 0).all()
     assert 1 <= x[0] < x[-1] <= 255
@@ -441,3 +481,67 @@ def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
         with pytest.raises(RopeExtendError, match=message):
             call()
     assert not list(tmp_path.glob("a*"))
+
+
+def test_rows_that_dashes_cannot_tell_apart_have_colours_of_their_own(drawn, tmp_path: Path) -> None:
+    several = [row("yarn (one)", "yarn", 2.0), row("yarn (two)", "yarn", 2.1), row("linear", "linear", 3.0),
+               row("linear + LoRA", "linear", 2.5, "runs/linear")]  # fmt: skip
+    plots.plot_perplexity(several, TRAINED, tmp_path / "a.png")
+    colour = {label: to_hex(line.get_color()) for label, line in lines(drawn[0].axes).items()}
+    assert colour["linear"] == colour["linear + LoRA"]
+    assert len(set(colour.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ticks"),
+    [
+        ([128, 256, 512], [128, 256, 512]),
+        ([4000, 4096, 4200, 8192, 131072], [4096, 8192, 131072]),  # the round ones of those side by side
+        ([512 * n for n in range(1, 65)], [512 * 2**n for n in range(7)]),
+        ([100 * n for n in range(1, 41)], None),
+        ([700], [700]),
+    ],
+)
+def test_lengths_are_labelled_where_there_is_room(
+    lengths: list[int], ticks: list[int] | None, drawn, tmp_path: Path
+) -> None:
+    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=tuple(lengths))], TRAINED, tmp_path / "a.png")
+    (picture,) = drawn
+    shown = [round(tick) for tick in picture.axes.get_xticks()]
+    assert shown == ticks or ticks is None
+    picture.figure.draw_without_rendering()
+    low, high = picture.axes.get_xlim()
+    boxes = [
+        label.get_window_extent()
+        for tick, label in zip(shown, picture.axes.get_xticklabels(), strict=True)
+        if low <= tick <= high
+    ]
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+
+
+def test_a_heat_map_of_many_cells_has_a_scale_in_place_of_numbers(drawn, tmp_path: Path) -> None:
+    def cells(count: int) -> RetrievalResult:
+        found = [Cell("passkey", 64 * (n + 1), d / 4, 9, (1.0, 0.0)) for n in range(count) for d in range(5)]
+        return RetrievalResult("a", tuple(found), trained_length=64)
+
+    for count, numbers, axes in ((4, 20, 1), (40, 0, 2)):
+        plots.plot_heat_map(cells(count), "passkey", tmp_path / "a.png")
+        texts = [text.get_text() for text in drawn[-1].axes.texts]
+        assert texts.count("50") == numbers
+        assert len(drawn[-1].figure.axes) == axes
+        assert "a · trials solved, %" in texts
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [((64, 128), "beyond the trained window, 32"), ((8, 16), "within the trained window, 32")],
+)
+def test_a_window_that_is_out_of_sight_is_named_all_the_same(lengths, words: str, drawn, tmp_path) -> None:
+    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=lengths)], TRAINED, tmp_path / "a.png")
+    (picture,) = drawn
+    (label,) = (text for text in picture.axes.texts if text.get_text() == words)
+    picture.figure.draw_without_rendering()
+    assert picture.figure.bbox.contains(*label.get_window_extent().p0)
+    low, high = picture.axes.get_xlim()
+    assert low <= lengths[0] <= lengths[-1] <= high
+    assert high / low < 4

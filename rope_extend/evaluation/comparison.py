@@ -1,14 +1,19 @@
-"""Two measured rows on the same tokens, document by document: how two methods should be compared."""
+"""Two measured rows on the same tokens or prompts, one by one: how two methods should be compared."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
-from rope_extend.evaluation.statistics import Difference, paired
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.evaluation.statistics import Difference, RateDifference, paired
+from rope_extend.evaluation.tables import Section, interval, signed
+
+Row = TypeVar("Row", EvaluationRow, RetrievalResult)
 
 
 @dataclass(frozen=True)
@@ -18,6 +23,23 @@ class Comparison:
     first: EvaluationRow
     second: EvaluationRow
     differences: list[Difference]
+
+
+class RetrievalChange(NamedTuple):
+    """How the answers to the prompts of one task and length changed."""
+
+    task: str
+    length: int
+    change: RateDifference
+
+
+@dataclass(frozen=True)
+class RetrievalComparison:
+    """Two rows of retrieval, and how the second differs from the first on the same prompts."""
+
+    first: RetrievalResult
+    second: RetrievalResult
+    changes: list[RetrievalChange]
 
 
 def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
@@ -60,6 +82,33 @@ def differences(
     ]
 
 
+def compare_retrieval(first: RetrievalResult, second: RetrievalResult) -> RetrievalComparison:
+    """Compare two rows of retrieval at all tasks and lengths that both were measured at.
+
+    Raises:
+        RopeExtendError: they share none, or were asked other prompts.
+    """
+    shared = [
+        (task, length)
+        for task in first.tasks
+        for length in first.lengths(task)
+        if task in second.tasks and length in second.lengths(task)
+    ]
+    if not shared:
+        raise RopeExtendError(f"{first.label!r} and {second.label!r} share no task and length")
+    changes = []
+    for task, length in shared:
+        change = second.against(first, task, length)
+        if change is None:
+            raise RopeExtendError(
+                f"{first.label!r} and {second.label!r} were asked other prompts of {task} at {length} "
+                "tokens, so their difference would say nothing; measure both with the same --depths, "
+                "--trials, --seed, --data and --chat"
+            )
+        changes.append(RetrievalChange(task, length, change))
+    return RetrievalComparison(first, second, changes)
+
+
 def compare_runs(
     first: Sequence[EvaluationRow],
     second: Sequence[EvaluationRow],
@@ -67,7 +116,14 @@ def compare_runs(
     names: tuple[str, str],
     rows: Sequence[str] = (),
 ) -> list[Comparison]:
-    """Compare the rows of two runs that have the same label, or those that are named.
+    """Compare the rows of two runs; arguments and errors are those of :func:`pairs` and :func:`compare`."""
+    return [compare(one, other) for one, other in pairs(first, second, names=names, rows=rows)]
+
+
+def pairs(
+    first: Sequence[Row], second: Sequence[Row], *, names: tuple[str, str], rows: Sequence[str] = ()
+) -> list[tuple[Row, Row]]:
+    """The rows of two runs that have the same label, or those that are named.
 
     Args:
         first: rows of one run.
@@ -77,58 +133,99 @@ def compare_runs(
             first's and the second's.
 
     Raises:
-        RopeExtendError: no such row, nothing to pair, or :func:`compare` refuses.
+        RopeExtendError: no such row, or nothing to pair.
     """
     by_label = [{row.label: row for row in run} for run in (first, second)]
     if len(rows) > 2:
         raise RopeExtendError(f"a comparison is of one row or two, got {len(rows)}: {', '.join(rows)}")
     if rows:
-        pairs = [(rows[0], rows[-1])]
+        labels = [(rows[0], rows[-1])]
     elif len(first) == len(second) == 1:
-        pairs = [(first[0].label, second[0].label)]
+        labels = [(first[0].label, second[0].label)]
     else:
-        pairs = [(label, label) for label in by_label[0] if label in by_label[1]]
-    for label, run in ((label, run) for pair in pairs for label, run in zip(pair, by_label, strict=True)):
+        labels = [(label, label) for label in by_label[0] if label in by_label[1]]
+    for label, run in ((label, run) for pair in labels for label, run in zip(pair, by_label, strict=True)):
         if label not in run:
             raise RopeExtendError(f"no row {label!r}; there are {', '.join(map(repr, run))}")
-    if not pairs or (names[0] == names[1] and any(a == b for a, b in pairs)):
+    if not labels or (names[0] == names[1] and any(a == b for a, b in labels)):
         raise RopeExtendError(
             f"nothing to compare: {names[0]} has {', '.join(map(repr, by_label[0]))}, {names[1]} has "
             f"{', '.join(map(repr, by_label[1]))}; name two rows with --row LABEL --row LABEL"
         )
     found = []
-    for a, b in pairs:
+    for a, b in labels:
         one, other = by_label[0][a], by_label[1][b]
         if a == b:
             one, other = replace(one, label=f"{a} ({names[0]})"), replace(other, label=f"{b} ({names[1]})")
-        found.append(compare(one, other))
+        found.append((one, other))
     return found
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> str:
-    """Markdown: for each pair and length both perplexities, the difference with its interval, the ratio."""
-    lines = []
+    """Markdown: for each pair and length both perplexities, the difference with its interval, the ratio.
+
+    And the passkeys within the trained window, where both rows have them.
+    """
+    sections = []
     for pair in comparisons:
         first, second = pair.first, pair.second
+        lines = [["length", "first", "second", "difference, nats", "95 % interval", "ratio"]]
         lines += [
-            f"{second.label} against {first.label}, {pair.differences[0].documents} documents "
-            f"(text {first.result.data}, protocol {_protocol(first)}):",
-            "",
-            "| length | first | second | difference, nats | 95 % interval | ratio |",
-            "|-------:|------:|-------:|-----------------:|--------------:|------:|",
+            [
+                format_length(one.length),
+                f"{first.result.ppl[one.length]:.4g}",
+                f"{second.result.ppl[one.length]:.4g}",
+                signed(one.nats),
+                interval(one.low, one.high),
+                f"{one.ratio:.4f}",
+            ]
+            for one in pair.differences
         ]
-        for one in pair.differences:
-            interval = "–" if one.low is None else f"{one.low:+.4f} … {one.high:+.4f}"
-            lines.append(
-                f"| {format_length(one.length)} | {first.result.ppl[one.length]:.4g} "
-                f"| {second.result.ppl[one.length]:.4g} | {one.nats:+.4f} | {interval} | {one.ratio:.4f} |"
-            )
-        lines.append("")
-    lines.append(
-        "- Difference: mean loss of the second less that of the first; below zero the second is better. The "
+        heading = (
+            f"Perplexity, {second.label} against {first.label}, {pair.differences[0].documents} documents "
+            f"(text {first.result.data}, protocol {_protocol(first)})"
+        )
+        sections.append(Section(heading, lines))
+    note = (
+        "Difference: mean loss of the second less that of the first; below zero the second is better. The "
         "interval is a bootstrap over documents; where it holds zero, the rows cannot be told apart."
     )
-    return "\n".join(lines) + "\n"
+    sections[-1] = replace(sections[-1], notes=[note])
+    retrieved = []
+    for pair in comparisons:
+        one, other = pair.first.retrieval, pair.second.retrieval
+        if one is not None and other is not None:
+            with contextlib.suppress(RopeExtendError):  # other prompts: then only perplexity is compared
+                named = replace(one, label=pair.first.label), replace(other, label=pair.second.label)
+                retrieved.append(compare_retrieval(*named))
+    text = "\n\n".join(section.markdown() for section in sections) + "\n"
+    return text + (f"\n{retrieval_comparison_table(retrieved)}" if retrieved else "")
+
+
+def retrieval_comparison_table(comparisons: Sequence[RetrievalComparison]) -> str:
+    """Markdown: for each pair, task and length both rates, and the difference with its interval."""
+    sections = []
+    for pair in comparisons:
+        lines = [["task", "length", "first", "second", "difference", "95 % interval"]]
+        lines += [
+            [
+                one.task,
+                format_length(one.length),
+                str(one.change.first),
+                str(one.change.second),
+                f"{signed(100 * one.change.change, '+.0f')} points",
+                interval(100 * one.change.low, 100 * one.change.high, "+.0f"),
+            ]
+            for one in pair.changes
+        ]
+        sections.append(Section(f"Retrieval, {pair.second.label} against {pair.first.label}", lines))
+    note = (
+        "Difference: share of the same prompts that the second solves less that of the first; above zero the "
+        "second is better. The interval is Newcombe's for paired shares; where it holds zero, the rows "
+        "cannot be told apart."
+    )
+    sections[-1] = replace(sections[-1], notes=[note])
+    return "\n\n".join(section.markdown() for section in sections) + "\n"
 
 
 def _protocol(row: EvaluationRow) -> str:

@@ -18,10 +18,10 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.protocols import protocol as protocol_of
-from rope_extend.evaluation.readers import AS_IS, PLAIN, check_method, readers
 from rope_extend.evaluation.results import EvaluationRow, file_name
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.tasks import Passkey, template_for
+from rope_extend.evaluation.variants import AS_IS, PLAIN, check_method, variants
 from rope_extend.info import info
 from rope_extend.patching import current_patch
 from rope_extend.pretrained import default_dtype, pretrained
@@ -68,7 +68,8 @@ def evaluate(
     Args:
         model: a checkpoint's directory or hub id.
         data: long documents, as `load_documents` takes them.
-        lengths: in tokens; the trained window and its doublings up to 8x, if not given.
+        lengths: in tokens; the trained window and its doublings up to 8x, if not given. Where one pass gives
+            all of them, the trained window is measured as well.
         methods: rotary methods by name; `none` is plain RoPE, `as-is` what the config says.
         adapters: directories of adapters for this model, each with its `rope_extend.json`.
         protocol: how perplexity is measured, as in `perplexity`; with its own `window`, `stride` or `last`.
@@ -172,15 +173,22 @@ def evaluate(
             return row
         # Beside the row's finished documents, which are of the same model, or it would have been refused.
         log = None if finished is None else Path(finished) / file_name(row.label) / "trials.jsonl"
-        answers = answer_prompts(
-            reader, tokenizer, [task], prompts, label=f"{row.label} {prompts_fingerprint(prompts)}",
-            log=log, progress=progress,
-        )  # fmt: skip
+        try:
+            answers = answer_prompts(
+                reader, tokenizer, [task], prompts, label=f"{row.label} {prompts_fingerprint(prompts)}",
+                log=log, progress=progress,
+            )  # fmt: skip
+        except RopeExtendError as error:
+            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            # A control is not worth the measurement that it belongs to.
+            logger.warning("%s: retrieval within the trained window is not measured: %s", row.label, error)
+            return row
         about = {name: getattr(row, name) for name in ("label", "model", "adapter", "rope_parameters")}
         return replace(row, retrieval=replace(answers, trained_length=trained, **about))
 
     alone = [PLAIN] if controls and not plain else []
-    for label, of, reader in readers(lm, [*methods, *alone], records, trained, wanted[-1]):
+    for label, of, reader in variants(lm, [*methods, *alone], records, trained, wanted[-1]):
         logger.info("evaluating %s%s", label, "" if of else ", untrained")
         if label in alone:
             yield retrieved(reader, control(reader, label, of))

@@ -14,10 +14,9 @@ from typing import Any
 
 from rope_extend import plots
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import Comparison, comparison_table
 from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.html import Picture, page
-from rope_extend.evaluation.results import EvaluationRow, file_name
+from rope_extend.evaluation.results import EvaluationRow, file_name, or_none
 from rope_extend.evaluation.sections import (
     check_labels,
     control_sections,
@@ -32,9 +31,6 @@ from rope_extend.evaluation.versions import versions
 RESULTS = "results.jsonl"
 FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")
 """What :func:`write_report` writes."""
-
-COMPARISON = ("comparison.md", "comparison.png")
-"""What :func:`write_comparison` writes."""
 
 LOSSES = "losses"
 """Directory of the losses by token, where they were kept."""
@@ -132,26 +128,6 @@ def write_report(
     return paths + [directory / name for name in kept.values()]
 
 
-def write_comparison(
-    comparisons: Sequence[Comparison],
-    directory: str | Path,
-    *,
-    trained_length: int,
-    overwrite: bool = False,
-) -> list[Path]:
-    """Write the table of :func:`comparison_table` and the picture of both curves; return their paths.
-
-    Raises:
-        RopeExtendError: if there are no pairs, or :func:`check_output` objects.
-    """
-    directory = check_output(directory, overwrite=overwrite, resume=not overwrite, files=COMPARISON)
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / name for name in COMPARISON]
-    plots.plot_comparison(comparisons, trained_length, paths[1])
-    paths[0].write_text(comparison_table(comparisons), encoding="utf-8")
-    return paths
-
-
 def read_runs(paths: Sequence[str | Path]) -> list[EvaluationRow]:
     """The rows of several runs in one list; where labels are equal, the run's directory is added to them.
 
@@ -177,14 +153,13 @@ def _derived(row: EvaluationRow) -> dict[str, Any]:
     """What follows from a row's numbers, for those who read the file with other tools."""
     result = row.result
     intervals = {str(length): result.interval(length) for length in result.ppl}
-    speed = result.tokens_per_second
     return {
         "intervals": {
             length: None if ends is None or not all(map(math.isfinite, ends)) else list(ends)
             for length, ends in intervals.items()
         },
         "buckets": [bucket.to_dict() for bucket in result.buckets()],
-        "tokens_per_second": speed if math.isfinite(speed) else None,
+        "tokens_per_second": or_none(result.tokens_per_second),
     }
 
 

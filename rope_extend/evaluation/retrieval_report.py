@@ -12,9 +12,9 @@ from rope_extend import plots
 from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.html import Picture, page
-from rope_extend.evaluation.readers import AS_IS, PLAIN
 from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.tables import Line, Section, interval
+from rope_extend.evaluation.variants import AS_IS, PLAIN
 from rope_extend.evaluation.versions import versions
 
 RESULTS, TABLE, PAGE = "results.jsonl", "table.md", "report.html"
@@ -36,6 +36,16 @@ def read_retrieval(path: str | Path) -> list[RetrievalResult]:
         return [RetrievalResult.from_dict(json.loads(line)) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
         raise RopeExtendError(f"{str(file)!r} does not hold results of retrieval: {error!r}") from error
+
+
+def holds_retrieval(path: str | Path) -> bool:
+    """Whether a run's results are of retrieval, and not of perplexity; False where they cannot be read."""
+    file = Path(path) / RESULTS if Path(path).is_dir() else Path(path)
+    try:
+        with file.open(encoding="utf-8") as stream:
+            return "cells" in json.loads(stream.readline())
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def read_retrievals(paths: Sequence[str | Path]) -> list[RetrievalResult]:

@@ -18,7 +18,6 @@ from rope_extend.checkpoint import read_record
 from rope_extend.data import format_length, load_documents
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import CHAT, Prompt
-from rope_extend.evaluation.readers import AS_IS, PLAIN, check_method, readers
 from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.retrieval import (
     BATCH_TOKENS,
@@ -29,6 +28,7 @@ from rope_extend.evaluation.retrieval import (
 )
 from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, RESULTS, TABLE, write_retrieval
 from rope_extend.evaluation.tasks import make_tasks, template_for
+from rope_extend.evaluation.variants import AS_IS, PLAIN, check_method, variants
 from rope_extend.info import info
 from rope_extend.pretrained import default_dtype, pretrained
 
@@ -101,6 +101,7 @@ def retrieve(
     shape, is_plain, parameters = found.shape, found.encoding == "none", found.rope_parameters
     trained = shape.trained_length
     wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
+    methods = list(dict.fromkeys(methods))
     for method in methods:
         check_method(method, shape, wanted[-1])
     records = {adapter: read_record(adapter) for adapter in adapters}
@@ -166,7 +167,7 @@ def retrieve(
     # Where nobody asked for plain RoPE, it is measured within its window, for what the others changed there.
     added = [PLAIN] if controls and plain is None else []
     try:
-        for label, of, reader in readers(lm, [*added, *methods], records, trained, wanted[-1]):
+        for label, of, reader in variants(lm, [*added, *methods], records, trained, wanted[-1]):
             some = near if of is None and label in added else prompts
             if some:
                 measure(reader, label, of, some)

@@ -11,7 +11,7 @@ from rope_extend.evaluation.protocols import PROTOCOLS
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval_report import retrieval_sections
 from rope_extend.evaluation.statistics import Difference, ppl
-from rope_extend.evaluation.tables import Line, Section, TwoLines, interval, number
+from rope_extend.evaluation.tables import Line, Section, TwoLines, interval, number, signed
 
 
 def perplexity_section(rows: Sequence[EvaluationRow]) -> Section:
@@ -64,16 +64,16 @@ def _window(found: Sequence[Regression]) -> Section:
     """Perplexity and retrieval within the trained window, before and after."""
     tasks = list(dict.fromkeys(task for one in found for task in one.retrieval))
     head = ["", "before", "after", "ratio", "difference, nats", "95 % interval"]
-    head += [f"{task}, {when}" for task in tasks for when in ("before", "after", "points")]
+    head += [text for task in tasks for text in (task, "points")]
     lines = [head]
     for one in found:
         change = one.difference
         cells = [number(one.before), number(one.after), f"{one.ratio:.3f}"]
-        cells += ["–", "–"] if change is None else [f"{change.nats:+.4f}", interval(change.low, change.high)]
+        cells += ["–", "–"] if change is None else [signed(change.nats), interval(change.low, change.high)]
         for task in tasks:
             rates = one.retrieval.get(task)
-            both = rates and [f"{rates.first.mean:.0%}", f"{rates.second.mean:.0%}", str(rates)]
-            cells += both or ["–"] * 3
+            cells.append(f"{rates.first.mean:.0%} → {rates.second.mean:.0%}" if rates else "–")
+            cells.append(str(rates or "–"))
         lines.append([one.row.label, *cells])
     notes = ["Above a ratio of 1, texts that needed no longer window are read worse than before."]
     if any(one.difference for one in found):

@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.tables import interval, signed
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Counts = np.ndarray[Any, np.dtype[np.int64]]
@@ -224,7 +225,7 @@ class RateDifference:
 
     def __str__(self) -> str:
         """In points, with the interval: ``-15 (-36 … +4)``."""
-        return f"{100 * self.change:+.0f} ({100 * self.low:+.0f} … {100 * self.high:+.0f})"
+        return f"{signed(100 * self.change, '+.0f')} ({interval(100 * self.low, 100 * self.high, '+.0f')})"
 
 
 def paired_rates(first: Sequence[float], second: Sequence[float]) -> RateDifference:

@@ -63,4 +63,10 @@ def number(value: float | None) -> str:
 
 def interval(low: float | None, high: float | None, form: str = "+.4f") -> str:
     """Both ends of an interval, or a dash where there is none."""
-    return "–" if low is None or high is None else f"{low:{form}} … {high:{form}}"
+    return "–" if low is None or high is None else f"{signed(low, form)} … {signed(high, form)}"
+
+
+def signed(value: float, form: str = "+.4f") -> str:
+    """A difference with its sign; what rounds to nothing is no negative zero."""
+    text = f"{value:{form}}"
+    return text.replace("-", "+") if float(text) == 0 else text

@@ -22,7 +22,7 @@ PLAIN = "none"
 """The method that reads with plain RoPE: what every other is held against."""
 
 
-class Reader(NamedTuple):
+class Variant(NamedTuple):
     """A model that is ready to be measured: what to call it, its adapter's directory, and itself."""
 
     label: str
@@ -30,9 +30,9 @@ class Reader(NamedTuple):
     model: nn.Module
 
 
-def readers(
+def variants(
     lm: Any, methods: Sequence[str], records: Mapping[str, Record], trained: int, longest: int
-) -> Iterator[Reader]:
+) -> Iterator[Variant]:
     """Yield the model under each method, untrained, then with each adapter; it is left as it was.
 
     Args:
@@ -44,17 +44,17 @@ def readers(
     """
     for method in methods:
         if method == AS_IS:
-            yield Reader(method, None, lm)
+            yield Variant(method, None, lm)
         elif method == PLAIN:
             with patch_model(lm, encoding("none"), trained_length=trained):
-                yield Reader(method, None, lm)
+                yield Variant(method, None, lm)
         else:
             with extend(lm, longest, method, trained_length=trained):
-                yield Reader(method, None, lm)
+                yield Variant(method, None, lm)
     for adapter, label in adapter_labels(records).items():
         tuned = load_adapter(lm, adapter)
         try:
-            yield Reader(label, str(adapter), tuned.eval())
+            yield Variant(label, str(adapter), tuned.eval())
         finally:
             patch = current_patch(tuned)
             lm = tuned.unload()
