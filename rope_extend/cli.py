@@ -237,6 +237,9 @@ def finetune(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    from rope_extend.evaluation.protocols import table
+    from rope_extend.hardware import add_hardware_arguments
+
     parser.add_argument("model", help="a checkpoint's directory or hub id")
     parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help="adapter directories, one row each")
     parser.add_argument(
@@ -286,10 +289,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--trained-length", type=_length, metavar="N", help="where the config is wrong about it"
     )
     parser.add_argument("--no-cropped", action="store_true", help="leave out the rows with cropped context")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
-    parser.add_argument("--device", help="such as cuda:1 (default: the GPU, if there is one)")
-    from rope_extend.evaluation.protocols import table
-
+    add_hardware_arguments(parser)
     parser.epilog = f"protocols, N being each of the lengths:\n{table()}"
 
 
@@ -301,8 +301,6 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """
     import shutil
 
-    import torch
-
     from rope_extend.evaluation.evaluate import AS_IS
     from rope_extend.evaluation.evaluate import evaluate as measure
     from rope_extend.evaluation.report import (
@@ -312,6 +310,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         short_context_table,
         write_report,
     )
+    from rope_extend.hardware import Hardware
 
     output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
     unfinished = output / UNFINISHED
@@ -334,8 +333,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         max_tokens=arguments.max_tokens,
         text_column=arguments.text_column,
         split=arguments.split,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        device=arguments.device,
+        hardware=Hardware.from_arguments(arguments),
         chunk=arguments.chunk,
         save_losses=arguments.save_losses,
         finished=unfinished,
@@ -408,6 +406,8 @@ def _depths(text: str) -> int | list[float]:
 
 
 def _retrieve_arguments(parser: argparse.ArgumentParser) -> None:
+    from rope_extend.hardware import add_hardware_arguments
+
     parser.add_argument("model", help="a checkpoint's directory or hub id")
     parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help="adapter directories, one row each")
     parser.add_argument(
@@ -458,8 +458,7 @@ def _retrieve_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-controls", action="store_true",
         help="leave out the trained window, before and after, and plain RoPE with cropped context",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
-    parser.add_argument("--device", help="such as cuda:1 (default: the GPU, if there is one)")
+    add_hardware_arguments(parser)
 
 
 def retrieve(arguments: argparse.Namespace) -> None:
@@ -468,11 +467,10 @@ def retrieve(arguments: argparse.Namespace) -> None:
     Writes prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps and accuracy against
     length. An interrupted run goes on with --resume.
     """
-    import torch
-
     from rope_extend.evaluation.evaluate import AS_IS
     from rope_extend.evaluation.retrieve import retrieval_table
     from rope_extend.evaluation.retrieve import retrieve as measure
+    from rope_extend.hardware import Hardware
 
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     results = measure(
@@ -491,8 +489,7 @@ def retrieve(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         batch_tokens=arguments.batch_tokens,
         trained_length=arguments.trained_length,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        device=arguments.device,
+        hardware=Hardware.from_arguments(arguments),
         resume=arguments.resume,
         overwrite=arguments.overwrite,
     )

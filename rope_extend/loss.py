@@ -114,7 +114,9 @@ def token_losses(
 
 
 def _losses(head: Head, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(head(rows[None])[0].float(), targets, reduction="none", ignore_index=IGNORED)
+    logits = head(rows[None])[0].float()
+    # A head may be on another device than the layers: then hooks have brought the states to it.
+    return F.cross_entropy(logits, targets.to(logits.device), reduction="none", ignore_index=IGNORED)
 
 
 def hidden_states(model: torch.nn.Module, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
     """
     try:
         return auto.from_pretrained(name, **kwargs)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
         reason = str(error).rstrip(".")
         raise RopeExtendError(

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rope_extend.checkpoint import Record, load_adapter, read_record
 from rope_extend.data import format_length, load_documents
@@ -18,9 +17,10 @@ from rope_extend.encodings import RopeShape, encoding, rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import EvaluationRow, file_name, perplexity
 from rope_extend.evaluation.protocols import protocol as protocol_of
+from rope_extend.hardware import Hardware
 from rope_extend.info import info
 from rope_extend.patching import current_patch, extend, patch_model
-from rope_extend.pretrained import default_dtype, pretrained
+from rope_extend.pretrained import pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,7 @@ def evaluate(
     max_tokens: int | None = None,
     text_column: str = "text",
     split: str = "train",
-    dtype: torch.dtype | None = None,
-    device: str | None = None,
+    hardware: Hardware | None = None,
     chunk: int | None = None,
     save_losses: bool = False,
     finished: str | Path | None = None,
@@ -75,8 +74,7 @@ def evaluate(
         max_tokens: cut documents to so many tokens, for protocols that read them whole.
         text_column: the column of a table that holds the text.
         split: the split of a hub dataset.
-        dtype: of the weights; by default bfloat16 on a GPU that has it, else float32.
-        device: by default the GPU, if there is one.
+        hardware: how the model is loaded; by default as this machine suggests.
         chunk: read long windows in pieces of so many tokens, with a cache.
         save_losses: keep the loss of every token in each row's `result.losses`.
         finished: directory in which the losses of finished documents are kept, row by row; a second call
@@ -86,6 +84,7 @@ def evaluate(
     Raises:
         RopeExtendError: no such model, adapter, method or data, or texts that are too short.
     """
+    hardware = hardware or Hardware()
     found = info(model, trained_length=trained_length)
     shape = found.shape
     trained = shape.trained_length
@@ -110,8 +109,7 @@ def evaluate(
         max_documents=max_documents,
         max_tokens=wanted[-1] if rule.nested else max_tokens,
     )
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    lm = pretrained(AutoModelForCausalLM, model, dtype=dtype or default_dtype(where)).to(where)
+    lm = hardware.load(model)
 
     def measured(reader: nn.Module, label: str, adapter: str | None, **how: Any) -> EvaluationRow:
         patch = current_patch(reader)
