@@ -238,6 +238,8 @@ def finetune(arguments: argparse.Namespace) -> None:
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     from rope_extend.evaluation.evaluate import RETRIEVAL
+    from rope_extend.evaluation.protocols import table
+    from rope_extend.hardware import add_hardware_arguments
 
     parser.add_argument("model", help="a checkpoint's directory or hub id")
     parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help="adapter directories, one row each")
@@ -294,10 +296,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "reads 5 N windows more, at the default what 2.5 documents of 8x the window cost (default: "
         f"{RETRIEVAL}; 0: none)",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
-    parser.add_argument("--device", help="such as cuda:1 (default: the GPU, if there is one)")
-    from rope_extend.evaluation.protocols import table
-
+    add_hardware_arguments(parser)
     parser.epilog = f"protocols, N being each of the lengths:\n{table()}"
 
 
@@ -309,11 +308,10 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """
     import shutil
 
-    import torch
-
     from rope_extend.evaluation.evaluate import evaluate as measure
     from rope_extend.evaluation.report import UNFINISHED, check_output, markdown_report, write_report
     from rope_extend.evaluation.variants import AS_IS
+    from rope_extend.hardware import Hardware
 
     output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
     unfinished = output / UNFINISHED
@@ -337,8 +335,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         max_tokens=arguments.max_tokens,
         text_column=arguments.text_column,
         split=arguments.split,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        device=arguments.device,
+        hardware=Hardware.from_arguments(arguments),
         chunk=arguments.chunk,
         save_losses=arguments.save_losses,
         finished=unfinished,
@@ -398,6 +395,8 @@ def _depths(text: str) -> int | list[float]:
 
 
 def _retrieve_arguments(parser: argparse.ArgumentParser) -> None:
+    from rope_extend.hardware import add_hardware_arguments
+
     parser.add_argument("model", help="a checkpoint's directory or hub id")
     parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help="adapter directories, one row each")
     parser.add_argument(
@@ -448,8 +447,7 @@ def _retrieve_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-controls", action="store_true",
         help="leave out the trained window, before and after, and plain RoPE with cropped context",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights")
-    parser.add_argument("--device", help="such as cuda:1 (default: the GPU, if there is one)")
+    add_hardware_arguments(parser)
 
 
 def retrieve(arguments: argparse.Namespace) -> None:
@@ -458,11 +456,10 @@ def retrieve(arguments: argparse.Namespace) -> None:
     Writes prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps, accuracy against
     length and report.html. An interrupted run goes on with --resume.
     """
-    import torch
-
     from rope_extend.evaluation.retrieval_report import retrieval_table
     from rope_extend.evaluation.retrieve import retrieve as measure
     from rope_extend.evaluation.variants import AS_IS
+    from rope_extend.hardware import Hardware
 
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     results = measure(
@@ -481,8 +478,7 @@ def retrieve(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         batch_tokens=arguments.batch_tokens,
         trained_length=arguments.trained_length,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        device=arguments.device,
+        hardware=Hardware.from_arguments(arguments),
         resume=arguments.resume,
         overwrite=arguments.overwrite,
     )

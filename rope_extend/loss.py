@@ -125,10 +125,13 @@ def token_losses(
     rows = hidden.flatten(0, 1)  # [B·T, D]
     size = _tokens_per_chunk(head(rows[None, :1]), chunk_bytes)
     pieces = zip(torch.split(rows, size), torch.split(targets.to(rows.device).flatten(), size), strict=True)
-    losses = [
-        F.cross_entropy(head(piece[None])[0].float(), expected, reduction="none", ignore_index=IGNORED)
-        for piece, expected in pieces
-    ]
+    losses = []
+    for piece, expected in pieces:
+        logits = head(piece[None])[0].float()
+        # A head may be on another device than the layers: then hooks have brought the states to it.
+        losses.append(
+            F.cross_entropy(logits, expected.to(logits.device), reduction="none", ignore_index=IGNORED)
+        )
     return torch.cat(losses).view(targets.shape)
 
 

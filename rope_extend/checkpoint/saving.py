@@ -293,7 +293,9 @@ def _attach(
         ):
             # peft only warns when the adapter has no weights for some of the model's layers.
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            adapted = PeftModel.from_pretrained(model, str(directory), is_trainable=is_trainable)
+            adapted = PeftModel.from_pretrained(
+                model, str(directory), is_trainable=is_trainable, **_places(model)
+            )
             if check_base and changed_by:  # as it was when the adapter was saved
                 _check_base(model, directory, record, f"; {changed_by} may also have changed them otherwise")
             return adapted
@@ -301,6 +303,13 @@ def _attach(
         if patch is not before:
             patch.remove()
         raise
+
+
+def _places(model: nn.Module) -> dict[str, Any]:
+    """Where a model's parts are, for peft, which would find places of its own for layers on host or disk."""
+    places = getattr(unwrap(model), "hf_device_map", None) or {}
+    inside = {name and f"base_model.model.{name}": place for name, place in places.items()}
+    return {"device_map": inside} if inside else {}
 
 
 def _check_base(model: nn.Module, directory: Path, record: Record, hint: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rope_extend.checkpoint import read_record
 from rope_extend.data import format_length, load_documents
@@ -22,9 +22,10 @@ from rope_extend.evaluation.results import EvaluationRow, file_name
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.tasks import Passkey, template_for
 from rope_extend.evaluation.variants import AS_IS, PLAIN, check_method, variants
+from rope_extend.hardware import Hardware
 from rope_extend.info import info
 from rope_extend.patching import current_patch
-from rope_extend.pretrained import default_dtype, pretrained
+from rope_extend.pretrained import pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,7 @@ def evaluate(
     max_tokens: int | None = None,
     text_column: str = "text",
     split: str = "train",
-    dtype: torch.dtype | None = None,
-    device: str | None = None,
+    hardware: Hardware | None = None,
     chunk: int | None = None,
     save_losses: bool = False,
     finished: str | Path | None = None,
@@ -87,8 +87,7 @@ def evaluate(
         max_tokens: cut documents to so many tokens, for protocols that read them whole.
         text_column: the column of a table that holds the text.
         split: the split of a hub dataset.
-        dtype: of the weights; by default bfloat16 on a GPU that has it, else float32.
-        device: by default the GPU, if there is one.
+        hardware: how the model is loaded; by default as this machine suggests.
         chunk: read long windows in pieces of so many tokens, with a cache.
         save_losses: keep the loss of every token in each row's `result.losses`.
         finished: directory in which the losses of finished documents are kept, row by row; a second call
@@ -98,6 +97,7 @@ def evaluate(
     Raises:
         RopeExtendError: no such model, adapter, method or data, or texts that are too short.
     """
+    hardware = hardware or Hardware()
     found = info(model, trained_length=trained_length)
     shape = found.shape
     trained = shape.trained_length
@@ -135,8 +135,7 @@ def evaluate(
     compared = len(methods) + len(adapters) > len(plain) and (controls or bool(plain))
     task = Passkey(template=template_for(model))
     prompts = _passkeys(task, tokenizer, trained, retrieval) if retrieval and compared else []
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    lm = pretrained(AutoModelForCausalLM, model, dtype=dtype or default_dtype(where)).to(where)
+    lm = hardware.load(model)
 
     def measured(
         reader: nn.Module, label: str, adapter: str | None, lengths: Sequence[int] = wanted, **how: Any

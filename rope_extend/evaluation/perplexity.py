@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import align_module_device
 from tqdm import tqdm
 
 from rope_extend.data import Document, fingerprint, format_length, parse_length
@@ -31,6 +32,7 @@ from rope_extend.evaluation.protocols import Protocol, Window
 from rope_extend.evaluation.protocols import protocol as protocol_of
 from rope_extend.evaluation.reading import LongReader
 from rope_extend.evaluation.results import Losses, PerplexityResult, write_arrays
+from rope_extend.hardware import input_device, is_spread
 from rope_extend.inspection import length_groups
 from rope_extend.loss import causal_lm, output_head, token_losses
 from rope_extend.patching import current_patch
@@ -401,10 +403,12 @@ def _identity(model: torch.nn.Module) -> dict[str, Any]:
     lm = causal_lm(model)
     patch = current_patch(model)
     norms = []
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta" and tensor.is_floating_point():
-            wide = torch.float32 if tensor.device.type == "mps" else torch.float64
-            norms.append(f"{name} {float(torch.linalg.vector_norm(tensor, dtype=wide)):.5e}")
+    for path, module in model.named_modules():
+        with align_module_device(module):  # weights that are elsewhere until they are needed
+            for name, tensor in module.named_parameters(path, recurse=False):
+                wide = torch.float32 if tensor.device.type == "mps" else torch.float64
+                values = tensor.detach() if tensor.is_floating_point() else tensor.detach().to(wide)
+                norms.append(f"{name} {float(torch.linalg.vector_norm(values, dtype=wide)):.5e}")
     return {
         "encoding": patch.encoding.to_dict() if patch else getattr(lm.config, "rope_parameters", None),
         "dtype": str(lm.dtype),
@@ -459,8 +463,12 @@ def _check_vocabulary(documents: Sequence[Document], lm: Any) -> None:
 def _evaluating(model: torch.nn.Module, lm: Any, device: torch.device | str | None) -> Iterator[torch.device]:
     """Put a model into evaluation mode on a device, and back module by module, whatever happens."""
     modes = {module: module.training for module in model.modules()}
-    home: torch.device = lm.get_input_embeddings().weight.device
+    home = input_device(lm)
     place = home if device is None else torch.device(device)
+    if place != home and is_spread(lm):
+        raise RopeExtendError(
+            f"this model is spread over devices and cannot be moved to {place}; leave it out"
+        )
     try:
         model.eval()
         if place != home:

@@ -32,6 +32,7 @@ from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.evaluation.perplexity import peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt
 from rope_extend.evaluation.results import Cell, RetrievalResult
+from rope_extend.hardware import input_device
 from rope_extend.patching import Patch, current_patch
 
 logger = logging.getLogger(__name__)
@@ -332,8 +333,9 @@ def generate(
     """
     pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=model.device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    place = input_device(model)
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=place)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=place)
     stop = _Settled(tokenizer, task, answers, width)
     own = getattr(model, "generation_config", None)
     ends = own.eos_token_id if own is not None and own.eos_token_id is not None else tokenizer.eos_token_id

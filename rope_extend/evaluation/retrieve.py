@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rope_extend.checkpoint import read_record
 from rope_extend.data import format_length, load_documents
@@ -29,8 +28,10 @@ from rope_extend.evaluation.retrieval import (
 from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, RESULTS, TABLE, write_retrieval
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.evaluation.variants import AS_IS, PLAIN, check_method, variants
+from rope_extend.hardware import Hardware
 from rope_extend.info import info
-from rope_extend.pretrained import default_dtype, pretrained
+from rope_extend.inspection import unwrap
+from rope_extend.pretrained import pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,7 @@ def retrieve(
     batch_tokens: int = BATCH_TOKENS,
     trained_length: int | None = None,
     max_documents: int = 16,
-    dtype: torch.dtype | None = None,
-    device: str | None = None,
+    hardware: Hardware | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: bool = True,
@@ -85,8 +85,7 @@ def retrieve(
         batch_tokens: how many tokens of prompts to answer at a time.
         trained_length: the window the model was pretrained on, where the config does not say it.
         max_documents: how many documents to use.
-        dtype: of the weights; by default bfloat16 on a GPU that has it, else float32.
-        device: by default the GPU, if there is one.
+        hardware: how the model is loaded; by default as this machine suggests.
         resume: go on with what the directory holds.
         overwrite: replace what it holds.
         progress: show progress bars, if there is a terminal.
@@ -97,6 +96,7 @@ def retrieve(
     directory = _check_output(output, resume=resume, overwrite=overwrite)
     if chat not in CHAT:
         raise RopeExtendError(f"chat must be one of {', '.join(CHAT)}, got {chat!r}")
+    hardware = hardware or Hardware()
     found = info(model, trained_length=trained_length)
     shape, is_plain, parameters = found.shape, found.encoding == "none", found.rope_parameters
     trained = shape.trained_length
@@ -135,10 +135,9 @@ def retrieve(
         "trained_length": trained,
         "batch_tokens": batch_tokens,
     }
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    weights = dtype or default_dtype(where)
-    _start(directory, {**settings, "dtype": str(weights)}, prompts, resume=resume)
-    lm = pretrained(AutoModelForCausalLM, model, dtype=weights).to(where)
+    how = {"dtype": str(unwrap(hardware.empty(model)).dtype), "quantize": hardware.quantize}
+    _start(directory, {**settings, **how}, prompts, resume=resume)
+    lm = hardware.load(model)
 
     results: list[RetrievalResult] = []
 
