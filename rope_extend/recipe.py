@@ -186,6 +186,14 @@ class Recipe:
     max_grad_norm: Annotated[float, _number(0, above=True), "gradients are clipped to this norm"] = 1.0
     lora_rank: Annotated[int, _POSITIVE_COUNT, "rank of the LoRA matrices"] = 16
     lora_alpha: Annotated[float, _number(0, above=True), "LoRA updates are scaled by alpha / rank"] = 32.0
+    rslora: Annotated[
+        bool,
+        _FLAG,
+        "scale by alpha / sqrt(rank) instead, for which high ranks need no other rate (2312.03732)",
+    ] = False
+    dora: Annotated[
+        bool, _FLAG, "train the length of each weight's rows apart from their direction (2402.09353); slower"
+    ] = False
     lora_dropout: Annotated[float, _number(0, below=1), "dropout on the input of the LoRA matrices"] = 0.0
     lora_targets: Annotated[
         str | tuple[str, ...], _TARGETS, "layers with LoRA: attention, all-linear, or module names"

@@ -93,6 +93,8 @@ def lora_config(model: Any, recipe: Recipe) -> LoraConfig:
         r=recipe.lora_rank,
         lora_alpha=recipe.lora_alpha,
         lora_dropout=recipe.lora_dropout,
+        use_rslora=recipe.rslora,
+        use_dora=recipe.dora,
         target_modules=_lora_targets(model, recipe.lora_targets, senses),
         **extra,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from cases import TRAINED, tiny_llama
+from peft import get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -25,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+import rope_extend as rx
 from rope_extend import RopeExtendError, current_patch
 from rope_extend import training as training_module
 from rope_extend.checkpoint import RECORD_NAME, load, read_record
@@ -151,6 +154,64 @@ def test_the_base_weights_are_untouched(recipe: Recipe) -> None:
     )
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "attention": {},
+    "all-linear": {"lora_targets": "all-linear"},
+    "rslora": {"rslora": True},
+    "dora": {"dora": True, "lora_targets": "all-linear"},
+    "norms and embeddings": {"train_norm_embed": True},
+    "all of it": {"train_norm_embed": True, "lora_targets": "all-linear", "rslora": True, "dora": True},
+}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_train_leaves_frozen_weights_alone_and_reloads_and_merges(
+    recipe: Recipe, tmp_path: Path, way: str, tied: bool
+) -> None:
+    torch.manual_seed(1)
+    base = tiny_llama(tie_word_embeddings=tied)
+    base.save_pretrained(tmp_path / "base")
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    tokenizer_of(recipe).save_pretrained(tmp_path / "base")
+    recipe = replace(recipe, **WAYS[way], model=str(tmp_path / "base"), steps=4)
+    result = finetune(recipe)
+
+    frozen = {
+        re.sub(r"^base_model\.model\.|\.(base_layer|original_module)(?=\.)", "", name): value
+        for name, value in result.model.named_parameters()
+        if not value.requires_grad
+    }
+    trained = {name for name, value in result.model.named_parameters() if value.requires_grad}
+    assert all(torch.equal(value, before[name]) for name, value in frozen.items())
+    linear = {name for name in before if "proj" in name}
+    assert linear <= frozen.keys()
+    assert ("train_norm_embed" in WAYS[way]) == any("norm" in name for name in trained)
+    assert ("dora" in WAYS[way]) == any("magnitude" in name for name in trained)
+    adapted = {name for name in linear if any(name.removesuffix("weight") in one for one in trained)}
+    everywhere = WAYS[way].get("lora_targets") == "all-linear"
+    assert adapted == (linear if everywhere else {name for name in linear if "self_attn" in name})
+
+    ids = torch.arange(2 * TARGET).remainder(299).view(2, TARGET)
+    rx.merge(recipe.output_dir, tmp_path / "merged", progress=False)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        ours = result.model(ids).logits
+        assert torch.equal(ours, load(recipe.output_dir)(ids).logits)
+        torch.testing.assert_close(stock(ids).logits, ours, rtol=0, atol=2e-4)
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")(ids).logits
+    assert not torch.allclose(ours, plain, atol=1e-2)
+    assert stock.config.tie_word_embeddings == tied
+
+
+def test_rslora_scales_by_the_root_of_the_rank(recipe: Recipe) -> None:
+    model = get_peft_model(
+        tiny_llama(), lora_config(tiny_llama(), replace(recipe, rslora=True, lora_rank=16))
+    )
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    assert layer.scaling["default"] == recipe.lora_alpha / 4
+
+
 def test_gradient_checkpointing_changes_nothing_but_memory(recipe: Recipe, tmp_path: Path) -> None:
     finetune(recipe)
     other = replace(recipe, gradient_checkpointing=True, output_dir=str(tmp_path / "other"))
@@ -174,8 +235,6 @@ def test_the_first_step_is_adamw_on_the_mean_loss(recipe: Recipe) -> None:
     recipe = replace(recipe, lora_dropout=0, steps=1, warmup_steps=0, save_every=0, max_grad_norm=1e9)
     result = finetune(recipe)
     after = weights(recipe.output_dir)
-
-    from peft import get_peft_model
 
     from rope_extend import extend
     from rope_extend.data import blocks, load_documents
@@ -496,8 +555,14 @@ finetune(Recipe.from_yaml(sys.argv[1]))
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_with_twice_the_batch(recipe: Recipe, tmp_path: Path) -> None:
-    recipe = replace(recipe, lora_dropout=0, steps=3)
+@pytest.mark.parametrize("changes", [{}, {"train_norm_embed": True}], ids=["lora", "with the head"])
+def test_two_processes_train_as_one_with_twice_the_batch(
+    recipe: Recipe, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    base = tiny_llama(tie_word_embeddings=True)  # so that trained embeddings are a trained head
+    base.save_pretrained(tmp_path / "base")
+    tokenizer_of(recipe).save_pretrained(tmp_path / "base")
+    recipe = replace(recipe, model=str(tmp_path / "base"), lora_dropout=0, steps=3, **changes)
     finetune(recipe)
     other = replace(recipe, gradient_accumulation=1, output_dir=str(tmp_path / "two"))
     (tmp_path / "two.yaml").write_text(other.to_yaml())
