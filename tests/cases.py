@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
+from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -24,7 +25,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_extend.encodings import RopeEncoding, RopeShape, encoding
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encoding, encoding_class
 
 TRAINED = 32
 """The window of the tiny models, in tokens."""
@@ -314,6 +315,122 @@ ENCODINGS = [
         tolerance=FLOAT32,
     ),
 ]
+
+
+Dense = Callable[[Mapping[str, Tensor], int, Tensor, Tensor, int], Tensor]
+"""`(learned, heads, distance [...], query position [...], trained length) -> bias [heads, ...]`, float64."""
+
+
+@dataclass(frozen=True)
+class AlternativeCase:
+    """One encoding that is not rotary: its parameters, and its formula, written out in float64."""
+
+    name: str
+    dense: Dense
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+    @property
+    def kind(self) -> type[Encoding]:
+        """The encoding's class."""
+        return encoding_class(self.name)
+
+    def made(self) -> Encoding:
+        """The encoding."""
+        return encoding(self.name, **self.parameters)
+
+    def __str__(self) -> str:
+        return self.label or self.name
+
+
+def by_head(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None, None, None]
+
+
+def alibi(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, trained: int) -> Tensor:
+    """2108.12409, and for other numbers of heads the recursion of its code."""
+
+    def slopes(n: int) -> list[float]:
+        if math.log2(n).is_integer():
+            return [2 ** (-8 * (h + 1) / n) for h in range(n)]
+        near = 2 ** math.floor(math.log2(n))
+        return slopes(near) + slopes(2 * near)[0::2][: n - near]
+
+    return -by_head(slopes(heads)) * r
+
+
+def t5(buckets: int, furthest: int) -> Dense:
+    """1910.10683, for tokens that come before."""
+
+    def bucket(r: float) -> int:
+        half = buckets // 2
+        if r < half:
+            return int(r)
+        return min(buckets - 1, half + int(math.log(r / half) / math.log(furthest / half) * (buckets - half)))
+
+    def dense(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, trained: int) -> Tensor:
+        which = {value: bucket(value) for value in r.unique().tolist()}
+        index = torch.tensor([which[value] for value in r.flatten().tolist()])
+        return learned["table"][index].T.view(heads, *r.shape)
+
+    return dense
+
+
+def kerple_log(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, trained: int) -> Tensor:
+    """2205.09921, of the exponentials of what is learned."""
+    one, two = (torch.exp(learned[name]).view(-1, *[1] * r.dim()) for name in ("r1", "r2"))
+    return -one * torch.log(1 + two * r)
+
+
+def kerple_power(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, trained: int) -> Tensor:
+    """2205.09921, the exponent between 0 and 2."""
+    one, two = (learned[name].view(-1, *[1] * r.dim()) for name in ("r1", "r2"))
+    exponent = 2 / (1 + torch.exp(-two))
+    # A distance of 0 to any power is 0, but its derivative is not one of torch's.
+    return -torch.exp(one) * torch.where(r > 0, torch.exp(exponent * torch.log(r.clamp(min=1))), 0.0)
+
+
+def fire(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, trained: int) -> Tensor:
+    """The listing in the appendix of 2310.04418."""
+    threshold = torch.abs(learned["share"] * trained)
+    normaliser = torch.log(torch.abs(learned["c"] * torch.maximum(i, threshold)) + 1) + 1e-6
+    x = torch.log(torch.abs(learned["c"] * r) + 1) / normaliser
+    hidden = torch.relu(x[..., None] * learned["weight1"] + learned["bias1"])
+    out = torch.einsum("...w,hw->h...", hidden, learned["weight2"])
+    return out + learned["bias2"].view(-1, *[1] * r.dim())
+
+
+def sandwich(dim: int) -> Dense:
+    """The listing in 2212.10356: inner products of sinusoidal vectors, over `8h/H`."""
+
+    def dense(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, trained: int) -> Tensor:
+        k = torch.arange(dim // 2, dtype=torch.float64)
+
+        def vectors(p: Tensor) -> Tensor:
+            angles = p[..., None] / 10_000 ** (2 * k / dim)
+            return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+        total = (vectors(i + 0 * r) * vectors(i - r)).sum(dim=-1) - dim / 2
+        return total / by_head([8 * (h + 1) / heads for h in range(heads)])
+
+    return dense
+
+
+ALTERNATIVES = [
+    AlternativeCase("alibi", alibi),
+    AlternativeCase("t5_bias", t5(32, 128)),
+    AlternativeCase(
+        "t5_bias", t5(8, 20), {"buckets": 8, "max_distance": 20, "start": "zeros"}, label="t5_bias-narrow"
+    ),
+    AlternativeCase("kerple", kerple_log),
+    AlternativeCase("kerple", kerple_log, {"per_layer": False}, label="kerple-shared"),
+    AlternativeCase("kerple", kerple_power, {"kernel": "power"}, label="kerple-power"),
+    AlternativeCase("fire", fire),
+    AlternativeCase("fire", fire, {"width": 8, "per_layer": False}, label="fire-shared"),
+    AlternativeCase("sandwich", sandwich(128)),
+    AlternativeCase("sandwich", sandwich(16), {"dim": 16}, label="sandwich-16"),
+]
+"""The encodings that are not rotary."""
 
 
 @dataclass(frozen=True)
