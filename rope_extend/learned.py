@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rope_extend.encodings import Encoding, ModelShape
 from rope_extend.errors import RopeExtendError
 
+LEARNED_FILE = "encoding.safetensors"
+"""The file of a checkpoint that holds them."""
 LEARNED = "rope_extend_learned"
 """The attribute of a decoder that holds them while the patch is active."""
 _SHARED = "shared"
@@ -43,14 +48,14 @@ class LearnedParameters(nn.Module):
         chosen: Any = getattr(self, f"layer{layer}" if self.per_layer else _SHARED)
         return {name: value.float() for name, value in chosen.items()}
 
-    def put(self, values: Mapping[str, Tensor], source: str) -> None:
-        """Take values by their full names, such as `shared.table`.
+    def put(self, values: Mapping[str, Tensor], source: str, *, partial: bool = False) -> None:
+        """Take values by their full names, such as `shared.table`; `partial` lets some of them be.
 
         Raises:
             RopeExtendError: other names or shapes than the parameters have; `source` is where they are from.
         """
         own = dict(self.named_parameters())
-        wrong = own.keys() ^ values.keys()
+        wrong = values.keys() - own.keys() if partial else values.keys() ^ own.keys()
         wrong |= {name for name in own.keys() & values.keys() if own[name].shape != values[name].shape}
         if wrong:
             name = min(wrong)
@@ -59,8 +64,8 @@ class LearnedParameters(nn.Module):
                 f"{source} does not fit: {name!r} is of shape {given} there, and {has} in this model"
             )
         with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(values[name])
+            for name, value in values.items():
+                own[name].copy_(value)
 
 
 def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,6 +75,29 @@ def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if isinstance(found, LearnedParameters):
             return dict(found.named_parameters())
     return {}
+
+
+def write_learned(directory: Path, model: nn.Module) -> None:
+    """Write what the active encoding learns into `encoding.safetensors`, if it learns anything.
+
+    In a file of its own, because neither an adapter nor a stock checkpoint has a place for it.
+    """
+    values = {name: value.detach().float().contiguous() for name, value in learned_parameters(model).items()}
+    if values:
+        save_file(values, directory / LEARNED_FILE, metadata={"format": "pt"})
+
+
+def read_learned(directory: Path) -> dict[str, Tensor]:
+    """What `write_learned` wrote; empty where there is no such file.
+
+    Raises:
+        RopeExtendError: the file is damaged.
+    """
+    path = directory / LEARNED_FILE
+    try:
+        return load_file(path) if path.exists() else {}
+    except (OSError, SafetensorError) as error:
+        raise RopeExtendError(f"cannot read {path}: {error}; restore it, or save the model again") from error
 
 
 def is_learned(name: str) -> bool:

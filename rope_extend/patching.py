@@ -10,21 +10,24 @@ exception half-way leaves nothing behind.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rope_extend.attention import AttentionReader, PositionReader, attention_modules, remove_readers
 from rope_extend.biases import BiasReader
 from rope_extend.encodings import (
+    AbsoluteEncoding,
     BiasEncoding,
     Encoding,
     ModelShape,
     RopeEncoding,
     RopeShape,
+    method_named,
     rotary_method,
 )
 from rope_extend.encodings.base import check_length
@@ -35,6 +38,7 @@ from rope_extend.learned import LEARNED, LearnedParameters
 from rope_extend.rotary import ExtendedRotaryEmbedding
 from rope_extend.stock_forms import CARRIED, nested, softmax_scale_of, stock_forms, stock_parameters
 from rope_extend.undo import UndoLog
+from rope_extend.vectors import VectorReader
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +129,12 @@ class Patch:
             reader.install(decoder, self._undo)
             layers = {int(m.layer_idx) for m in attention_modules(decoder) if reader.acts_on(m)}
             reader.learned = self._learn(decoder, shape, sorted(layers))
+            return
+        if isinstance(encoding, AbsoluteEncoding):
+            shape = self._model_shape(base)
+            self._reader = adder = VectorReader(encoding, shape, adapter)
+            adder.install(decoder, self._undo)
+            adder.learned = self._learn(decoder, shape, [])
             return
         scales = self.rotary.logit_scale(self.shape, torch.arange(1)) is not None
         inside = scales or self.rotary.rotates_in_attention
@@ -251,6 +261,17 @@ class Patch:
                 self.encoding, self.shape.trained_length,
             )  # fmt: skip
 
+    def learn(self, values: Mapping[str, Tensor], source: str, *, partial: bool = False) -> None:
+        """Put values into the learned parameters, by name; `partial` lets some of them be.
+
+        Raises:
+            RopeExtendError: the encoding learns nothing, or other things; `source` says where they are from.
+        """
+        if self.learned is not None:
+            self.learned.put(values, source, partial=partial)
+        elif values:
+            raise RopeExtendError(f"{source} has values for {min(values)!r}, and {self.encoding} learns none")
+
     def remove(self) -> None:
         """Undo the patch: modules, config and tokenizer are the objects and values they were before.
 
@@ -310,6 +331,7 @@ def patch_model(
     trained_length: int | None = None,
     target_length: int | None = None,
     tokenizer: Any | None = None,
+    learned: Mapping[str, Tensor] | None = None,
 ) -> Patch:
     """Put an encoding into a model; the returned `Patch` undoes it, by `remove()` or as a context manager.
 
@@ -323,6 +345,8 @@ def patch_model(
         target_length: the window it shall read, in tokens; by default the encoding's own, or else the
             model's present one.
         tokenizer: its `model_max_length` is kept in step.
+        learned: values for what the encoding learns, by name, such as another patch's
+            `learned.state_dict()`; what is not named starts as the encoding says.
 
     Raises:
         UnsupportedModelError: no adapter for the family.
@@ -332,10 +356,10 @@ def patch_model(
         raise RopeExtendError(
             f"patch_model takes an encoding, such as encoding('yarn', factor=8.0), got {encoding!r}"
         )
-    if not isinstance(encoding, RopeEncoding | BiasEncoding):
+    if not isinstance(encoding, RopeEncoding | BiasEncoding | AbsoluteEncoding):
         raise RopeExtendError(
-            f"{encoding.name} is neither a rotary schedule nor a bias, and this version patches in no other "
-            "kind"
+            f"{encoding.name} is neither a rotary schedule, a bias nor a vector for each position, and this "
+            "version patches in no other kind"
         )
     shape = shape_of(model, trained_length)
     if target_length is None:
@@ -345,6 +369,12 @@ def patch_model(
     patch = Patch(model, encoding, shape, check_length("patch_model", "target_length", target_length))
     with torch.device("cpu"):  # tables are made there, also for a model that is made under another device
         patch._apply(tokenizer)
+    if learned is not None:
+        try:
+            patch.learn(learned, "learned=", partial=True)
+        except BaseException:
+            patch.remove()
+            raise
     return patch
 
 
@@ -363,7 +393,7 @@ def extend(
     Args:
         model: a transformers model of a supported family; PEFT-wrapped, before or after, is fine.
         target_length: the window it shall read, in tokens; longer than the one it was trained on.
-        method: a rotary method's name, see `rope_extend.encodings()`; or composed, `resonance(yarn)`.
+        method: a method's name, see `rope_extend.encodings()`; or rotary ones composed, `resonance(yarn)`.
         trained_length: the window it was pretrained on, in tokens, where the config does not say it right.
         tokenizer: its `model_max_length` is kept in step.
         short: `original` reads texts within the trained window as the model was pretrained, exactly, and
@@ -377,7 +407,7 @@ def extend(
     """
     if short not in (None, "original"):
         raise RopeExtendError(f"extend: short must be 'original' or None, got {short!r}")
-    named = rotary_method(f"short_original({method})" if short else method)
+    named = method_named(f"short_original({method})" if short else method)
     target_length = check_length("extend", "target_length", target_length)
     shape = shape_of(model, trained_length)
     if target_length <= shape.trained_length:

@@ -321,12 +321,19 @@ Dense = Callable[[Mapping[str, Tensor], int, Tensor, Tensor, int], Tensor]
 """`(learned, heads, distance [...], query position [...], trained length) -> bias [heads, ...]`, float64."""
 
 
+Vectors = Callable[[Mapping[str, Tensor], int, list[int]], Tensor]
+"""`(learned, hidden size, positions) -> vectors [positions, hidden size]`, float64."""
+
+
 @dataclass(frozen=True)
 class AlternativeCase:
     """One encoding that is not rotary: its parameters, and its formula, written out in float64."""
 
     name: str
-    dense: Dense
+    dense: Dense | None = None
+    """Of a bias."""
+    vectors: Vectors | None = None
+    """Of vectors added to embeddings."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
 
@@ -416,19 +423,77 @@ def sandwich(dim: int) -> Dense:
     return dense
 
 
+def sinusoidal(scale: float, base: float) -> Vectors:
+    """1706.03762, section 3.5."""
+
+    def vectors(learned: Mapping[str, Tensor], hidden: int, positions: list[int]) -> Tensor:
+        def channel(p: int, c: int) -> float:
+            angle = p / base ** ((c - c % 2) / hidden)
+            return scale * (math.cos(angle) if c % 2 else math.sin(angle))
+
+        return torch.tensor([[channel(p, c) for c in range(hidden)] for p in positions], dtype=torch.float64)
+
+    return vectors
+
+
+def table_rows(learned: Mapping[str, Tensor], hidden: int, positions: list[int]) -> Tensor:
+    """Row p of the table, and of what was put behind it."""
+    rows = [*learned["table"], *learned.get("fresh", ())]
+    return torch.stack([rows[p] for p in positions])
+
+
+def tiled(learned: Mapping[str, Tensor], hidden: int, positions: list[int]) -> Tensor:
+    return torch.stack([learned["table"][p % len(learned["table"])] for p in positions])
+
+
+def interpolated(length: int) -> Vectors:
+    """Rows spread evenly, so that the last row is at the last position."""
+
+    def vectors(learned: Mapping[str, Tensor], hidden: int, positions: list[int]) -> Tensor:
+        table, made = learned["table"], []
+        for p in positions:
+            low, share = divmod(p * (len(table) - 1), length - 1)
+            high = min(low + 1, len(table) - 1)
+            made.append(table[low] + (table[high] - table[low]) * share / (length - 1))
+        return torch.stack(made)
+
+    return vectors
+
+
 ALTERNATIVES = [
     AlternativeCase("alibi", alibi),
     AlternativeCase("t5_bias", t5(32, 128)),
     AlternativeCase(
-        "t5_bias", t5(8, 20), {"buckets": 8, "max_distance": 20, "start": "zeros"}, label="t5_bias-narrow"
+        "t5_bias",
+        t5(8, 20),
+        parameters={"buckets": 8, "max_distance": 20, "start": "zeros"},
+        label="t5_bias-narrow",
     ),
     AlternativeCase("kerple", kerple_log),
-    AlternativeCase("kerple", kerple_log, {"per_layer": False}, label="kerple-shared"),
-    AlternativeCase("kerple", kerple_power, {"kernel": "power"}, label="kerple-power"),
+    AlternativeCase("kerple", kerple_log, parameters={"per_layer": False}, label="kerple-shared"),
+    AlternativeCase("kerple", kerple_power, parameters={"kernel": "power"}, label="kerple-power"),
     AlternativeCase("fire", fire),
-    AlternativeCase("fire", fire, {"width": 8, "per_layer": False}, label="fire-shared"),
+    AlternativeCase("fire", fire, parameters={"width": 8, "per_layer": False}, label="fire-shared"),
     AlternativeCase("sandwich", sandwich(128)),
-    AlternativeCase("sandwich", sandwich(16), {"dim": 16}, label="sandwich-16"),
+    AlternativeCase("sandwich", sandwich(16), parameters={"dim": 16}, label="sandwich-16"),
+    AlternativeCase("sinusoidal", vectors=sinusoidal(1.0, 10_000.0)),
+    AlternativeCase(
+        "sinusoidal",
+        vectors=sinusoidal(0.3, 500.0),
+        parameters={"scale": 0.3, "base": 500.0},
+        label="sinusoidal-scaled",
+    ),
+    AlternativeCase("learned", vectors=table_rows, parameters={"rows": 300}),
+    AlternativeCase("learned", vectors=tiled, parameters={"beyond": "tile"}, label="learned-tile"),
+    AlternativeCase(
+        "learned",
+        vectors=interpolated(300),
+        parameters={"beyond": "interpolate", "length": 300},
+        label="learned-interpolate",
+    ),
+    AlternativeCase(
+        "learned", vectors=table_rows, parameters={"beyond": "fresh", "length": 300}, label="learned-fresh"
+    ),
 ]
 """The encodings that are not rotary."""
 
@@ -851,7 +916,10 @@ FAMILIES = [case for case in ALL_FAMILIES if case.model_type in CONFIG_MAPPING]
 
 KEY_FAMILIES = ("gemma3_text", "glm", "gpt_neox", "gpt_oss", "llama", "phi3", "qwen3")
 """Those in which the default test run tries every method: one of each shape that most models have."""
-KEY_ENCODINGS = ("none", "linear", "yarn", "dynamic_ntk", "longrope", "short_original(yarn)")
+KEY_ENCODINGS = (
+    "none", "linear", "yarn", "dynamic_ntk", "longrope", "short_original(yarn)", "alibi", "fire",
+    "sinusoidal",
+)  # fmt: skip
 """Those that it tries in every family: one for each way in which an encoding acts and is saved."""
 
 

@@ -29,7 +29,7 @@ from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.learned import learned_parameters
 
 LENGTH = 80
-BIASES = [case for case in ALTERNATIVES if issubclass(case.kind, BiasEncoding)]
+BIASES = [case for case in ALTERNATIVES if case.dense is not None]
 SHAPE = ModelShape(heads=6, hidden_size=96, trained_length=32)
 
 

@@ -57,7 +57,14 @@ from rope_extend.checkpoint.saving import (
     _publish,
     load,
 )
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encodings, rotary_method
+from rope_extend.encodings import (
+    AbsoluteEncoding,
+    Encoding,
+    RopeEncoding,
+    RopeShape,
+    encodings,
+    rotary_method,
+)
 from rope_extend.encodings.base import STILL
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import FamilyAdapter, adapter_for, find_adapter
@@ -147,6 +154,8 @@ def support(
 def _beyond_a_table(encoding: Encoding, shape: RopeShape) -> str:
     """What an encoding does that one table of frequencies and a factor do not say; empty if nothing."""
     if not isinstance(encoding, RopeEncoding):
+        if isinstance(encoding, AbsoluteEncoding):
+            return "it adds vectors to the token embeddings, and turns nothing"
         return "it acts inside attention, beside or instead of a rotation"
     if encoding.decay(shape) is not None:
         return "what a query and a key share shrinks with their distance"

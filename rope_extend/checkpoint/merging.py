@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -45,9 +46,11 @@ from rope_extend.checkpoint.saving import (
     _checkpoint_files,
     _intact_on_failure,
     _publish,
+    _stock_state,
     load,
 )
 from rope_extend.errors import RopeExtendError
+from rope_extend.learned import LEARNED_FILE
 from rope_extend.pretrained import empty_model, pretrained
 
 _SINGLE = "model.safetensors"
@@ -150,6 +153,10 @@ def merge(
                 registry.guard(directory)
             if tokenizer:
                 _save_tokenizer(adapter, files, record.target_length, directory)
+            if (
+                adapter / LEARNED_FILE
+            ).exists():  # what the encoding has learnt is no part of any base weight
+                shutil.copyfile(adapter / LEARNED_FILE, directory / LEARNED_FILE)
             for weights in weight_files(directory):
                 check_finite(directory / weights)
             seal(directory, Record.of(base, name))
@@ -509,7 +516,7 @@ def _merge_in_memory(
         merged = model.merge_and_unload(safe_merge=True)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise RopeExtendError(f"peft cannot merge the adapter in {adapter}: {error}") from error
-    merged.to(dtype or was).save_pretrained(directory, max_shard_size=limit)
+    merged.to(dtype or was).save_pretrained(directory, state_dict=_stock_state(merged), max_shard_size=limit)
     return merged
 
 

@@ -17,8 +17,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.record import read_record
+from rope_extend.encodings import RopeEncoding, encoding_class
 from rope_extend.errors import RopeExtendError
-from rope_extend.inspection import rotary_part
+from rope_extend.inspection import config_record, rotary_part
 
 MODEL_TYPE = "rope_extend"
 FAMILY = "rope_extend_family"
@@ -31,6 +32,9 @@ def has_stock_form(config: Any, target_length: int) -> bool:
     For an encoding that follows the length, that form may still be read inexactly. Without one, a patch
     leaves what the model was pretrained with.
     """
+    record = config_record(config)
+    if record is not None and not issubclass(encoding_class(record["encoding"]["name"]), RopeEncoding):
+        return False
     part, parameters = rotary_part(config)
     kind = parameters.get("rope_type", "default")
     return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
@@ -108,7 +112,7 @@ class GuardedModel:
 
         record = read_record(name)
         found = AutoModelForCausalLM.from_pretrained(name, *args, config=config.family, **kwargs)
-        _apply(found[0] if isinstance(found, tuple) else found, record)
+        _apply(found[0] if isinstance(found, tuple) else found, record, Path(name))
         return found
 
     @classmethod

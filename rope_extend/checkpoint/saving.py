@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rope_extend.checkpoint import registry
@@ -36,6 +36,7 @@ from rope_extend.checkpoint.manifest import (
 from rope_extend.checkpoint.record import Record, read_record, seal
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import shape_of, unwrap
+from rope_extend.learned import is_learned, learned_parameters, read_learned, write_learned
 from rope_extend.patching import Patch, current_patch, patch_model
 from rope_extend.pretrained import pretrained
 from rope_extend.resume import _flush
@@ -102,7 +103,8 @@ def save(
             if isinstance(model, PeftModel):
                 source = _save_adapter(model, source)
             else:
-                unwrap(model).save_pretrained(source, **options)
+                unwrap(model).save_pretrained(source, state_dict=_stock_state(unwrap(model)), **options)
+            write_learned(source, model)
             if tokenizer is not None:
                 tokenizer.save_pretrained(source)
             for name in weight_files(source):
@@ -167,6 +169,13 @@ def _publish(source: Path, target: Path, stale: list[Path]) -> None:
     shutil.rmtree(backup)
 
 
+def _stock_state(base: Any) -> dict[str, Tensor] | None:
+    """The weights that stock transformers knows, where an encoding has brought others; None for all."""
+    if not learned_parameters(base):
+        return None
+    return {name: value for name, value in base.state_dict().items() if not is_learned(name)}
+
+
 def _save_adapter(model: PeftModel, directory: Path) -> Path:
     """Save the active adapter, and return the directory that it is in."""
     active = model.active_adapters
@@ -212,7 +221,7 @@ def load(
     if not (directory / "adapter_config.json").exists():
         model = _pretrained(str(directory), takes_all=True, **from_pretrained_kwargs)
         with _as_one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
-            _apply(model, record)
+            _apply(model, record, directory)
         return model
     name = base_model or record.base_model
     if name is None:
@@ -296,10 +305,12 @@ def _pretrained(name: str, hint: str = "", *, takes_all: bool = False, **kwargs:
             use_safetensors=True, trust_remote_code=False, output_loading_info=True, **kwargs,
         )  # fmt: skip
     for kind in ("missing_keys", "mismatched_keys", *(["unexpected_keys"] if takes_all else [])):
-        if loaded.get(kind):
+        # What an encoding learns, stock `save_pretrained` writes among the weights; it is read elsewhere.
+        keys = sorted(key for key in map(str, loaded.get(kind) or ()) if not is_learned(key))
+        if keys:
             raise RopeExtendError(
                 f"the weights of {name!r} are not those of its config; {kind.replace('_', ' ')}: "
-                f"{sorted(map(str, loaded[kind]))[0]!r} and {len(loaded[kind]) - 1} more"
+                f"{keys[0]!r} and {len(keys) - 1} more"
             )
     return model
 
@@ -310,7 +321,7 @@ def _attach(
     before = current_patch(model)
     # The encoding first: a model that took the weights without it would be garbage.
     with _as_one_error(f"the base model does not fit the adapter in {directory}"):
-        patch = _apply(model, record)
+        patch = _apply(model, record, directory)
     try:
         if check_base:
             _check_base(model, directory, record)
@@ -345,8 +356,8 @@ def _check_base(model: nn.Module, directory: Path, record: Record) -> None:
         )
 
 
-def _apply(model: nn.Module, record: Record) -> Patch:
-    """Make a model read as recorded, from whatever it reads with now."""
+def _apply(model: nn.Module, record: Record, directory: Path | None = None) -> Patch:
+    """Make a model read as recorded, from whatever it reads with now, with what was learnt in a directory."""
     config = unwrap(model).config
     if config.model_type != record.model_type:
         raise RopeExtendError(
@@ -358,6 +369,8 @@ def _apply(model: nn.Module, record: Record) -> Patch:
         if (active.encoding, active.shape, active.target_length) == (
             record.encoding, record.shape, record.target_length,
         ):  # fmt: skip
+            if directory is not None:
+                active.learn(read_learned(directory), str(directory))
             return active
         raise RopeExtendError(
             f"the model reads with {active.encoding}, the checkpoint with {record.encoding}; remove the "
@@ -369,9 +382,16 @@ def _apply(model: nn.Module, record: Record) -> Patch:
             f"the checkpoint is of a model with {record.shape}, this one has {shape}; load the base model "
             f"{record.base_model!r}"
         )
-    return patch_model(
+    patch = patch_model(
         model, record.encoding, trained_length=record.shape.trained_length, target_length=record.target_length
     )
+    if directory is not None:
+        try:
+            patch.learn(read_learned(directory), str(directory))
+        except BaseException:
+            patch.remove()
+            raise
+    return patch
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from rope_extend.encodings.base import (
     encoding,
     encoding_class,
     encodings,
+    method_named,
     rotary_method,
 )
 
@@ -43,5 +44,6 @@ __all__ = [
     "encoding",
     "encoding_class",
     "encodings",
+    "method_named",
     "rotary_method",
 ]

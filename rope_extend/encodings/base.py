@@ -188,6 +188,21 @@ class Encoding(ABC):
         """The window this encoding is meant for, in tokens; None where its parameters do not say."""
         return None
 
+    @classmethod
+    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
+        """The encoding of this method that reads `target_length` tokens, from the one dial.
+
+        Raises:
+            RopeExtendError: unknown, missing or invalid parameters.
+        """
+        return cls._made(parameters)
+
+    @classmethod
+    def _made(cls, parameters: Mapping[str, Any]) -> Self:
+        made = encoding(cls.name, **parameters)
+        assert isinstance(made, cls)
+        return made
+
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
         """What learned parameters start as, float32, by name; empty where nothing is learned.
 
@@ -365,21 +380,6 @@ class RopeEncoding(Encoding):
         field.
         """
         return shape.trained_length if self.depends_on_length else target_length
-
-    @classmethod
-    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The encoding of this method that reads `target_length` tokens, from the one dial.
-
-        Raises:
-            RopeExtendError: unknown, missing or invalid parameters.
-        """
-        return cls._made(parameters)
-
-    @classmethod
-    def _made(cls, parameters: Mapping[str, Any]) -> Self:
-        made = encoding(cls.name, **parameters)
-        assert isinstance(made, cls)
-        return made
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
         """What `config.rope_parameters` gets, so that stock transformers computes the same tables.
@@ -698,6 +698,44 @@ def rotary_method(name: str) -> RotaryMethod:
             raise RopeExtendError(f"{name}: {part} stands alone; those that go around another: {composed}")
         classes.append(cls)
     return RotaryMethod(tuple(classes))
+
+
+@dataclass(frozen=True)
+class OtherMethod:
+    """A method by name that is not rotary, with what a `RotaryMethod` can do.
+
+    Attributes:
+        cls: the encoding.
+    """
+
+    cls: type[Encoding]
+
+    def for_target(self, shape: RopeShape, target_length: int, **parameters: Any) -> Encoding:
+        """The encoding that reads `target_length` tokens.
+
+        Raises:
+            RopeExtendError: unknown or invalid parameters.
+        """
+        return self.cls.for_target(shape, target_length, **parameters)
+
+    def shared_out(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The parameters themselves.
+
+        Raises:
+            RopeExtendError: the encoding does not have one of them.
+        """
+        check_parameters(self.cls, parameters)
+        return [dict(parameters)]
+
+
+def method_named(name: str) -> RotaryMethod | OtherMethod:
+    """The method called `name`, rotary or not; rotary ones may be composed, as `resonance(yarn)` is.
+
+    Raises:
+        RopeExtendError: unknown name, or one around another that takes none.
+    """
+    cls = Encoding._registry.get(name)
+    return rotary_method(name) if cls is None or issubclass(cls, RopeEncoding) else OtherMethod(cls)
 
 
 def dialled_methods() -> list[str]:

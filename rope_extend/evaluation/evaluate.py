@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint import Record, load_adapter, read_record
 from rope_extend.data import format_length, load_documents
-from rope_extend.encodings import RopeShape, encoding, rotary_method
+from rope_extend.encodings import RopeShape, encoding, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import EvaluationRow, file_name, perplexity
 from rope_extend.evaluation.protocols import protocol as protocol_of
@@ -179,13 +179,13 @@ def _check_method(method: str, shape: RopeShape, longest: int) -> None:
     """Refuse, before anything is loaded, a method that could not be patched in later."""
     if method in (AS_IS, "none"):
         return
-    cls = rotary_method(method)
+    named = method_named(method)
     if longest <= shape.trained_length:
         raise RopeExtendError(
             f"the longest length, {longest}, is within the trained window of {shape.trained_length} tokens, "
             f"where there is nothing to extend; add a longer one, or leave methods at {AS_IS} or none"
         )
-    cls.for_target(shape, longest)
+    named.for_target(shape, longest)
 
 
 def _labels(records: Mapping[str, Record]) -> dict[str, str]:
