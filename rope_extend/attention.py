@@ -20,7 +20,7 @@ from transformers import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.families import FamilyAdapter
 from rope_extend.rotary import angles_of
@@ -29,7 +29,7 @@ from rope_extend.undo import UndoLog
 PREFIX = "rope_extend_"
 """What the name of a wrapped attention implementation begins with: `rope_extend_sdpa`."""
 READER = "_rope_extend_reader"
-"""The attribute by which a module finds the `AttentionReader` of the patch that is active in it."""
+"""The attribute by which a module finds the `PositionReader` of the patch that is active in it."""
 
 DECAY_LIMIT = 4.0
 """Decay (xPos) is counted from a centre that moves on before any factor exceeds `exp` of this."""
@@ -47,7 +47,7 @@ class _Tracked:
     """Mixed into a cache's class: the positions of its keys `[1 or batch, seen]`, in step with its rows."""
 
     rope_extend_positions: Tensor
-    rope_extend_encoding: RopeEncoding
+    rope_extend_encoding: Encoding
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -72,7 +72,7 @@ class _Tracked:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _never_compiled(function: _Function) -> _Function:
+def never_compiled(function: _Function) -> _Function:
     """Run as written under `torch.compile`: what it does follows from the values of position ids."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
@@ -106,20 +106,26 @@ class _Segment:
 
 
 @dataclass
-class _Forward:
-    """Where the queries and keys of one forward stand, and the tables they are read by."""
+class Forward:
+    """Where the queries and keys of one forward stand, and what was made of it for all layers."""
 
-    encoding: RopeEncoding
-    shape: RopeShape
     queries: Tensor
     """Positions `[1 or batch, T]`."""
     keys: Tensor
     """Positions `[1 or batch, past + T]`."""
+    tables: dict[tuple[Any, ...], Any] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass
+class _Forward(Forward):
+    """Where the queries and keys of one forward stand, and the tables they are rotated by."""
+
+    encoding: RopeEncoding
+    shape: RopeShape
     normalised: bool
     """Whether what is rotated is then normalised in the stock model, where a factor has no effect."""
     segments: list[_Segment] = field(init=False)
     scale: Tensor | None = field(init=False)
-    tables: dict[tuple[Any, ...], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.scale = self.encoding.logit_scale(self.shape, self.queries)
@@ -150,7 +156,7 @@ class _Forward:
         """
         wanted = (segment.start, like.dtype, like.device)
         if wanted in self.tables:
-            return self.tables[wanted]  # type: ignore[return-value]
+            return self.tables[wanted]
         past = self.keys.shape[1] - self.queries.shape[1]
         keys = self.keys[:, : past + segment.stop].to(like.device)
         tables = [
@@ -187,22 +193,45 @@ def _decay_block(decay: Tensor) -> int:
     return max(1, int(DECAY_LIMIT / max(float(-decay.min()), 1e-9)))
 
 
-class AttentionReader:
-    """Rotates queries and keys inside attention, for one patch of one model.
+class PositionReader:
+    """Knows where the queries and keys of each forward stand, for one patch of one model.
 
     Its two hooks on the decoder learn which cache a forward reads and leave the positions with it; the
-    rotary module calls `begin` with the positions of the new tokens; the attention function calls `attend`.
+    rotary module calls `begin` with the positions of the new tokens. What acts inside attention derives
+    from it and is asked by the attention function, in `attend`.
     """
 
-    def __init__(self, encoding: RopeEncoding, shape: RopeShape, adapter: FamilyAdapter) -> None:
+    encoding: Encoding
+    _forward: Forward | None
+
+    def __init__(self, encoding: Encoding, adapter: FamilyAdapter) -> None:
         self.encoding = encoding
-        self.shape = shape
         self.adapter = adapter
         self._configs: list[tuple[Any, str]] = []
-        self._normalised = False
         self._past: Cache | None = None
         self._given: Tensor | None = None
-        self._forward: _Forward | None = None
+        self._forward = None
+
+    def new_forward(self, queries: Tensor, keys: Tensor) -> Forward:
+        """A forward with queries at positions `[1 or batch, T]`, and keys at `[1 or batch, past + T]`."""
+        return Forward(queries, keys)
+
+    def attend(
+        self,
+        inner: Callable[..., tuple[Tensor, Tensor | None]],
+        implementation: str,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention, by the model's own function `inner` or instead of it.
+
+        `query` `[batch, heads, T, head_dim]`; `key`, `value` `[batch, kv_heads, K, head_dim]` as cached.
+        """
+        return inner(module, query, key, value, attention_mask, **kwargs)
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Put this reader into a decoder, in place of any other.
@@ -217,8 +246,6 @@ class AttentionReader:
                 f"{self.encoding} acts inside attention, which cannot be patched in "
                 f"{decoder.config.model_type}: {reason}. A static schedule works, such as yarn or linear"
             )
-        if self.adapter.normalises is not None:
-            self._normalised = any(map(self.adapter.normalises, readers))
         self._configs = []
         for config in {id(module.config): module.config for module in (decoder, *readers)}.values():
             name = wrapped_implementation(config._attn_implementation)
@@ -246,14 +273,14 @@ class AttentionReader:
 
     # -- what the decoder tells
 
-    @_never_compiled
+    @never_compiled
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the decoder: find the cache."""
         if getattr(decoder, READER, None) is self:
             self._forward = None
             self._past = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
 
-    @_never_compiled
+    @never_compiled
     def after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook of the decoder: leave the positions of all keys with the cache."""
         if getattr(decoder, READER, None) is not self or self._forward is None:
@@ -270,7 +297,7 @@ class AttentionReader:
         self._past = None
         self._forward.tables.clear()
 
-    @_never_compiled
+    @never_compiled
     def begin(self, position_ids: Tensor) -> None:
         """Called by the rotary module with the positions `[batch, T]` of a forward's tokens.
 
@@ -290,10 +317,7 @@ class AttentionReader:
         past = self._positions_of_past(queries)
         rows = max(past.shape[0], queries.shape[0])
         keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
-        self._given, self._forward = (
-            position_ids,
-            _Forward(self.encoding, self.shape, queries, keys, self._normalised),
-        )
+        self._given, self._forward = position_ids, self.new_forward(queries, keys)
 
     def _positions_of_past(self, queries: Tensor) -> Tensor:
         seen = _seen(self._past)
@@ -316,6 +340,50 @@ class AttentionReader:
                 f"{queries.shape[0]}; give as many rows as were cached"
             )
         return positions
+
+    def refuse_changed_rows(self, position_ids: Tensor) -> None:
+        """Learn the positions, and refuse to go on from a cache that they do not fit."""
+        self.begin(position_ids)
+
+    def forward_of(self, position_ids: Tensor | None) -> Forward:
+        """The present forward, or for gradient checkpointing, which runs layers again, the one it was."""
+        assert self._forward is not None
+        if position_ids is None or position_ids is self._given:
+            return self._forward
+        queries = _rows(position_ids)
+        if not torch.equal(queries, self._forward.queries):
+            self._given, self._forward = position_ids, self.new_forward(queries, queries)
+        return self._forward
+
+    def acts_on(self, module: nn.Module) -> bool:
+        """Whether an attention module rotates by the tables that were replaced."""
+        return self.adapter.rotates is None or self.adapter.rotates(module)
+
+
+class AttentionReader(PositionReader):
+    """Rotates queries and keys inside attention, for one patch of one model."""
+
+    encoding: RopeEncoding
+    _forward: _Forward | None
+
+    def __init__(self, encoding: RopeEncoding, shape: RopeShape, adapter: FamilyAdapter) -> None:
+        super().__init__(encoding, adapter)
+        self.shape = shape
+        self._normalised = False
+
+    def install(self, decoder: Any, undo: UndoLog) -> None:
+        """Put this reader into a decoder, in place of any other.
+
+        Raises:
+            UnsupportedModelError: the family or its attention implementation cannot be acted on exactly.
+        """
+        super().install(decoder, undo)
+        if self.adapter.normalises is not None:
+            self._normalised = any(map(self.adapter.normalises, attention_modules(decoder)))
+
+    def new_forward(self, queries: Tensor, keys: Tensor) -> _Forward:
+        """A forward, cut where its tables change."""
+        return _Forward(queries, keys, self.encoding, self.shape, self._normalised)
 
     def refuse_changed_rows(self, position_ids: Tensor) -> None:
         """For schedules per row: refuse to go on from a cache that was filled under other tables.
@@ -343,9 +411,7 @@ class AttentionReader:
                     f"per='query' needs no such thing"
                 )
 
-    # -- what the attention function asks
-
-    @_never_compiled
+    @never_compiled
     def attend(
         self,
         inner: Callable[..., tuple[Tensor, Tensor | None]],
@@ -365,7 +431,8 @@ class AttentionReader:
             raise PatchError(
                 f"{self.encoding} cannot read a paged cache (continuous batching); use generate()"
             )
-        forward = self._forward_of(kwargs.get("position_ids"))
+        forward = self.forward_of(kwargs.get("position_ids"))
+        assert isinstance(forward, _Forward)
         if forward.scale is not None:
             query = query * forward.scale[:, None, :, None].to(query.device, query.dtype)
         if not forward.segments:
@@ -401,12 +468,12 @@ class AttentionReader:
                 weights.append(None if weight is None else weight[:, :, segment.start :])
                 continue
             queries = rotate(query[:, :, segment.start : segment.stop], cos_q, sin_q)
-            rows = MASK_ROWS if needs_mask and _is_dense(implementation) else segment.stop - segment.start
+            rows = MASK_ROWS if needs_mask and is_dense(implementation) else segment.stop - segment.start
             for start in range(segment.start, segment.stop, rows):
                 stop = min(start + rows, segment.stop)
                 reach = total - new + stop - low
-                if needs_mask and _is_dense(implementation):
-                    mask = _causal_mask(stop - start, reach, query, implementation)
+                if needs_mask and is_dense(implementation):
+                    mask = causal_mask(stop - start, reach, query, implementation)
                 else:
                     mask = _part_of_mask(attention_mask, start, stop, reach)
                 output, weight = inner(
@@ -423,19 +490,6 @@ class AttentionReader:
             return outputs[0], weights[0]
         wide = [nn.functional.pad(w, (0, key.shape[2] - w.shape[-1])) for w in weights if w is not None]
         return torch.cat(outputs, dim=1), torch.cat(wide, dim=2) if wide else None
-
-    def _forward_of(self, position_ids: Tensor | None) -> _Forward:
-        """The present forward, or for gradient checkpointing, which runs layers again, the one it was."""
-        assert self._forward is not None
-        if position_ids is None or position_ids is self._given:
-            return self._forward
-        queries = _rows(position_ids)
-        if not torch.equal(queries, self._forward.queries):
-            self._given, self._forward = (
-                position_ids,
-                _Forward(self.encoding, self.shape, queries, queries, self._normalised),
-            )
-        return self._forward
 
     def _for_parts(
         self, implementation: str, mask: Any, forward: _Forward, kwargs: dict[str, Any]
@@ -460,10 +514,6 @@ class AttentionReader:
             return {name: value for name, value in kwargs.items() if name != "position_ids"}
         return kwargs
 
-    def acts_on(self, module: nn.Module) -> bool:
-        """Whether an attention module rotates by the tables that were replaced."""
-        return self.adapter.rotates is None or self.adapter.rotates(module)
-
 
 def _rows(position_ids: Tensor) -> Tensor:
     """Positions as `[1 or batch, T]` int64: one row where all agree, one axis where sections agree."""
@@ -480,12 +530,12 @@ def _rows(position_ids: Tensor) -> Tensor:
     return rows[:1] if rows.shape[0] > 1 and bool((rows == rows[:1]).all()) else rows
 
 
-def _is_dense(implementation: str) -> bool:
+def is_dense(implementation: str) -> bool:
     """Whether an implementation takes a mask over queries and keys, where flash takes a causal flag."""
     return "flash" not in implementation and "flex" not in implementation
 
 
-def _causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:
+def causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:
     """`[1, 1, queries, keys]`: the queries are the last of the keys' positions."""
     allowed = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
     if implementation == "sdpa":
@@ -547,7 +597,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls under the name `rope_extend_<implementation>`."""
     inner = _inner(module, implementation)
-    reader: AttentionReader | None = getattr(module, READER, None)
+    reader: PositionReader | None = getattr(module, READER, None)
     if reader is None or not reader.acts_on(module):
         return inner(module, query, key, value, attention_mask, **kwargs)
     return reader.attend(inner, implementation, module, query, key, value, attention_mask, **kwargs)
@@ -563,11 +613,11 @@ def attention_modules(decoder: nn.Module) -> list[Any]:
 
 
 def remove_readers(decoder: nn.Module, undo: UndoLog) -> None:
-    """Let a decoder's own attention functions act again, for a schedule that needs nothing inside them."""
-    for module in (decoder, *attention_modules(decoder)):
+    """Let a decoder's own attention functions act again, and whatever a reader acted on."""
+    for module in decoder.modules():
         if getattr(module, READER, None) is not None:
             undo.set(module, READER, None)
-            name = module.config._attn_implementation
+            name = getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
             if name.startswith(PREFIX):
                 undo.set(module.config, "_attn_implementation_internal", name.removeprefix(PREFIX))
 

@@ -1,7 +1,8 @@
 """Patching: the one place that changes a model, and changes it back bit for bit.
 
 A patch replaces the decoder's rotary modules by stand-ins and keeps the model's config, generation config
-and tokenizer in step, so that `save_pretrained` writes a checkpoint which stock transformers reads. Every
+and tokenizer in step, so that `save_pretrained` writes a checkpoint which stock transformers reads. For an
+encoding that is not rotary, the stand-ins turn nothing, and what acts instead is installed beside them. Every
 change goes through an undo log of plain data, so that a patched model can be copied and pickled, and an
 exception half-way leaves nothing behind.
 """
@@ -9,22 +10,35 @@ exception half-way leaves nothing behind.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from rope_extend.attention import AttentionReader, attention_modules, remove_readers
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, rotary_method
+from rope_extend.attention import AttentionReader, PositionReader, attention_modules, remove_readers
+from rope_extend.biases import BiasReader
+from rope_extend.encodings import (
+    AbsoluteEncoding,
+    BiasEncoding,
+    Encoding,
+    ModelShape,
+    RopeEncoding,
+    RopeShape,
+    method_named,
+    rotary_method,
+)
 from rope_extend.encodings.base import check_length
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.families import FamilyAdapter, adapter_for
-from rope_extend.inspection import CONFIG_RECORD, active_table, rotary_part, shape_of, unwrap
+from rope_extend.inspection import CONFIG_RECORD, active_table, layer_config, rotary_part, shape_of, unwrap
+from rope_extend.learned import LEARNED, LearnedParameters
 from rope_extend.rotary import ExtendedRotaryEmbedding
 from rope_extend.stock_forms import CARRIED, nested, softmax_scale_of, stock_forms, stock_parameters
 from rope_extend.undo import UndoLog
+from rope_extend.vectors import VectorReader
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +49,11 @@ def current_patch(model: nn.Module) -> Patch | None:
     """The patch that is active on `model`, or None."""
     stack = getattr(unwrap(model), _STACK, None)
     return stack[-1] if stack else None
+
+
+def _resting(shape: RopeShape) -> RopeEncoding:
+    """The schedule that turns nothing, for an encoding that is not rotary."""
+    return rotary_method("nope").for_target(shape, shape.trained_length)
 
 
 def _reach(decoder: Any, adapter: FamilyAdapter) -> int | None:
@@ -52,21 +71,24 @@ class Patch:
     Attributes:
         model: the model that was handed in.
         encoding: what it reads with now.
+        rotary: the schedule of its rotary tables, the encoding itself unless that is not rotary.
         shape: the rotary shape the tables are computed from, as pretrained.
         target_length: the window it is meant to read, in tokens.
-        changed: whether the tables differ from those before the patch.
+        changed: whether the model reads otherwise than before the patch.
+        learned: the parameters that the encoding learns, a part of the model until the patch is removed, and
+            kept here afterwards; None if there are none.
     """
 
-    def __init__(
-        self, model: nn.Module, encoding: RopeEncoding, shape: RopeShape, target_length: int
-    ) -> None:
+    def __init__(self, model: nn.Module, encoding: Encoding, shape: RopeShape, target_length: int) -> None:
         self.model = model
         self.encoding = encoding
+        self.rotary = encoding if isinstance(encoding, RopeEncoding) else _resting(shape)
         self.shape = shape
         self.target_length = target_length
         self.changed = False
+        self.learned: LearnedParameters | None = None
         self._undo = UndoLog()
-        self._reader: AttentionReader | None = None
+        self._reader: PositionReader | None = None
         self._active = False
 
     def _apply(self, tokenizer: Any | None) -> None:
@@ -74,7 +96,7 @@ class Patch:
         adapter = adapter_for(base.config.model_type)
         modules = adapter.rotary_modules(base.base_model)
         try:
-            self._act_inside_attention(base.base_model, adapter)
+            self._act_beside_tables(base, adapter)
             for path, module in modules.items():
                 before = active_table(module, base.config, self.target_length)
                 self._replace(base, path, module, adapter)
@@ -82,9 +104,9 @@ class Patch:
                 after = active_table(installed, base.config, self.target_length)
                 self.changed |= not torch.allclose(before[0], after[0], rtol=1e-5, atol=0)
                 self.changed |= abs(before[1] - after[1]) > 1e-6
-            encoding = self.encoding
-            self.changed |= encoding.decay(self.shape) is not None
-            self.changed |= encoding.logit_scale(self.shape, torch.arange(1)) is not None
+            self.changed |= self.rotary.decay(self.shape) is not None
+            self.changed |= self.rotary.logit_scale(self.shape, torch.arange(1)) is not None
+            self.changed |= self.rotary is not self.encoding
             self._keep_config_in_step(base, adapter)
             if tokenizer is not None:
                 self._undo.set(tokenizer, "model_max_length", self.target_length)
@@ -94,18 +116,46 @@ class Patch:
             raise
         self._active = True
 
-    def _act_inside_attention(self, decoder: Any, adapter: FamilyAdapter) -> None:
+    def _act_beside_tables(self, base: Any, adapter: FamilyAdapter) -> None:
         """Install what the encoding needs beside its tables, and put away what an earlier one needed."""
-        scales = self.encoding.logit_scale(self.shape, torch.arange(1)) is not None
-        inside = scales or self.encoding.rotates_in_attention
-        if not inside:
-            remove_readers(decoder, self._undo)
-        if inside or self.encoding.per_row:
-            self._reader = AttentionReader(self.encoding, self.shape, adapter)
+        decoder = base.base_model
+        remove_readers(decoder, self._undo)
+        if getattr(decoder, LEARNED, None) is not None:
+            self._undo.set(decoder, LEARNED, None)
+        encoding = self.encoding
+        if isinstance(encoding, BiasEncoding):
+            shape = self._model_shape(base)
+            self._reader = reader = BiasReader(encoding, shape, adapter)
+            reader.install(decoder, self._undo)
+            layers = {int(m.layer_idx) for m in attention_modules(decoder) if reader.acts_on(m)}
+            reader.learned = self._learn(decoder, shape, sorted(layers))
+            return
+        if isinstance(encoding, AbsoluteEncoding):
+            shape = self._model_shape(base)
+            self._reader = adder = VectorReader(encoding, shape, adapter)
+            adder.install(decoder, self._undo)
+            adder.learned = self._learn(decoder, shape, [])
+            return
+        scales = self.rotary.logit_scale(self.shape, torch.arange(1)) is not None
+        inside = scales or self.rotary.rotates_in_attention
+        if inside or self.rotary.per_row:
+            self._reader = AttentionReader(self.rotary, self.shape, adapter)
             if inside:
                 self._reader.install(decoder, self._undo)
             else:
                 self._reader.watch(decoder, self._undo)
+
+    def _model_shape(self, base: Any) -> ModelShape:
+        config = layer_config(base.config)
+        return ModelShape(config.num_attention_heads, config.hidden_size, self.shape.trained_length)
+
+    def _learn(self, decoder: Any, shape: ModelShape, layers: list[int]) -> LearnedParameters | None:
+        """Make what the encoding learns a part of the model."""
+        if self.encoding.initial(shape):
+            device = next(decoder.parameters()).device
+            self.learned = LearnedParameters(self.encoding, shape, layers, device)
+            self._undo.set(decoder, LEARNED, self.learned)
+        return self.learned
 
     def _unwind(self, decoder: Any) -> None:
         if self._reader is not None:
@@ -119,7 +169,7 @@ class Patch:
         table = original.inv_freq if kind is None else getattr(original, f"{kind}_inv_freq")
         sections = (getattr(module, "sections", None) or module.mrope_section) if adapter.sections else ()
         stand_in = ExtendedRotaryEmbedding(
-            self.encoding,
+            self.rotary,
             self.shape,
             adapter.rotary_config(base.config),
             device=table.device,
@@ -143,8 +193,12 @@ class Patch:
             self._undo.set(part, "head_dim", part.hidden_size // part.num_attention_heads)
         pairs = next(iter(adapter.rotary_modules(base.base_model).values())).pairs
         softmax_scale = softmax_scale_of(base)
-        forms = stock_forms(self.encoding, self.shape, pairs, softmax_scale)
-        stock = stock_parameters(self.encoding, self.shape, adapter, config, forms, pairs, self.target_length)
+        stock = None
+        if self.rotary is self.encoding:
+            forms = stock_forms(self.rotary, self.shape, pairs, softmax_scale)
+            stock = stock_parameters(
+                self.rotary, self.shape, adapter, config, forms, pairs, self.target_length
+            )
         none = rotary_method("none").for_target(self.shape, self.shape.trained_length)
         parameters = stock or next(stock_forms(none, self.shape, pairs, softmax_scale))
         parameters |= {
@@ -158,7 +212,7 @@ class Patch:
         self._undo.set(part, "rope_parameters", nested(adapter, config, parameters))
         length = self.shape.trained_length  # of a stock form that there is not
         if stock is not None:
-            length = self.encoding.max_position_embeddings(self.shape, self.target_length)
+            length = self.rotary.max_position_embeddings(self.shape, self.target_length)
         self._undo.set(part, "max_position_embeddings", length)
         if hasattr(part, "original_max_position_embeddings"):  # Phi-3 gives it precedence over the above
             self._undo.set(part, "original_max_position_embeddings", self.shape.trained_length)
@@ -206,6 +260,17 @@ class Patch:
                 "cache beyond %d tokens; rope_extend.load reads it as it is read now",
                 self.encoding, self.shape.trained_length,
             )  # fmt: skip
+
+    def learn(self, values: Mapping[str, Tensor], source: str, *, partial: bool = False) -> None:
+        """Put values into the learned parameters, by name; `partial` lets some of them be.
+
+        Raises:
+            RopeExtendError: the encoding learns nothing, or other things; `source` says where they are from.
+        """
+        if self.learned is not None:
+            self.learned.put(values, source, partial=partial)
+        elif values:
+            raise RopeExtendError(f"{source} has values for {min(values)!r}, and {self.encoding} learns none")
 
     def remove(self) -> None:
         """Undo the patch: modules, config and tokenizer are the objects and values they were before.
@@ -266,6 +331,7 @@ def patch_model(
     trained_length: int | None = None,
     target_length: int | None = None,
     tokenizer: Any | None = None,
+    learned: Mapping[str, Tensor] | None = None,
 ) -> Patch:
     """Put an encoding into a model; the returned `Patch` undoes it, by `remove()` or as a context manager.
 
@@ -279,6 +345,8 @@ def patch_model(
         target_length: the window it shall read, in tokens; by default the encoding's own, or else the
             model's present one.
         tokenizer: its `model_max_length` is kept in step.
+        learned: values for what the encoding learns, by name, such as another patch's
+            `learned.state_dict()`; what is not named starts as the encoding says.
 
     Raises:
         UnsupportedModelError: no adapter for the family.
@@ -288,9 +356,10 @@ def patch_model(
         raise RopeExtendError(
             f"patch_model takes an encoding, such as encoding('yarn', factor=8.0), got {encoding!r}"
         )
-    if not isinstance(encoding, RopeEncoding):
+    if not isinstance(encoding, RopeEncoding | BiasEncoding | AbsoluteEncoding):
         raise RopeExtendError(
-            f"{encoding.name} is no rotary schedule, and this version patches in no other kind"
+            f"{encoding.name} is neither a rotary schedule, a bias nor a vector for each position, and this "
+            "version patches in no other kind"
         )
     shape = shape_of(model, trained_length)
     if target_length is None:
@@ -300,6 +369,12 @@ def patch_model(
     patch = Patch(model, encoding, shape, check_length("patch_model", "target_length", target_length))
     with torch.device("cpu"):  # tables are made there, also for a model that is made under another device
         patch._apply(tokenizer)
+    if learned is not None:
+        try:
+            patch.learn(learned, "learned=", partial=True)
+        except BaseException:
+            patch.remove()
+            raise
     return patch
 
 
@@ -318,7 +393,7 @@ def extend(
     Args:
         model: a transformers model of a supported family; PEFT-wrapped, before or after, is fine.
         target_length: the window it shall read, in tokens; longer than the one it was trained on.
-        method: a rotary method's name, see `rope_extend.encodings()`; or composed, `resonance(yarn)`.
+        method: a method's name, see `rope_extend.encodings()`; or rotary ones composed, `resonance(yarn)`.
         trained_length: the window it was pretrained on, in tokens, where the config does not say it right.
         tokenizer: its `model_max_length` is kept in step.
         short: `original` reads texts within the trained window as the model was pretrained, exactly, and
@@ -332,7 +407,7 @@ def extend(
     """
     if short not in (None, "original"):
         raise RopeExtendError(f"extend: short must be 'original' or None, got {short!r}")
-    named = rotary_method(f"short_original({method})" if short else method)
+    named = method_named(f"short_original({method})" if short else method)
     target_length = check_length("extend", "target_length", target_length)
     shape = shape_of(model, trained_length)
     if target_length <= shape.trained_length:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.encodings.base import check_number
 from rope_extend.errors import RopeExtendError
 
@@ -133,7 +133,7 @@ SAMPLERS: dict[str, PositionSampler] = {one.name: one for one in (PoSE(), CREAM(
 """The samplers by name, with the papers' parameters."""
 
 
-def check_meaning(sampler: PositionSampler, encoding: RopeEncoding, shape: RopeShape) -> None:
+def check_meaning(sampler: PositionSampler, encoding: Encoding, shape: RopeShape) -> None:
     """Refuse an encoding for which sampled positions do not stand for a long text.
 
     Length-dependent schedules that choose a table for each query go by its position, and take part.
@@ -141,6 +141,11 @@ def check_meaning(sampler: PositionSampler, encoding: RopeEncoding, shape: RopeS
     Raises:
         RopeExtendError: naming the encoding, the reason, and what works.
     """
+    if not isinstance(encoding, RopeEncoding):
+        raise RopeExtendError(
+            f"positions {sampler.name} and {encoding} do not go together: positions are sampled for rotary "
+            "methods; train it on long blocks"
+        )
     ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length])
     scale = encoding.logit_scale(shape, ends)
     still = not any(encoding.inv_freq(shape, int(end) + 1).any() for end in ends)

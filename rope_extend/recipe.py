@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 import yaml
 
 from rope_extend.data import parse_length
-from rope_extend.encodings import RopeEncoding, encodings, rotary_method
+from rope_extend.encodings import encodings, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.positions import SAMPLERS
 
@@ -240,7 +240,7 @@ class Recipe:
                 raise RopeExtendError(
                     f"recipe: {name} must be {kind.expected}; got {value!r} ({type(value).__name__})"
                 ) from error
-        rotary_method(self.method).shared_out(self.method_parameters)
+        method_named(self.method).shared_out(self.method_parameters)
         if self.length > self.target_length:
             raise RopeExtendError(
                 f"recipe: block_length {self.length} is beyond target_length {self.target_length}; "
@@ -342,7 +342,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     for item in fields(Recipe):
         kind, text = _hints()[item.name]
         if item.name == "method":
-            text += f"; one of {', '.join(encodings(RopeEncoding))}, or composed, resonance(yarn)"
+            text += f"; one of {', '.join(encodings())}, or composed, resonance(yarn)"
         if item.default is not MISSING and item.default is not None:
             text += f" (default: {item.default})"
         flag, text = _flag_name(item.name), text.replace("%", "%%")

@@ -13,7 +13,7 @@ from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import PatchError
 
 if TYPE_CHECKING:
-    from rope_extend.attention import AttentionReader
+    from rope_extend.attention import PositionReader
 
 _PIECE = 12
 """Bits per piece in the split-float path: a product of two 12-bit integers is exact in float32."""
@@ -134,7 +134,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         config: Any,
         device: torch.device | None = None,
         widened: Widening = "halves",
-        reader: AttentionReader | None = None,
+        reader: PositionReader | None = None,
         original: nn.Module | None = None,
         layer_type: str | None = None,
         pairs: int | None = None,

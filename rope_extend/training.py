@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from rope_extend.data import Blocks, Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
+from rope_extend.learned import learned_parameters
 from rope_extend.loss import NextTokenLoss
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
@@ -207,6 +208,8 @@ class TrainingRun:
 
         set_seed(recipe.seed)
         self.model = get_peft_model(model, lora_config(model, recipe))
+        for parameter in learned_parameters(model).values():  # peft froze all that is not the adapter's
+            parameter.requires_grad_(True)
         set_gradient_checkpointing(model, recipe.gradient_checkpointing)
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         for parameter in self.parameters:  # bfloat16's 8 bits would lose steps of 1e-4

@@ -12,7 +12,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import numpy as np
 import pytest
 import torch
-from cases import KEY_ENCODINGS, KEY_FAMILIES, EncodingCase, FamilyCase, tiny_llama
+from cases import KEY_ENCODINGS, KEY_FAMILIES, AlternativeCase, EncodingCase, FamilyCase, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         family, case = parameters.get("family"), parameters.get("case")
-        pair = isinstance(family, FamilyCase) and isinstance(case, EncodingCase)
+        pair = isinstance(family, FamilyCase) and isinstance(case, EncodingCase | AlternativeCase)
         if pair and family.model_type not in KEY_FAMILIES and str(case) not in KEY_ENCODINGS:
             item.add_marker("slow")
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 from cases import (
     ALL_FAMILIES,
+    ALTERNATIVES,
     ENCODINGS,
     FACTOR,
     FAMILIES,
     TARGET,
     TRAINED,
+    AlternativeCase,
     EncodingCase,
     FamilyCase,
     plain,
@@ -25,12 +27,15 @@ from peft import get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rope_extend as rx
+from rope_extend.checkpoint.exporting import TARGETS, export
 from rope_extend.encodings import GrowingRope, RopeShape
 from rope_extend.encodings.short_original import ShortOriginal
 from rope_extend.errors import UnsupportedModelError
 from rope_extend.families import adapter_for
 from rope_extend.inspection import active_table, rotary_part, shape_of, unwrap
+from rope_extend.learned import learned_parameters
 from rope_extend.loss import NextTokenLoss
+from rope_extend.patching import current_patch
 from rope_extend.training import lora_config
 
 LENGTH = 80
@@ -105,7 +110,7 @@ def logits(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> to
 
 def test_every_supported_family_and_method_has_a_row() -> None:
     assert sorted(case.model_type for case in ALL_FAMILIES) == rx.supported_families()
-    assert sorted({case.name for case in ENCODINGS}) == rx.encodings()
+    assert sorted({case.name for case in (*ENCODINGS, *ALTERNATIVES)}) == rx.encodings()
 
 
 def test_tables_equal_the_oracle(model: PreTrainedModel, case: EncodingCase, patch: rx.Patch) -> None:
@@ -321,3 +326,137 @@ def test_saved_checkpoint_reloads_in_stock_transformers(
     with rx.patch_model(stock, patch.encoding, target_length=TARGET) as again:
         assert again.shape == patch.shape
         torch.testing.assert_close(logits(stock, input_ids), expected, rtol=0, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What is not rotary
+
+
+@pytest.fixture
+def alternative(
+    request: pytest.FixtureRequest, family: FamilyCase, model: PreTrainedModel
+) -> Iterator[rx.Patch]:
+    """The model patched by the row `case`; what the family cannot be patched with is refused by name."""
+    case: AlternativeCase = request.getfixturevalue("case")
+    before, state = logits(model, tokens(1, 20)), list(model.state_dict())
+    bias = case.dense is not None
+    if adapter_for(model.config.model_type).unreachable if bias else family.model_type in NO_FIRST_LAYER:
+        with pytest.raises(UnsupportedModelError, match=model.config.model_type):
+            rx.patch_model(model, case.made(), target_length=TARGET)
+        assert torch.equal(logits(model, tokens(1, 20)), before)
+        assert list(model.state_dict()) == state
+        pytest.skip("refused, and left as it was")
+    if not bias and family.model_type in SEVERAL_STREAMS:
+        pytest.skip("its first layer reads several streams; refused at the first forward")
+    with rx.patch_model(model, case.made(), target_length=TARGET) as patch:
+        yield patch
+
+
+NO_FIRST_LAYER = ("hrm_text",)
+SEVERAL_STREAMS = ("gemma3n_text", "hy_v4")
+others = pytest.mark.parametrize("case", ALTERNATIVES, ids=str)
+
+
+@others
+def test_an_alternative_changes_the_logits_and_comes_off_bit_for_bit(
+    model: PreTrainedModel, case: AlternativeCase, alternative: rx.Patch
+) -> None:
+    input_ids = tokens(2, LENGTH)
+    patched, weights = logits(model, input_ids), list(model.state_dict())
+    assert alternative.changed
+    for module in rotaries(model):
+        (values,) = turned(module, model, torch.arange(LENGTH)[None])
+        assert (values == 1).all()
+    config = model.config.to_dict()
+    alternative.remove()
+    before = logits(model, input_ids)
+    state = list(model.state_dict())
+    assert (patched - before).abs().max() > 1e-2
+    assert [name for name in weights if "rope_extend" not in name] == state
+    with rx.patch_model(model, case.made(), target_length=TARGET):
+        assert torch.equal(logits(model, input_ids), patched)
+        assert model.config.to_dict() == config
+    assert torch.equal(logits(model, input_ids), before)
+
+
+@others
+def test_an_alternative_reads_a_cache_as_one_forward(
+    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, alternative: rx.Patch
+) -> None:
+    if "cache" in family.limits:
+        pytest.skip(family.limits["cache"])
+    torch.testing.assert_close(*cached_and_whole(family, model), rtol=0, atol=1e-4)
+
+
+@others
+def test_an_alternative_reads_padded_rows_as_single_ones(
+    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, alternative: rx.Patch
+) -> None:
+    if "padding" in family.limits:
+        pytest.skip(family.limits["padding"])
+    for padded, alone in padded_and_alone(model):
+        torch.testing.assert_close(padded, alone, rtol=0, atol=1e-4)
+
+
+@others
+def test_an_alternative_is_saved_and_loaded_and_nothing_else_reads_it(
+    family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, alternative: rx.Patch, tmp_path: Path
+) -> None:
+    learned = learned_parameters(model)
+    with torch.no_grad():
+        for value in learned.values():
+            value.add_(0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(2)))
+    input_ids = tokens(1, LENGTH)
+    expected = logits(model, input_ids)
+    if not family.auto_reloads:
+        pytest.skip("AutoModelForCausalLM does not load it")
+    directory = rx.save(model, tmp_path / "saved")
+    assert (directory / "encoding.safetensors").exists() == bool(learned)
+    for loaded in (rx.load(directory), AutoModelForCausalLM.from_pretrained(directory).eval()):
+        torch.testing.assert_close(logits(loaded, input_ids), expected, rtol=0, atol=1e-5)
+        assert current_patch(loaded).encoding == alternative.encoding
+    # A process without rope_extend meets a type that it does not know, and stops.
+    assert '"model_type": "rope_extend"' in (directory / "config.json").read_text()
+    for target in TARGETS:
+        with pytest.raises(
+            rx.RopeExtendError, match=f"cannot be exported to {target}.*rope_extend.load reads it"
+        ):
+            export(directory, tmp_path / target, target, gguf=tmp_path if target == "llama.cpp" else None)
+        assert not (tmp_path / target).exists()
+
+
+@others
+def test_an_alternative_trains_with_an_adapter_and_is_saved_with_it(
+    family: FamilyCase, case: AlternativeCase, tmp_path: Path
+) -> None:
+    base = tiny_model(family)
+    adapter = adapter_for(family.model_type)
+    unreachable = (
+        adapter.unreachable if case.dense else family.model_type in (*NO_FIRST_LAYER, *SEVERAL_STREAMS)
+    )
+    if unreachable or not family.auto_reloads:
+        pytest.skip("refused, or not loaded by name")
+    base.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    recipe = rx.Recipe(model="unused", data="unused", output_dir="unused", target_length=TARGET, lora_rank=2)
+    input_ids = tokens(1, LENGTH)
+    rx.patch_model(model, case.made(), target_length=TARGET)
+    wrapped = get_peft_model(model, lora_config(model, recipe))
+    learned = learned_parameters(wrapped)
+    for value in learned.values():
+        value.requires_grad_(True)
+    expected = model(input_ids, labels=input_ids, use_cache=False).loss
+    loss = NextTokenLoss(wrapped)(input_ids)
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-4)
+    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.1)
+    loss.backward()
+    for name, weight in wrapped.named_parameters():
+        assert (weight.grad is not None) == ("lora_" in name or "rope_extend" in name), name
+    assert not learned or any(value.grad.abs().max() > 0 for value in learned.values())
+    optimizer.step()
+    wrapped.eval()
+    directory = rx.save(wrapped, tmp_path / "adapter")
+    loaded = rx.load(directory)
+    torch.testing.assert_close(logits(loaded, input_ids), logits(wrapped, input_ids), rtol=0, atol=1e-5)
+    for name, value in learned_parameters(loaded).items():
+        assert torch.equal(value, learned[name])

@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, seal, write_record
 from rope_extend.inspection import unwrap
+from rope_extend.learned import write_learned
 
 
 def record_encoding(
@@ -29,7 +30,9 @@ def record_encoding(
     Raises:
         RopeExtendError: the model is not patched, or the directory cannot be read or written.
     """
-    return seal(directory, Record.of(model, base_model))
+    record = Record.of(model, base_model)
+    write_learned(Path(directory), model)
+    return seal(directory, record)
 
 
 class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
@@ -69,6 +72,7 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         """Write the record for what is saved into the output directory later."""
         if args.should_save:
             Path(args.output_dir).mkdir(parents=True, exist_ok=True)
+            write_learned(Path(args.output_dir), model)
             write_record(args.output_dir, Record.of(model, self.base_model))
 
     def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:

@@ -24,12 +24,13 @@ from torch.distributed.tensor import DTensor
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import unwrap
+from rope_extend.learned import LEARNED_FILE, is_learned
 
 logger = logging.getLogger(__name__)
 
 RECORD_NAME = "rope_extend.json"
 INDEX_NAME = "model.safetensors.index.json"
-WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors")
+WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", LEARNED_FILE)
 """Weight files, those that a loader would read; other names are the user's own business."""
 CONFIGS = ("config.json", "adapter_config.json", INDEX_NAME)
 """What decides, beside the weights, what is computed."""
@@ -327,7 +328,7 @@ def base_matrices(base: Any) -> list[tuple[str, Tensor]]:
     for name, parameter in base.named_parameters():
         if parameter.ndim > 1 or parameter.numel() == 0:
             plain = _name_in_base(name, wrappers)
-            if plain is not None and plain not in tied:
+            if plain is not None and plain not in tied and not is_learned(plain):
                 found.append((plain, parameter))
     return sorted(found, key=lambda row: row[0])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,9 +44,17 @@ from rope_extend.checkpoint.manifest import (
     weight_files,
 )
 from rope_extend.checkpoint.record import Record, seal
-from rope_extend.checkpoint.saving import _apply, _checked_record, load, local_directory, save_tokenizer
+from rope_extend.checkpoint.saving import (
+    _apply,
+    _checked_record,
+    load,
+    local_directory,
+    save_tokenizer,
+    stock_state,
+)
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
+from rope_extend.learned import LEARNED_FILE
 from rope_extend.pretrained import empty_model, one_error, pretrained
 
 _SINGLE = "model.safetensors"
@@ -138,6 +147,8 @@ def merge(
             registry.guard(directory)
         if tokenizer:
             _save_tokenizer(adapter, files, record.target_length, directory)
+        if (adapter / LEARNED_FILE).exists():  # what the encoding has learnt is no part of any base weight
+            shutil.copyfile(adapter / LEARNED_FILE, directory / LEARNED_FILE)
         for weights in weight_files(directory):
             check_finite(directory / weights)
         seal(directory, Record.of(base, name))
@@ -498,7 +509,7 @@ def _merge_in_memory(
             )
     with one_error(f"peft cannot merge the adapter in {adapter}"):
         merged = model.merge_and_unload(safe_merge=True)
-    merged.to(dtype or was).save_pretrained(directory, max_shard_size=limit)
+    merged.to(dtype or was).save_pretrained(directory, state_dict=stock_state(merged), max_shard_size=limit)
     return merged
 
 

@@ -16,8 +16,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from rope_extend.checkpoint.manifest import read_json
+from rope_extend.encodings import RopeEncoding, encoding_class
 from rope_extend.errors import RopeExtendError
-from rope_extend.inspection import rotary_part
+from rope_extend.inspection import config_record, rotary_part
 
 MODEL_TYPE = "rope_extend"
 FAMILY = "rope_extend_family"
@@ -30,6 +31,9 @@ def has_stock_form(config: Any, target_length: int) -> bool:
     For an encoding that follows the length, that form may still be read inexactly. Without one, a patch
     leaves what the model was pretrained with.
     """
+    record = config_record(config)
+    if record is not None and not issubclass(encoding_class(record["encoding"]["name"]), RopeEncoding):
+        return False
     part, parameters = rotary_part(config)
     kind = parameters.get("rope_type", "default")
     return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
@@ -108,7 +112,7 @@ class GuardedModel:
         directory = saving.local_directory(name, revision=kwargs.get("revision"))
         record = saving._checked_record(directory, check_files=True)
         found = AutoModelForCausalLM.from_pretrained(name, *args, config=config.family, **kwargs)
-        saving._apply(found[0] if isinstance(found, tuple) else found, record)
+        saving._apply(found[0] if isinstance(found, tuple) else found, record, directory)
         return found
 
     @classmethod

@@ -18,7 +18,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from peft import PeftConfig, PeftModel
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from rope_extend.checkpoint import registry
@@ -35,6 +35,7 @@ from rope_extend.checkpoint.record import Record, check_agreement, read_record, 
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import shape_of, unwrap
+from rope_extend.learned import is_learned, learned_parameters, read_learned, write_learned
 from rope_extend.patching import Patch, current_patch, patch_model
 from rope_extend.pretrained import one_error, pretrained
 
@@ -83,7 +84,8 @@ def save(
         if isinstance(model, PeftModel):
             _save_adapter(model, made)
         else:
-            unwrap(model).save_pretrained(made, **options)
+            unwrap(model).save_pretrained(made, state_dict=stock_state(unwrap(model)), **options)
+        write_learned(made, model)
         if tokenizer is not None:
             save_tokenizer(tokenizer, made)
         for name in weight_files(made):
@@ -107,6 +109,13 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
         raise
     except Exception as error:  # the tokenizers library raises no other
         raise OSError(f"the tokenizer cannot be written: {error}") from error
+
+
+def stock_state(base: Any) -> dict[str, Tensor] | None:
+    """The weights that stock transformers knows, where an encoding has brought others; None for all."""
+    if not learned_parameters(base):
+        return None
+    return {name: value for name, value in base.state_dict().items() if not is_learned(name)}
 
 
 def _save_adapter(model: PeftModel, directory: Path) -> None:
@@ -188,7 +197,7 @@ def load(
     if not (directory / "adapter_config.json").exists():
         model = _pretrained(str(directory), takes_all=True, **from_pretrained_kwargs)
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
-            _apply(model, record)
+            _apply(model, record, directory)
         return model
     base_model = base_model or record.base_model
     if base_model is None:
@@ -263,10 +272,12 @@ def _pretrained(name: str, hint: str = "", *, takes_all: bool = False, **kwargs:
         AutoModelForCausalLM, name, hint, use_safetensors=True, output_loading_info=True, **kwargs
     )
     for kind in ("missing_keys", "mismatched_keys", *(["unexpected_keys"] if takes_all else [])):
-        if loaded.get(kind):
+        # What an encoding learns, stock `save_pretrained` writes among the weights; it is read elsewhere.
+        keys = sorted(key for key in map(str, loaded.get(kind) or ()) if not is_learned(key))
+        if keys:
             raise RopeExtendError(
                 f"the weights of {name!r} are not those of its config; {kind.replace('_', ' ')}: "
-                f"{sorted(map(str, loaded[kind]))[0]!r} and {len(loaded[kind]) - 1} more"
+                f"{keys[0]!r} and {len(keys) - 1} more"
             )
     return model
 
@@ -279,7 +290,7 @@ def _attach(
         changed_by = changes_base(PeftConfig.from_pretrained(str(directory)))
     # The encoding first: a model that took the weights without it would be garbage.
     with one_error(f"the base model does not fit the adapter in {directory}"):
-        patch = _apply(model, record)
+        patch = _apply(model, record, directory)
     try:
         if check_base and not changed_by:
             _check_base(model, directory, record)
@@ -336,14 +347,16 @@ def _check_family(model_type: Any, record: Record) -> None:
         )
 
 
-def _apply(model: nn.Module, record: Record) -> Patch:
-    """Make a model read as recorded, from whatever it reads with now."""
+def _apply(model: nn.Module, record: Record, directory: Path | None = None) -> Patch:
+    """Make a model read as recorded, from whatever it reads with now, with what was learnt in a directory."""
     _check_family(unwrap(model).config.model_type, record)
     active = current_patch(model)
     if active is not None:
         if (active.encoding, active.shape, active.target_length) == (
             record.encoding, record.shape, record.target_length,
         ):  # fmt: skip
+            if directory is not None:
+                active.learn(read_learned(directory), str(directory))
             return active
         raise RopeExtendError(
             f"the model reads with {active.encoding}, the checkpoint with {record.encoding}; remove the "
@@ -355,9 +368,16 @@ def _apply(model: nn.Module, record: Record) -> Patch:
             f"the checkpoint is of a model with {record.shape}, this one has {shape}; load the base model "
             f"{record.base_model!r}"
         )
-    return patch_model(
+    patch = patch_model(
         model, record.encoding, trained_length=record.shape.trained_length, target_length=record.target_length
     )
+    if directory is not None:
+        try:
+            patch.learn(read_learned(directory), str(directory))
+        except BaseException:
+            patch.remove()
+            raise
+    return patch
 
 
 @contextmanager

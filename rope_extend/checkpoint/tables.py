@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
+from rope_extend.encodings import AbsoluteEncoding, Encoding, RopeEncoding, RopeShape
 from rope_extend.families import adapter_for
 from rope_extend.inspection import RESTING, active_table, unwrap
 
@@ -17,6 +17,8 @@ from rope_extend.inspection import RESTING, active_table, unwrap
 def beyond_a_table(encoding: Encoding, shape: RopeShape) -> str:
     """What an encoding does that one table of frequencies and a factor do not say; empty if nothing."""
     if not isinstance(encoding, RopeEncoding):
+        if isinstance(encoding, AbsoluteEncoding):
+            return "it adds vectors to the token embeddings, and turns nothing"
         return "it acts inside attention, beside or instead of a rotation"
     if encoding.decay(shape) is not None:
         return "what a query and a key share shrinks with their distance"

@@ -11,6 +11,7 @@ from rope_extend.encodings.base import (
     GrowingRope,
     KernelEncoding,
     LengthDependent,
+    ModelShape,
     PositionRemap,
     RopeEncoding,
     RopeShape,
@@ -19,6 +20,7 @@ from rope_extend.encodings.base import (
     encoding,
     encoding_class,
     encodings,
+    method_named,
     rotary_method,
 )
 
@@ -33,6 +35,7 @@ __all__ = [
     "GrowingRope",
     "KernelEncoding",
     "LengthDependent",
+    "ModelShape",
     "PositionRemap",
     "RopeEncoding",
     "RopeShape",
@@ -41,5 +44,6 @@ __all__ = [
     "encoding",
     "encoding_class",
     "encodings",
+    "method_named",
     "rotary_method",
 ]

@@ -126,6 +126,31 @@ class RopeShape:
         return (self.theta if theta is None else theta) ** -self.exponents
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a model that encodings other than rotary ones follow from.
+
+    Attributes:
+        heads: query heads of a layer.
+        hidden_size: channels of a token's embedding.
+        trained_length: the window the model was pretrained on, in tokens.
+    """
+
+    heads: int
+    hidden_size: int
+    trained_length: int
+
+    def __post_init__(self) -> None:
+        for field in ("heads", "hidden_size"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                raise RopeExtendError(f"ModelShape: {field} must be a whole number above 0, got {value!r}")
+            object.__setattr__(self, field, int(value))
+        object.__setattr__(
+            self, "trained_length", check_length("ModelShape", "trained_length", self.trained_length)
+        )
+
+
 def _brief(value: object) -> str:
     """A parameter for logs and legends: numbers short, and a list of one per channel by its ends."""
     if isinstance(value, float):
@@ -147,6 +172,47 @@ class Encoding(ABC):
     paper: ClassVar[str]
     """Where it comes from: an arXiv id, or the name of the public post it appeared in."""
     _registry: ClassVar[dict[str, type[Encoding]]] = {}
+    depends_on_length: bool = False
+    """Whether what a token reads changes with the length of its text, as in dynamic NTK."""
+    per_row: bool = False
+    """Whether every token of a row is read by the row's whole length, later tokens included."""
+    per_layer: bool = False
+    """Whether each layer has learned parameters of its own, where there are any."""
+
+    def __post_init__(self) -> None:  # noqa: B027  the end of every subclass's chain of checks
+        """Check the parameters; each subclass adds its own to its parents'."""
+
+    def _check(self, field: str, *, minimum: float, maximum: float = math.inf, above: bool = False) -> None:
+        value = check_number(
+            self.name, field, getattr(self, field), minimum=minimum, maximum=maximum, above=above
+        )
+        object.__setattr__(self, field, value)
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """The window this encoding is meant for, in tokens; None where its parameters do not say."""
+        return None
+
+    @classmethod
+    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
+        """The encoding of this method that reads `target_length` tokens, from the one dial.
+
+        Raises:
+            RopeExtendError: unknown, missing or invalid parameters.
+        """
+        return cls._made(parameters)
+
+    @classmethod
+    def _made(cls, parameters: Mapping[str, Any]) -> Self:
+        made = encoding(cls.name, **parameters)
+        assert isinstance(made, cls)
+        return made
+
+    def initial(self, shape: ModelShape) -> dict[str, Tensor]:
+        """What learned parameters start as, float32, by name; empty where nothing is learned.
+
+        The same at every call: nothing is drawn at random that is not drawn from a fixed seed.
+        """
+        return {}
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -269,21 +335,8 @@ class RopeEncoding(Encoding):
     """The stock `rope_type` with the same formula and the same parameters, if there is one."""
     stock_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Parameters that `config.rope_parameters` calls otherwise: our name to the stock name."""
-    depends_on_length: bool = False
-    """Whether the table changes with the length, as in dynamic NTK."""
-    per_row: bool = False
-    """Whether every token of a row is rotated by the table of the row's whole length, later ones included."""
     start_tokens: int = 0
     """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
-
-    def __post_init__(self) -> None:  # the end of every subclass's chain of checks
-        """Check the parameters; each subclass adds its own to its parents'."""
-
-    def _check(self, field: str, *, minimum: float, maximum: float = math.inf, above: bool = False) -> None:
-        value = check_number(
-            self.name, field, getattr(self, field), minimum=minimum, maximum=maximum, above=above
-        )
-        object.__setattr__(self, field, value)
 
     @property
     def rotates_in_attention(self) -> bool:
@@ -331,21 +384,6 @@ class RopeEncoding(Encoding):
         field.
         """
         return shape.trained_length if self.depends_on_length else target_length
-
-    @classmethod
-    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The encoding of this method that reads `target_length` tokens, from the one dial.
-
-        Raises:
-            RopeExtendError: unknown, missing or invalid parameters.
-        """
-        return cls._made(parameters)
-
-    @classmethod
-    def _made(cls, parameters: Mapping[str, Any]) -> Self:
-        made = encoding(cls.name, **parameters)
-        assert isinstance(made, cls)
-        return made
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
         """What `config.rope_parameters` gets, so that stock transformers computes the same tables.
@@ -666,6 +704,44 @@ def rotary_method(name: str) -> RotaryMethod:
     return RotaryMethod(tuple(classes))
 
 
+@dataclass(frozen=True)
+class OtherMethod:
+    """A method by name that is not rotary, with what a `RotaryMethod` can do.
+
+    Attributes:
+        cls: the encoding.
+    """
+
+    cls: type[Encoding]
+
+    def for_target(self, shape: RopeShape, target_length: int, **parameters: Any) -> Encoding:
+        """The encoding that reads `target_length` tokens.
+
+        Raises:
+            RopeExtendError: unknown or invalid parameters.
+        """
+        return self.cls.for_target(shape, target_length, **parameters)
+
+    def shared_out(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The parameters themselves.
+
+        Raises:
+            RopeExtendError: the encoding does not have one of them.
+        """
+        check_parameters(self.cls, parameters)
+        return [dict(parameters)]
+
+
+def method_named(name: str) -> RotaryMethod | OtherMethod:
+    """The method called `name`, rotary or not; rotary ones may be composed, as `resonance(yarn)` is.
+
+    Raises:
+        RopeExtendError: unknown name, or one around another that takes none.
+    """
+    cls = Encoding._registry.get(name)
+    return rotary_method(name) if cls is None or issubclass(cls, RopeEncoding) else OtherMethod(cls)
+
+
 def dialled_methods() -> list[str]:
     """The rotary methods that need nothing but a target length, and no other method inside them."""
     names = []
@@ -685,22 +761,44 @@ def _rotary(made: Encoding) -> RopeEncoding:
 
 
 class BiasEncoding(Encoding):
-    """A bias on the attention logits, as ALiBi and T5 have it; rotary becomes the identity."""
+    """A bias on the attention logits, as ALiBi and T5 have it; rotary becomes the identity.
+
+    The logits keep the model's own scale, and the bias is added to what is scaled.
+    """
 
     @abstractmethod
-    def bias(self, distance: Tensor, num_heads: int) -> Tensor:
-        """`[num_heads, Q, K]`, added to the logits, for `distance = query - key` `[Q, K]` in tokens.
+    def bias(
+        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
+    ) -> Tensor:
+        """`[heads, ...]` float32, what is added to the logits of a query and a key.
 
-        Encodings with learned parameters are also `torch.nn.Module`s.
+        `distance` `[...]` is the number of whole tokens from a key to a later query, at least 0; `query` is
+        the position of that query, of a shape that broadcasts to it. `learned` are the learned parameters,
+        float32, by the names of `initial`.
         """
+
+    def slopes(self, shape: ModelShape) -> Tensor | None:
+        """`[heads]` float64 where the bias is `-slope * distance` for each head; None where it is not.
+
+        Such a bias is a number for the key less one for the query, which fits into channels of the two.
+        """
+        return None
+
+    def same_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> float:
+        """The query position up to which the bias follows from the distance alone; infinity for any."""
+        return math.inf
 
 
 class AbsoluteEncoding(Encoding):
     """Vectors added to the token embeddings, by position; rotary becomes the identity."""
 
     @abstractmethod
-    def vectors(self, position_ids: Tensor, hidden_size: int) -> Tensor:
-        """`[..., hidden_size]` float32 for `position_ids` `[...]`, whole tokens from 0."""
+    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+        """`[..., hidden_size]` float32 for `position_ids` `[...]`, whole tokens from 0.
+
+        Raises:
+            RopeExtendError: a position that the encoding has no vector for.
+        """
 
 
 class PositionRemap(Encoding):

@@ -11,7 +11,7 @@ from torch import nn
 
 from rope_extend.checkpoint import Record, load_adapter
 from rope_extend.data import format_length
-from rope_extend.encodings import RopeShape, encoding, rotary_method
+from rope_extend.encodings import RopeShape, encoding, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.patching import current_patch, extend, patch_model
 
@@ -70,13 +70,13 @@ def check_method(method: str, shape: RopeShape, longest: int) -> None:
     """
     if method in (AS_IS, PLAIN):
         return
-    cls = rotary_method(method)
+    named = method_named(method)
     if longest <= shape.trained_length:
         raise RopeExtendError(
             f"the longest length, {longest}, is within the trained window of {shape.trained_length} tokens, "
             f"where there is nothing to extend; add a longer one, or leave methods at {AS_IS} or {PLAIN}"
         )
-    cls.for_target(shape, longest)
+    named.for_target(shape, longest)
 
 
 def adapter_labels(records: Mapping[str, Record]) -> dict[str, str]:

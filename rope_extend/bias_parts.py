@@ -1,0 +1,123 @@
+"""A bias of attention in parts: never for all queries and keys at once, and where it can, as a view.
+
+Where positions follow each other without a gap, a bias that depends on the distance alone is one table
+`[heads, distances]`: read backwards, the row of each query is the same row moved by one. So with queries in
+reverse order, the bias of any run of queries is a strided view of that table, and nothing is built at all.
+Elsewhere, the parts are computed, of a few dozen queries at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rope_extend.encodings import BiasEncoding, ModelShape
+
+PART_ELEMENTS = 2**22
+"""How many numbers a part of a bias may hold; so long as that leaves it `FEWEST` queries."""
+FEWEST, MOST = 32, 256
+"""Queries of a part."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the queries and keys of one call of attention stand.
+
+    Attributes:
+        queries: positions `[rows, Q]`, where rows is 1 or the batch.
+        keys: positions `[rows, K]` of the keys that are handed over, the queries' own last.
+        gapless: whether each position is one after the position before it.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    gapless: bool
+
+    @property
+    def before(self) -> int:
+        """How many keys come before the first query's own."""
+        return self.keys.shape[1] - self.queries.shape[1]
+
+
+def rows_of_part(heads: int, keys: int) -> int:
+    """How many queries make a part."""
+    return max(FEWEST, min(MOST, PART_ELEMENTS // (heads * keys)))
+
+
+class PartialBias:
+    """The bias of one layer in one call of attention, handed out in parts.
+
+    Args:
+        encoding: what the bias is.
+        shape: the numbers it follows from, with as many heads as the layer has.
+        places: where queries and keys stand.
+        learned: the learned parameters; gradients reach them through `sources`.
+        causal: whether keys after a query are shut out here; otherwise a mask does.
+
+    Attributes:
+        sources: the tensors that parts are made from, the table or the learned parameters.
+    """
+
+    def __init__(
+        self,
+        encoding: BiasEncoding,
+        shape: ModelShape,
+        places: Places,
+        learned: Mapping[str, Tensor],
+        *,
+        causal: bool,
+    ) -> None:
+        self.encoding = encoding
+        self.shape = shape
+        self.places = places
+        self.causal = causal
+        self.names = tuple(learned)
+        device, keys = places.keys.device, places.keys.shape[1]
+        farthest = int((places.queries.amax(dim=1) - places.keys.amin(dim=1)).max())
+        self.table = int(places.queries.max()) <= encoding.same_until(shape, learned) and (
+            places.gapless or farthest < 4 * keys
+        )
+        if not self.table:
+            self.sources = tuple(learned.values())
+            return
+        longest = keys if places.gapless else farthest + 1
+        distances = torch.arange(longest - 1, -1, -1, device=device)  # the nearest last
+        table = encoding.bias(shape, distances, torch.zeros_like(distances), learned)
+        if places.gapless:
+            # Behind the nearest there are keys after the query: as far as a part reaches, or a mask lets it.
+            later = table[:, -1:].expand(-1, MOST + (0 if causal else keys))
+            table = torch.cat([table, torch.full_like(later, -math.inf) if causal else later], dim=1)
+        self.sources = (table,)
+
+    def part(self, start: int, stop: int, first: int, end: int, sources: Sequence[Tensor]) -> Tensor:
+        """The bias of queries `stop - 1` down to `start`, in this order, and keys `first` to `end`.
+
+        `[rows, heads, stop - start, end - first]` float32. `sources` are those of this object, or tensors of
+        their values that gradients shall reach.
+        """
+        places = self.places
+        if self.table and places.gapless:
+            (table,) = sources
+            farthest = places.before + stop - 1 - first
+            skipped = places.keys.shape[1] - 1 - farthest
+            window = table[:, skipped : skipped + (stop - start) + (end - first) - 1]
+            return window.unfold(1, end - first, 1)[None]
+        queries = places.queries[:, start:stop].flip(1)[:, :, None]
+        distance = queries - places.keys[:, None, first:end]
+        if self.table:
+            (table,) = sources
+            index = table.shape[1] - 1 - distance.clamp(min=0)
+            bias = functional.embedding(index, table.T).movedim(-1, 1)
+        else:
+            learned = dict(zip(self.names, sources, strict=True))
+            bias = self.encoding.bias(self.shape, distance.clamp(min=0), queries, learned).movedim(0, 1)
+        if not self.causal:
+            return bias
+        slots = torch.arange(first, end, device=bias.device)
+        own = torch.arange(places.before + stop - 1, places.before + start - 1, -1, device=bias.device)
+        return bias.masked_fill(slots > own[:, None], -math.inf)

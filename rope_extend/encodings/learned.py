@@ -1,0 +1,120 @@
+"""Learned absolute positions: a table of vectors, one for each position of the window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from rope_extend.encodings.base import AbsoluteEncoding, ModelShape, RopeShape, check_length
+from rope_extend.errors import RopeExtendError
+
+_RULES = ("refuse", "interpolate", "tile", "fresh")
+_STANDARD_DEVIATION = 0.02
+"""Of the first values of a table, as in GPT-2."""
+
+
+@dataclass(frozen=True)
+class Learned(AbsoluteEncoding):
+    """Learned absolute positions: a vector for each position, and none beyond the last unless a rule says so.
+
+    Attributes:
+        rows: how many positions have a vector; by default those of the trained window.
+        beyond: what is done past the last row. `refuse` raises; `interpolate` spreads the rows over `length`
+            positions, with what is between two of them; `tile` starts again at the first; `fresh` adds new
+            rows up to `length`, which are learned by themselves.
+        length: the window in tokens that `interpolate` and `fresh` extend to.
+        start: what rows start as: `normal`, drawn as GPT-2 does from a fixed seed, or `zeros`, with which the
+            model reads as it would without any positions.
+    """
+
+    rows: int | None = None
+    beyond: str = "refuse"
+    length: int | None = None
+    start: str = "normal"
+
+    name: ClassVar[str] = "learned"
+    paper: ClassVar[str] = "1705.03122"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beyond not in _RULES:
+            raise RopeExtendError(f"learned: beyond must be one of {', '.join(_RULES)}, got {self.beyond!r}")
+        if self.start not in ("normal", "zeros"):
+            raise RopeExtendError(f"learned: start must be 'normal' or 'zeros', got {self.start!r}")
+        for field in ("rows", "length"):
+            if (value := getattr(self, field)) is not None:
+                object.__setattr__(self, field, check_length(self.name, field, value))
+        extends = self.beyond in ("interpolate", "fresh")
+        if extends != (self.length is not None):
+            wanted = "the window to extend to" if extends else "only for beyond='interpolate' and 'fresh'"
+            raise RopeExtendError(f"learned: length is {wanted}, got {self.length!r} with {self.beyond!r}")
+        if self.rows is not None and self.length is not None and self.length <= self.rows:
+            raise RopeExtendError(
+                f"learned: length must exceed the {self.rows} rows that it extends, got {self.length}"
+            )
+
+    @classmethod
+    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
+        """The table that reads `target_length` tokens: for rules that ask for one, that is the length.
+
+        Raises:
+            RopeExtendError: a parameter is unknown or invalid.
+        """
+        if parameters.get("beyond") in ("interpolate", "fresh"):
+            parameters = {"length": target_length, **parameters}
+        return cls._made(parameters)
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """The last position that has a vector, and one; None for `tile`, which has no last."""
+        return None if self.beyond == "tile" else self.length or self.rows or shape.trained_length
+
+    def initial(self, shape: ModelShape) -> dict[str, Tensor]:
+        """`table` `[rows, hidden_size]`, and for `fresh` the rows beyond it, `fresh`."""
+        rows = self._rows(shape)
+        generator = torch.Generator().manual_seed(0)
+        sizes = {"table": rows}
+        if self.beyond == "fresh":
+            assert self.length is not None
+            sizes["fresh"] = self.length - rows
+        return {
+            name: torch.zeros(count, shape.hidden_size)
+            if self.start == "zeros"
+            else _STANDARD_DEVIATION * torch.randn(count, shape.hidden_size, generator=generator)
+            for name, count in sizes.items()
+        }
+
+    def _rows(self, shape: ModelShape) -> int:
+        rows = self.rows or shape.trained_length
+        if self.length is not None and self.length <= rows:
+            raise RopeExtendError(
+                f"learned: length must exceed the trained window of {rows} tokens, got {self.length}"
+            )
+        return rows
+
+    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+        """The table's rows, extended by the rule asked for, `[..., hidden_size]` float32.
+
+        Raises:
+            RopeExtendError: a position that has no row, and no rule that gives it one.
+        """
+        table, rows = learned["table"], self._rows(shape)
+        if self.beyond == "tile":
+            return table[position_ids % rows]
+        last = (self.length or rows) - 1
+        if position_ids.numel() and int(position_ids.max()) > last:
+            raise RopeExtendError(
+                f"learned: position {int(position_ids.max())} is past the last, {last}; extend the table "
+                f"with beyond='interpolate' or 'fresh' and a greater length, or with beyond='tile'"
+            )
+        if self.beyond == "interpolate":
+            place = position_ids.to(torch.float32) * ((rows - 1) / last)
+            low = place.floor().to(torch.int64).clamp(max=max(rows - 2, 0))
+            high = (low + 1).clamp(max=rows - 1)
+            return torch.lerp(table[low], table[high], (place - low)[..., None])
+        if self.beyond == "fresh":
+            table = torch.cat([table, learned["fresh"]])
+        return table[position_ids]
