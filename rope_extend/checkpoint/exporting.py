@@ -52,7 +52,7 @@ from rope_extend.checkpoint.registry import plain_config
 from rope_extend.checkpoint.saving import _checked_record, load, local_directory
 from rope_extend.checkpoint.staging import staged
 from rope_extend.checkpoint.tables import beyond_a_table, has_tables_of, rotary_tables
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encodings, rotary_method
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encodings, method_named
 from rope_extend.encodings.base import STILL
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import FamilyAdapter, adapter_for, find_adapter
@@ -270,17 +270,17 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 """Methods whose parameters, or the method inside them, decide the verdict; shown beside all defaults."""
 
 
-def examples(shape: RopeShape, target_length: int) -> Iterator[RopeEncoding]:
-    """Every rotary method for a target length, and the variants whose verdicts differ."""
+def examples(shape: RopeShape, target_length: int) -> Iterator[Encoding]:
+    """Every method for a target length, and the variants whose verdicts differ."""
     for name, parameters in sorted(
-        [*((name, {}) for name in encodings(RopeEncoding)), *_VARIANTS], key=lambda row: row[0]
+        [*((name, {}) for name in encodings()), *_VARIANTS], key=lambda row: row[0]
     ):
         given = dict(parameters)
         if name == "longrope":
             given["long_factor"] = [1.0 + i for i in range(shape.dim // 2)]
             if given.pop("short", False):
                 given["short_factor"] = given["long_factor"]
-        yield rotary_method(name).for_target(shape, target_length, **given)
+        yield method_named(name).for_target(shape, target_length, **given)
 
 
 def support_table(
