@@ -291,7 +291,11 @@ def test_other_protocols_say_what_they_are() -> None:
     notes = markdown_table([row("a", "yarn", 1.0, protocol="sliding", stride=16)])
     assert "Protocol sliding, stride 16. All targets of whole documents" in notes
     assert "token-weighted" in notes
+    assert "No control" not in notes
+    strided = row("a", "yarn", 1.0, protocol="sliding", stride=16, passes=4)
+    assert "tables depend" not in markdown_table([strided])
     notes = markdown_table([row("a", "yarn", 1.0, protocol="sliding-window-mean", stride=16)])
+    assert "No control with a cropped context: what this protocol scores depends on N" in notes
     assert "token-weighted" not in notes
 
 

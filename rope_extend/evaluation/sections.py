@@ -156,7 +156,7 @@ def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
         result = row.result
         if result.cropped:
             notes.append(f"{row.label}: the model sees {result.window} tokens at a time.")
-        if result.passes > 1:
+        if result.passes > 1 and PROTOCOLS[result.protocol].nested:  # else each length is a pass anyway
             notes.append(f"{row.label}: tables depend on the length, so {result.passes} passes per document.")
         if result.data != first.data:
             notes.append(f"{row.label}: measured on other text ({result.data}); DO NOT COMPARE.")
