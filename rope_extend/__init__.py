@@ -11,6 +11,7 @@ from rope_extend.families import supported_families
 from rope_extend.finetune import finetune
 from rope_extend.info import info
 from rope_extend.patching import Patch, current_patch, extend, patch_model
+from rope_extend.positions import PositionCollator
 from rope_extend.recipe import Recipe
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "Patch",
     "PatchError",
     "PerplexityResult",
+    "PositionCollator",
     "Recipe",
     "RopeEncoding",
     "RopeExtendError",

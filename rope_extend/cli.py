@@ -233,6 +233,8 @@ def finetune(arguments: argparse.Namespace) -> None:
     recipe = recipe_from_arguments(arguments)
     result = run(recipe, resume=arguments.resume_from or arguments.resume, overwrite=arguments.overwrite)
     print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s: {result.output_dir}")
+    if result.skipped:
+        print(f"{result.skipped} of the steps were skipped: their loss or gradient was not finite")
     print(f"evaluate it: rope-extend evaluate {recipe.model} {result.output_dir} --data ...")
 
 

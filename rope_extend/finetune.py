@@ -33,7 +33,16 @@ from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.pretrained import default_dtype, empty_model, pretrained
 from rope_extend.recipe import CONSECUTIVE, Recipe, add_recipe_arguments, recipe_from_arguments
-from rope_extend.resume import RunState, check_continues, checkpoints, read_state, step_of
+from rope_extend.resume import (
+    RunState,
+    check_continues,
+    checkpoints,
+    damage,
+    newest_intact,
+    prune,
+    read_state,
+    step_of,
+)
 from rope_extend.training import (
     FinetuneInterrupted,
     RunData,
@@ -72,9 +81,10 @@ class FinetuneResult:
         steps: optimizer steps done, over all sessions.
         tokens: tokens trained on.
         seconds: time spent in training steps.
-        loss: mean next-token loss of the last step, in nats.
+        loss: mean next-token loss of the last step that was not skipped, in nats.
         perplexity: at the end, by length in tokens; empty where the recipe has no `eval_data`.
         share_beyond: share of the training tokens that lie beyond the pretrained window.
+        skipped: steps that changed no weight, because loss or gradient was not finite.
         model: the patched model with its adapter, in evaluation mode.
         patch: the patch that is active on it.
     """
@@ -86,6 +96,7 @@ class FinetuneResult:
     loss: float
     perplexity: dict[int, float]
     share_beyond: float
+    skipped: int
     model: PeftModel
     patch: Patch
 
@@ -110,12 +121,14 @@ def finetune(
         model: a base model that is already loaded, without patch or adapter; by default `recipe.model` is.
             It is changed in place; if the run fails or is interrupted, it is as it was before.
         tokenizer: by default `recipe.model`'s.
-        resume: True goes on from the newest checkpoint of `recipe.output_dir`, a path from that checkpoint.
-            On a CPU the weights then end bit for bit as without the interruption.
+        resume: True goes on from the newest checkpoint of `recipe.output_dir` that is whole, a path from that
+            checkpoint. On a CPU the weights then end bit for bit as without the interruption, whenever that
+            was: a process that is killed, also while it saves, leaves the checkpoints before as they were.
         overwrite: remove a run that is already in `recipe.output_dir`.
 
     Raises:
-        RopeExtendError: whatever of the above does not hold, or a loss or gradient that is not finite.
+        RopeExtendError: whatever of the above does not hold; a disk that is full; or more steps in a row
+            than `recipe.max_skipped` whose loss or gradient is not finite.
         FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
     """
     directory = Path(recipe.output_dir)
@@ -174,6 +187,7 @@ def finetune(
         run.metrics.loss,
         run.metrics.perplexity,
         share,
+        run.state.skipped,
         run.model,
         patch,
     )
@@ -248,8 +262,14 @@ def _starting_point(
                 f"{directory} already holds a run ({present[0]}), and {checkpoint} is of another one; choose "
                 "another output_dir"
             )
-    elif found := checkpoints(directory):
-        checkpoint = found[-1]
+        read_state(checkpoint)  # says so where it is no checkpoint at all
+        if reason := damage(checkpoint):
+            raise RopeExtendError(
+                f"the checkpoint {checkpoint} is damaged: {reason}. resume=True (--resume) goes on from the "
+                "newest that is whole"
+            )
+    elif found := newest_intact(directory):
+        checkpoint = found
     elif present:
         logger.warning("%s holds no checkpoint yet: the run starts again at step 0", directory)
         return None
@@ -365,6 +385,7 @@ def _prepare_directory(directory: Path, recipe: Recipe, step: int, *, fresh: boo
         for later in checkpoints(directory):
             if step_of(later) > step:
                 shutil.rmtree(later)
+        prune(directory, recipe.keep_checkpoints)
         (directory / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error

@@ -285,6 +285,7 @@ def plot_distances(positions: str | Path, path: str | Path, *, title: str | None
     try:
         data = json.loads(positions.read_text(encoding="utf-8"))
         groups = [(g["from"], g["to"], g["pairs"] / (g["to"] - g["from"])) for g in data["distances"]]
+        starts, stops, pairs = np.array(groups, dtype=np.float64).T
         block, sequences, trained = data["block_length"], data["sequences"], data["trained_length"]
         name, share = data["sampler"], 100 * data["seen_beyond"]
     except (ValueError, KeyError, TypeError) as error:
@@ -295,7 +296,6 @@ def plot_distances(positions: str | Path, path: str | Path, *, title: str | None
     )
     picture = _Picture(path, title or f"Distances seen in training: {name}", subtitle, room=16)
     axes = picture.axes
-    starts, stops, pairs = np.array(groups, dtype=np.float64).T
     pairs[pairs == 0] = np.nan
     middles = (starts + stops - 1) / 2
     axes.plot(middles, pairs, color=_PALETTE[0], linewidth=1.8, zorder=3)

@@ -49,11 +49,6 @@ class PositionSampler(ABC):
     def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
         """`[length]` int64, rising, from 0 to below `target_length`, which is not less than `length`."""
 
-    @classmethod
-    def summary(cls) -> str:
-        """The first line of the class's documentation."""
-        return (cls.__doc__ or cls.__name__).splitlines()[0]
-
 
 @dataclass(frozen=True)
 class PoSE(PositionSampler):
@@ -179,7 +174,7 @@ class PositionCollator:
         drawn: how many sequences came before, for a run that goes on.
 
     Raises:
-        RopeExtendError: an unknown name, or a window that is not longer than 1.
+        RopeExtendError: an unknown name.
     """
 
     def __init__(
@@ -272,8 +267,9 @@ class Coverage:
 
     @cached_property
     def seen_beyond(self) -> float:
-        """Share of the distances from the pretrained window to the target that were seen at least once."""
-        return float((self.pairs[self.trained_length :] > 0).mean())
+        """Share of the distances from the pretrained window to the target that were seen; 0 without any."""
+        beyond = self.pairs[self.trained_length :]
+        return float((beyond > 0).mean()) if beyond.size else 0.0
 
     def groups(self, count: int = 256) -> list[dict[str, Any]]:
         """The distances in at most `count` groups of equal width, each from `from` to below `to`.

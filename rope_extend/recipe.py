@@ -216,6 +216,14 @@ class Recipe:
     eval_every: Annotated[int, _COUNT, "steps between evaluations; 0 for only before and after"] = 0
     eval_documents: Annotated[int, _POSITIVE_COUNT, "how many documents of eval_data to use"] = 16
     save_every: Annotated[int, _COUNT, "steps between checkpoints; 0 for only the last"] = 100
+    keep_checkpoints: Annotated[
+        int, _POSITIVE_COUNT, "how many checkpoints are kept; the older serve where the newest is damaged"
+    ] = 2
+    max_skipped: Annotated[
+        int,
+        _COUNT,
+        "steps in a row that are skipped for a loss or gradient that is not finite, before an end",
+    ] = 3
     log_every: Annotated[int, _POSITIVE_COUNT, "steps between lines of metrics"] = 1
     gradient_checkpointing: Annotated[
         bool, _FLAG, "recompute each layer in the backward pass: far less memory, about 1/3 slower"

@@ -1,17 +1,20 @@
 """Checkpoints of a run in progress: all that decides its next step, written so that none is half there.
 
-A checkpoint is a directory `step-N` that appears in one rename once it is complete and on disk:
+A checkpoint is a directory `step-N` that appears in one rename once it is complete and on disk. What happens
+to it later, to a disk or in a copy, its manifest shows, and then the one before it serves:
 
 =======================  =========================================================================
 `trainable.safetensors`  the weights that are trained, by parameter name
-`optimizer.pt`           the state of the optimizer and of the learning-rate schedule
+`optimizer.pt`           the state of the optimizer
 `rng-R.pt`               the state of every random generator of process R
 `state.json`             step, tokens, seconds, recipe, and a fingerprint of the data
+`manifest.json`          the size and SHA-256 of each of these files
 =======================  =========================================================================
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -26,10 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import flush
@@ -37,12 +40,11 @@ from rope_extend.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-KEPT = 2
-"""Checkpoints kept: one to go on from, and the one before it."""
+MANIFEST_NAME = "manifest.json"
 
 MAY_CHANGE = frozenset({
-    "steps", "log_every", "save_every", "eval_every", "eval_data", "eval_lengths", "eval_documents",
-    "eval_split", "tensorboard", "output_dir",
+    "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
+    "eval_lengths", "eval_documents", "eval_split", "tensorboard", "output_dir",
 })  # fmt: skip
 """Fields of the recipe that do not change what a step computes, and so may differ when a run goes on."""
 
@@ -58,6 +60,8 @@ class RunState:
         data: fingerprint of the documents.
         processes: how many processes share each step.
         recipe: the recipe as a dictionary.
+        skipped: steps that changed no weight, because loss or gradient was not finite.
+        skipped_in_a_row: how many of them were the last ones.
     """
 
     step: int
@@ -66,6 +70,8 @@ class RunState:
     data: str
     processes: int
     recipe: dict[str, Any]
+    skipped: int = 0
+    skipped_in_a_row: int = 0
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -81,15 +87,66 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint's files, by its manifest; None if nothing is.
+
+    Reads every file once.
+    """
+    try:
+        listed = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
+        for name, expected in listed.items():
+            path = checkpoint / name
+            size = path.stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size:,} bytes and was written with {expected['bytes']:,}"
+            if _sha256(path) != expected["sha256"]:
+                return f"{name} is not what was written: another SHA-256"
+    except OSError as error:
+        return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST_NAME} is no manifest"
+    return None
+
+
+def newest_intact(directory: Path) -> Path | None:
+    """The newest checkpoint below a run's directory whose files are whole; None if it has no checkpoint.
+
+    Says which newer ones are damaged.
+
+    Raises:
+        RopeExtendError: all are damaged.
+    """
+    reasons: list[str] = []
+    for checkpoint in reversed(checkpoints(directory)):
+        reason = damage(checkpoint)
+        if reason is None:
+            for text in reasons:
+                logger.warning("%s; going on from %s instead", text, checkpoint.name)
+            return checkpoint
+        reasons.append(f"the checkpoint {checkpoint} is damaged: {reason}")
+    if reasons:
+        raise RopeExtendError(
+            f"nothing to resume: {'; '.join(reasons)}. Restore one of them, or start anew in another "
+            "output_dir"
+        )
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def save_checkpoint(
     directory: Path,
     state: RunState,
     module: nn.Module,
     optimizer: Optimizer,
-    scheduler: LRScheduler,
     accelerator: Accelerator,
+    *,
+    keep: int,
 ) -> Path:
-    """Write `directory/checkpoints/step-N` and remove all but the newest; every process calls this.
+    """Write `directory/checkpoints/step-N` and remove all but the newest `keep`; every process calls this.
 
     Raises:
         RopeExtendError: the disk is full or cannot be written to; earlier checkpoints are untouched.
@@ -101,26 +158,34 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             save_file(dict(_trainable(module)), partial / "trainable.safetensors")
-            torch.save(
-                {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()},
-                partial / "optimizer.pt",
-            )
+            torch.save(optimizer.state_dict(), partial / "optimizer.pt")
             (partial / "state.json").write_text(json.dumps(asdict(state), indent=2))
         accelerator.wait_for_everyone()
         torch.save(_random_state(), partial / f"rng-{accelerator.process_index}.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
+            files = {
+                path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                for path in sorted(partial.iterdir())
+            }
+            (partial / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
             _publish(partial, final)
-            # What a killed process left half-written goes too.
-            for old in [*checkpoints(directory)[:-KEPT], *final.parent.glob(".step-*.partial")]:
-                shutil.rmtree(old)
-    except OSError as error:
+            prune(directory, keep)
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save has a RuntimeError for a full disk
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
         raise RopeExtendError(
             f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are intact; make room, then "
             "resume the run"
         ) from error
     accelerator.wait_for_everyone()
     return final
+
+
+def prune(directory: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what a killed process left half-written."""
+    for old in [*checkpoints(directory)[:-keep], *(directory / "checkpoints").glob(".step-*.partial")]:
+        shutil.rmtree(old)
 
 
 def _publish(partial: Path, final: Path) -> None:
@@ -144,7 +209,7 @@ def read_state(checkpoint: Path) -> RunState:
     except (OSError, ValueError, TypeError) as error:
         raise RopeExtendError(
             f"{checkpoint} is not a checkpoint of a run ({error}); give a directory such as "
-            "OUTPUT_DIR/checkpoints/step-100, or resume=True for the newest"
+            "OUTPUT_DIR/checkpoints/step-100, or resume=True for the newest that is whole"
         ) from error
 
 
@@ -173,17 +238,16 @@ def load_checkpoint(
     checkpoint: Path,
     module: nn.Module,
     optimizer: Optimizer,
-    scheduler: LRScheduler,
     accelerator: Accelerator,
 ) -> None:
-    """Put weights, optimizer, schedule and random generators back to where `save_checkpoint` left them.
+    """Put weights, optimizer and random generators back to where `save_checkpoint` left them.
 
     Raises:
         RopeExtendError: a file is missing or damaged, or the weights are those of another model.
     """
     try:
         weights = load_file(checkpoint / "trainable.safetensors")
-        training = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        state = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
         generators = torch.load(
             checkpoint / f"rng-{accelerator.process_index}.pt", map_location="cpu", weights_only=True
         )
@@ -196,8 +260,7 @@ def load_checkpoint(
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
-        optimizer.load_state_dict(training["optimizer"])
-        scheduler.load_state_dict(training["scheduler"])
+        optimizer.load_state_dict(state)
     except Exception as error:  # each reader has its own kinds of error for a damaged file
         raise RopeExtendError(
             f"cannot read the checkpoint {checkpoint}: {error}. Resume from the one before it, by its path"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +24,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -217,7 +217,6 @@ class TrainingRun:
         optimizer = torch.optim.AdamW(
             self.parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
-        self.scheduler = LambdaLR(optimizer, self._rate)
         # The loss is part of what is wrapped: DistributedDataParallel synchronises in its own forward only.
         self.objective, self.optimizer = accelerator.prepare(NextTokenLoss(self.model), optimizer)
         self.metrics = Metrics(self.directory / "metrics.jsonl", accelerator, state.step)
@@ -228,10 +227,10 @@ class TrainingRun:
                 init_kwargs={"tensorboard": {"purge_step": state.step + 1}},
             )
 
-    def _rate(self, step: int) -> float:
-        """Share of the learning rate: linear from a tenth, then constant (2306.15595, section 3.1)."""
-        warmup = self.recipe.warmup_steps
-        return 1.0 if step >= warmup else 0.1 + 0.9 * step / warmup
+    def _rate(self) -> float:
+        """Learning rate of this step: linear from a tenth, then constant (2306.15595, section 3.1)."""
+        step, warmup = self.state.step, self.recipe.warmup_steps
+        return self.recipe.learning_rate * (1.0 if step >= warmup else 0.1 + 0.9 * step / warmup)
 
     @property
     def tokens_per_step(self) -> int:
@@ -244,7 +243,8 @@ class TrainingRun:
         """Run to the recipe's last step, from `checkpoint` if given, and leave the model ready to save.
 
         Raises:
-            RopeExtendError: a loss or gradient that is not finite.
+            RopeExtendError: loss or gradient stayed not finite for more steps than the recipe allows, or the
+                disk is full.
             FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
         """
         recipe, accelerator = self.recipe, self.accelerator
@@ -252,7 +252,7 @@ class TrainingRun:
             self._evaluate()
             set_seed(recipe.seed, device_specific=True)  # dropout differs between processes
         else:
-            load_checkpoint(checkpoint, self.model, self.optimizer, self.scheduler, accelerator)
+            load_checkpoint(checkpoint, self.model, self.optimizer, accelerator)
         self.objective.train()
         bar = tqdm(
             total=recipe.steps, initial=self.state.step, unit="step", disable=not accelerator.is_main_process
@@ -306,27 +306,30 @@ class TrainingRun:
             total += loss.detach() / recipe.gradient_accumulation
         norm = float(accelerator.clip_grad_norm_(self.parameters, recipe.max_grad_norm))
         mean = float(accelerator.reduce(total, "mean"))
-        if not (math.isfinite(mean) and math.isfinite(norm)):
-            raise RopeExtendError(
-                f"step {self.state.step + 1}: the loss is {mean} and the gradient's norm {norm}; this step "
-                "changed no weight. Try a lower learning_rate, a longer warmup_steps or dtype float32 in a "
-                f"new run; checkpoints are in {self.directory / 'checkpoints'}"
-            )
-        rate = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
-        self.scheduler.step()
+        finite = math.isfinite(mean) and math.isfinite(norm)
+        rate = self._rate()
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
 
+        before = self.state
         state = self.state = replace(
-            self.state,
-            step=self.state.step + 1,
-            tokens=self.state.tokens + self.tokens_per_step,
-            seconds=self.state.seconds + seconds,
+            before,
+            step=before.step + 1,
+            tokens=before.tokens + self.tokens_per_step,
+            seconds=before.seconds + seconds,
+            skipped=before.skipped + (not finite),
+            skipped_in_a_row=0 if finite else before.skipped_in_a_row + 1,
         )
+        bar.update()
+        if not finite:
+            self._skipped(mean, norm)
+            return
         speed = self.tokens_per_step / seconds
         bar.set_postfix_str(f"loss {mean:.3f}, {speed:,.0f} tokens/s", refresh=False)
-        bar.update()
         self.metrics.loss = mean
         if _due(state.step, recipe.log_every) or state.step == recipe.steps:
             self.metrics.write(
@@ -338,6 +341,19 @@ class TrainingRun:
                 tokens_per_second=round(speed, 1),
                 seconds=round(state.seconds, 3),
             )
+
+    def _skipped(self, loss: float, norm: float) -> None:
+        """Note a step that changed no weight, and end the run where there were too many in a row."""
+        state, limit = self.state, self.recipe.max_skipped
+        what = f"step {state.step}: the loss is {loss} and the gradient's norm {norm}"
+        if state.skipped_in_a_row > limit:
+            raise RopeExtendError(
+                f"{what}; {state.skipped_in_a_row} steps in a row changed no weight, {limit} are allowed. "
+                "Try a lower learning_rate, a longer warmup_steps or dtype float32 in a new run; checkpoints "
+                f"are in {self.directory / 'checkpoints'}"
+            )
+        logger.warning("%s; it is skipped and changes no weight (%d so far)", what, state.skipped)
+        self.metrics.write(step=state.step, skipped=state.skipped, tokens=state.tokens)
 
     def _evaluate(self) -> None:
         """Perplexity by length on the held-out documents; every process computes it, one writes it."""
@@ -363,7 +379,12 @@ class TrainingRun:
 
     def _save(self) -> Path:
         return save_checkpoint(
-            self.directory, self.state, self.model, self.optimizer, self.scheduler, self.accelerator
+            self.directory,
+            self.state,
+            self.model,
+            self.optimizer,
+            self.accelerator,
+            keep=self.recipe.keep_checkpoints,
         )
 
     def _close_trackers(self) -> None:
@@ -390,7 +411,7 @@ class Metrics:
     A run that goes on drops the lines of steps that will come again.
 
     Attributes:
-        loss: of the last step, in nats.
+        loss: of the last step that was not skipped, in nats.
         perplexity: of the last evaluation, by length in tokens.
     """
 
@@ -410,16 +431,32 @@ class Metrics:
                 self.perplexity = {int(length): value for length, value in curve.items()}
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            path.write_text("".join(kept), encoding="utf-8")
+            with self._writing():
+                partial = path.with_name(f".{path.name}.partial")
+                partial.write_text("".join(kept), encoding="utf-8")
+                os.replace(partial, path)
 
     def write(self, step: int, **values: Any) -> None:
-        """Add one line, on the main process."""
+        """Add one line, on the main process.
+
+        Raises:
+            RopeExtendError: the disk is full.
+        """
         if not self.accelerator.is_main_process:
             return
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._writing(), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         curve = {f"perplexity/{length}": value for length, value in values.pop("perplexity", {}).items()}
         self.accelerator.log(values | curve, step=step)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RopeExtendError(
+                f"cannot write {self.path}: {error}. Checkpoints are intact; make room, then resume the run"
+            ) from error
 
 
 class _Signals:

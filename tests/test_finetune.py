@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,18 +33,23 @@ from rope_extend import RopeExtendError, current_patch
 from rope_extend import training as training_module
 from rope_extend.checkpoint import RECORD_NAME, load, read_record
 from rope_extend.finetune import FinetuneInterrupted, Recipe, finetune
+from rope_extend.loss import NextTokenLoss
 from rope_extend.training import block_index, lora_config
 
 TARGET = 128
 
 
+def settings(work: Path) -> dict[str, Any]:
+    return {
+        "model": str(work / "model"), "data": str(work / "data"), "target_length": TARGET, "steps": 8,
+        "gradient_accumulation": 2, "learning_rate": 1e-2, "warmup_steps": 3, "lora_rank": 4,
+        "lora_dropout": 0.2, "save_every": 3, "gradient_checkpointing": False,
+    }  # fmt: skip
+
+
 @pytest.fixture
 def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
-    return Recipe(
-        model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
-        target_length=TARGET, steps=8, gradient_accumulation=2, learning_rate=1e-2, warmup_steps=3,
-        lora_rank=4, lora_dropout=0.2, save_every=3, gradient_checkpointing=False,
-    )  # fmt: skip
+    return Recipe(**settings(work), output_dir=str(tmp_path / "run"))
 
 
 def weights(directory: str | Path) -> dict[str, torch.Tensor]:
@@ -270,7 +276,7 @@ def test_half_precision_keeps_what_is_trained_in_float32(recipe: Recipe) -> None
     result = finetune(recipe)
     assert all(1 < value < 1000 for value in result.perplexity.values())
     state = torch.load(Path(recipe.output_dir, "checkpoints/step-3/optimizer.pt"), weights_only=True)
-    assert {v.dtype for s in state["optimizer"]["state"].values() for v in s.values()} == {torch.float32}
+    assert {v.dtype for s in state["state"].values() for v in s.values()} == {torch.float32}
     assert {v.dtype for n, v in weights(recipe.output_dir).items() if "lora" in n} == {torch.float32}
     ids = torch.arange(TARGET)[None]
     with torch.no_grad():
@@ -441,12 +447,164 @@ def test_changed_data_are_not_resumed(recipe: Recipe, tmp_path: Path, work: Path
         finetune(replace(recipe, steps=6), resume=True)
 
 
-def test_a_damaged_checkpoint_is_refused(recipe: Recipe) -> None:
-    finetune(recipe)
-    file = Path(recipe.output_dir, "checkpoints", "step-8", "trainable.safetensors")
+def cut_short(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(RopeExtendError, match=r"cannot read the checkpoint.*Resume from the one before"):
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("harm", [cut_short, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize(
+    "name", ["trainable.safetensors", "optimizer.pt", "rng-0.pt", "state.json", "manifest.json"]
+)
+def test_a_damaged_checkpoint_is_found_and_the_one_before_it_serves(
+    recipe: Recipe, finished: Path, harm: Callable[[Path], None], name: str, at_step: AtStep,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    shutil.copytree(finished, recipe.output_dir)
+    whole = weights(finished)
+    newest = Path(recipe.output_dir, "checkpoints", "step-8")
+    harm(newest / name)
+    if name != "state.json":
+        with pytest.raises(RopeExtendError, match=r"step-8 is damaged.*the newest that is whole"):
+            finetune(recipe, resume=newest)
+    computed = at_step(0, lambda: None)
+    finetune(recipe, resume=True)
+    assert "step-8 is damaged" in caplog.text
+    assert "going on from step-6 instead" in caplog.text
+    assert computed == [7, 8]
+    assert_same(weights(recipe.output_dir), whole)
+
+
+@pytest.fixture(scope="module")
+def finished(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the recipe, for copies of it to be harmed."""
+    directory = tmp_path_factory.mktemp("finished") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", work / "cache")
+        finetune(Recipe(**(settings(work) | {"output_dir": str(directory)})))
+    return directory
+
+
+def test_without_a_sound_checkpoint_nothing_is_resumed(recipe: Recipe) -> None:
+    finetune(recipe)
+    for checkpoint in Path(recipe.output_dir, "checkpoints").iterdir():
+        cut_short(checkpoint / "optimizer.pt")
+    with pytest.raises(RopeExtendError, match=r"nothing to resume.*step-8.*optimizer\.pt has.*step-6"):
         finetune(replace(recipe, steps=9), resume=True)
+
+
+def test_as_many_checkpoints_are_kept_as_asked_for(recipe: Recipe) -> None:
+    finetune(replace(recipe, save_every=1, keep_checkpoints=3))
+    kept = sorted(path.name for path in Path(recipe.output_dir, "checkpoints").iterdir())
+    assert kept == ["step-6", "step-7", "step-8"]
+
+
+# ------------------------------------------------------------------------------------------- what goes wrong
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Make the loss of some steps NaN."""
+    original = training_module.TrainingRun._batch
+    forward = NextTokenLoss.forward
+    now = [0]
+
+    def batch(run: Any, number: int) -> Any:
+        now[0] = run.state.step + 1
+        return original(run, number)
+
+    def loss(self: NextTokenLoss, *args: Any, **kwargs: Any) -> torch.Tensor:
+        value = forward(self, *args, **kwargs)
+        return value * math.nan if now[0] in steps else value
+
+    monkeypatch.setattr(training_module.TrainingRun, "_batch", batch)
+    monkeypatch.setattr(NextTokenLoss, "forward", loss)
+
+
+def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interruption(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    poisoned(monkeypatch, {1, 4, 5})
+    recipe = replace(recipe, save_every=1, keep_checkpoints=9)
+    result = finetune(recipe)
+    assert (result.steps, result.skipped) == (8, 3)
+    assert math.isfinite(result.loss)
+    lines = metrics(recipe.output_dir)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert {line["step"]: line["skipped"] for line in lines if "skipped" in line} == {1: 1, 4: 2, 5: 3}
+    assert all(("loss" in line) != ("skipped" in line) for line in lines)
+    assert "step 4: the loss is nan" in caplog.text
+    saved = {
+        step: load_file(Path(recipe.output_dir, "checkpoints", f"step-{step}", "trainable.safetensors"))
+        for step in range(1, 9)
+    }
+    assert_same(saved[3], saved[4])
+    assert_same(saved[4], saved[5])
+    assert any(not torch.equal(value, saved[6][name]) for name, value in saved[5].items())
+    assert all(value.isfinite().all() for value in saved[8].values())
+
+    other = replace(recipe, output_dir=str(tmp_path / "other"))
+    finetune(replace(other, steps=4))
+    assert finetune(other, resume=True).skipped == 3
+    assert_same(weights(recipe.output_dir), weights(other.output_dir))
+
+
+def test_too_many_such_steps_in_a_row_end_the_run_also_across_an_interruption(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poisoned(monkeypatch, {2, 4, 5, 6})
+    recipe = replace(recipe, max_skipped=2)
+    finetune(replace(recipe, steps=5))
+    with pytest.raises(
+        RopeExtendError, match=r"step 6: the loss is nan.*3 steps in a row.*2 are allowed.*learning_rate"
+    ):
+        finetune(recipe, resume=True)
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_full_disk_is_one_clear_error_and_loses_no_checkpoint(
+    recipe: Recipe, tmp_path: Path, step: int
+) -> None:
+    """A real write that fails: the process may write no more than some bytes to a file."""
+    recipe = replace(recipe, save_every=1, steps=5, keep_checkpoints=9)
+    finetune(recipe)
+    whole = weights(recipe.output_dir)
+    other = replace(recipe, output_dir=str(tmp_path / "full"))
+    (tmp_path / "full.yaml").write_text(other.to_yaml())
+    script = _FULL_DISK.format(step=step, recipe=str(tmp_path / "full.yaml"), out=str(tmp_path / "said"))
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=os.environ)
+    said = (tmp_path / "said").read_text()
+    assert said.startswith(f"cannot write the checkpoint {other.output_dir}/checkpoints/step-{step}:")
+    assert "Earlier checkpoints are intact" in said
+    names = sorted(path.name for path in Path(other.output_dir, "checkpoints").iterdir())
+    assert names == [f"step-{number}" for number in range(1, step)]
+    finetune(other, resume=True)
+    assert_same(weights(other.output_dir), whole)
+
+
+_FULL_DISK = """
+import resource, signal, torch
+from pathlib import Path
+from rope_extend import RopeExtendError
+from rope_extend.finetune import Recipe, finetune
+from rope_extend.training import TrainingRun
+torch.set_num_threads(1)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+batch = TrainingRun._batch
+def limited(run, forward):
+    if run.state.step + 1 == {step}:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    return batch(run, forward)
+TrainingRun._batch = limited
+try:
+    finetune(Recipe.from_yaml({recipe!r}))
+except RopeExtendError as error:
+    Path({out!r}).write_text(str(error))
+"""
 
 
 # ----------------------------------------------------------------------------------------------- refusals
@@ -508,12 +666,14 @@ def test_nothing_to_resume_is_refused(recipe: Recipe, tmp_path: Path) -> None:
         finetune(recipe, resume=tmp_path)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_undoes_the_model(recipe: Recipe) -> None:
+def test_a_loss_that_is_never_finite_stops_the_run_and_undoes_the_model(recipe: Recipe) -> None:
     model = tiny_llama()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
     before, modules = dict(model.state_dict()), dict(model.named_modules())
-    with pytest.raises(RopeExtendError, match=r"step 1: the loss is (nan|inf).*lower learning_rate"):
+    with pytest.raises(
+        RopeExtendError, match=r"step 4: the loss is (nan|inf).*4 steps in a row.*lower learning_rate"
+    ):
         finetune(recipe, model=model)
     assert current_patch(model) is None
     assert dict(model.named_modules()) == modules
