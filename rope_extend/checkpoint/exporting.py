@@ -62,6 +62,7 @@ from rope_extend.encodings import (
     Encoding,
     RopeEncoding,
     RopeShape,
+    encoding_class,
     encodings,
     rotary_method,
 )
@@ -298,8 +299,8 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 """Methods whose parameters, or the method inside them, decide the verdict; shown beside all defaults."""
 
 
-def examples(shape: RopeShape, target_length: int) -> Iterator[RopeEncoding]:
-    """Every rotary method for a target length, and the variants whose verdicts differ."""
+def examples(shape: RopeShape, target_length: int) -> Iterator[Encoding]:
+    """Every method for a target length, rotary ones first, and the variants whose verdicts differ."""
     for name, parameters in sorted(
         [*((name, {}) for name in encodings(RopeEncoding)), *_VARIANTS], key=lambda row: row[0]
     ):
@@ -309,6 +310,9 @@ def examples(shape: RopeShape, target_length: int) -> Iterator[RopeEncoding]:
             if given.pop("short", False):
                 given["short_factor"] = given["long_factor"]
         yield rotary_method(name).for_target(shape, target_length, **given)
+    for name in encodings():
+        if name not in encodings(RopeEncoding):
+            yield encoding_class(name).for_target(shape, target_length)
 
 
 def support_table(

@@ -61,7 +61,7 @@ def evaluate(
         model: a checkpoint's directory or hub id.
         data: long documents, as `load_documents` takes them.
         lengths: in tokens; the trained window and its doublings up to 8x, if not given.
-        methods: rotary methods by name; `none` is plain RoPE, `as-is` what the config says.
+        methods: methods by name; `none` is plain RoPE, `as-is` what the config says.
         adapters: directories of adapters for this model, each with its `rope_extend.json`.
         protocol: how perplexity is measured, as in `perplexity`; with its own `window`, `stride` or `last`.
         window: in tokens, for the protocol `cropped`.
