@@ -917,7 +917,7 @@ FAMILIES = [case for case in ALL_FAMILIES if case.model_type in CONFIG_MAPPING]
 KEY_FAMILIES = ("gemma3_text", "glm", "gpt_neox", "gpt_oss", "llama", "phi3", "qwen3")
 """Those in which the default test run tries every method: one of each shape that most models have."""
 KEY_ENCODINGS = (
-    "none", "linear", "yarn", "dynamic_ntk", "longrope", "short_original(yarn)", "alibi", "fire",
+    "none", "linear", "yarn", "dynamic_ntk", "longrope", "short_original(yarn)", "alibi",
     "sinusoidal",
 )  # fmt: skip
 """Those that it tries in every family: one for each way in which an encoding acts and is saved."""

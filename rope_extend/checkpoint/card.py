@@ -174,7 +174,11 @@ def _facts(record: Record, recipe: Mapping[str, Any], data: str | Sequence[str] 
         "source": source,
         "pretrained window": f"{shape.trained_length:,} tokens",
         "window": f"{record.target_length:,} tokens, {record.target_length / shape.trained_length:g}×",
-        "rotated": f"{shape.dim} channels per head, base {shape.theta:g}",
+        **(
+            {"rotated": f"{shape.dim} channels per head, base {shape.theta:g}"}
+            if isinstance(encoding, RopeEncoding)
+            else {}
+        ),
         "data": _listed(trained) if trained else "not on record",
     }
     if recipe:

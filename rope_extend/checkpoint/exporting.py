@@ -271,16 +271,18 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def examples(shape: RopeShape, target_length: int) -> Iterator[Encoding]:
-    """Every method for a target length, and the variants whose verdicts differ."""
-    for name, parameters in sorted(
-        [*((name, {}) for name in encodings()), *_VARIANTS], key=lambda row: row[0]
-    ):
+    """Every method for a target length, rotary ones first, and the variants whose verdicts differ."""
+    rotary = encodings(RopeEncoding)
+    for name, parameters in sorted([*((name, {}) for name in rotary), *_VARIANTS], key=lambda row: row[0]):
         given = dict(parameters)
         if name == "longrope":
             given["long_factor"] = [1.0 + i for i in range(shape.dim // 2)]
             if given.pop("short", False):
                 given["short_factor"] = given["long_factor"]
         yield method_named(name).for_target(shape, target_length, **given)
+    for name in encodings():
+        if name not in rotary:
+            yield method_named(name).for_target(shape, target_length)
 
 
 def support_table(

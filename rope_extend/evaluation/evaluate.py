@@ -70,7 +70,7 @@ def evaluate(
         data: long documents, as `load_documents` takes them.
         lengths: in tokens; the trained window and its doublings up to 8x, if not given. Where one pass gives
             all of them, the trained window is measured as well.
-        methods: rotary methods by name; `none` is plain RoPE, `as-is` what the config says.
+        methods: methods by name; `none` is plain RoPE, `as-is` what the config says.
         adapters: directories of adapters for this model, each with its `rope_extend.json`.
         protocol: how perplexity is measured, as in `perplexity`; with its own `window`, `stride` or `last`.
         window: in tokens, for the protocol `cropped`.
