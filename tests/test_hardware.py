@@ -209,17 +209,27 @@ def test_where_memory_is_short_layers_go_to_disk(work: Path) -> None:
 
 
 @pytest.mark.usefixtures("private_cache")
-def test_an_adapter_on_a_model_with_layers_elsewhere(work: Path, tmp_path: Path) -> None:
+def test_an_adapter_on_a_model_with_layers_elsewhere(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapter = tmp_path / "adapter"
     rx.finetune(rx.Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(adapter), target_length=64,
         method="linear", steps=2, gradient_accumulation=1, learning_rate=1e-2, warmup_steps=0, lora_rank=4,
     ))  # fmt: skip
     documents, found = texts(64, vocabulary=200), []
-    for how in (Hardware(device="cpu"), Hardware(device_map=DISK)):
+    spread = dict.fromkeys(DISK, "cpu")
+    for how in (Hardware(device="cpu"), Hardware(device_map=spread)):
         tuned = rx.load_adapter(how.load(str(work / "model")), adapter)
         found.append(measure(tuned.eval(), documents, [64], chunk=20).ppl[64])
     assert found[0] == found[1]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    base = Hardware(device_map=DISK).load(str(work / "model"))
+    with pytest.raises(RopeExtendError, match=r"layers on disk.*merge the adapter first"):
+        rx.load_adapter(base, adapter)
+    assert rx.current_patch(base) is None
+    assert not list((tmp_path / "here").iterdir())  # where peft would have written the base's weights
 
 
 # ------------------------------------------------------------------------------------------------- commands

@@ -317,8 +317,18 @@ def _attach(
 
 
 def _places(model: nn.Module) -> dict[str, Any]:
-    """Where a model's parts are, for peft, which would find places of its own for layers on host or disk."""
+    """Where a model's parts are, for peft, which would find places of its own for layers on the host.
+
+    Raises:
+        RopeExtendError: some are on disk.
+    """
     places = getattr(unwrap(model), "hf_device_map", None) or {}
+    if "disk" in places.values():
+        raise RopeExtendError(
+            "the base model has layers on disk, and for an adapter on it peft would copy all weights into "
+            "the working directory; merge the adapter first (rope-extend merge) and load the merged "
+            "checkpoint, or leave more memory to the base model"
+        )
     inside = {name and f"base_model.model.{name}": place for name, place in places.items()}
     return {"device_map": inside} if inside else {}
 
