@@ -22,7 +22,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.families import adapter_for
 from rope_extend.inspection import active_table, config_record, layer_config, rotary_part, shape_of, unwrap
 from rope_extend.patching import current_patch, patch_model
-from rope_extend.pretrained import empty_model, one_error
+from rope_extend.pretrained import empty_model
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,13 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
     base = unwrap(model)
     config, parameters = rotary_part(base.config)
     layer = layer_config(base.config)
-    shape = shape_of(model, trained_length)
+    marks = _marks(model)
+    try:
+        shape = shape_of(model, trained_length)
+    except RopeExtendError:
+        if not marks:
+            raise
+        shape = marks[0].shape  # what the config does not say, the adapter knows
     rotary = next(iter(adapter_for(base.config.model_type).rotary_modules(base.base_model).values()))
     record = config_record(base.config)
     known = (
@@ -152,7 +158,7 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         encoding=str(known) if known else None,
         record=record,
         slow_channels=int((shape.trained_length * shape.inv_freq() < 2 * math.pi).sum()),
-        unapplied=_unapplied(model),
+        unapplied=_unapplied(model, marks),
     )
 
 
@@ -170,41 +176,61 @@ def _empty_model(name: str) -> nn.Module:
     return model
 
 
-def _reads(model: nn.Module, encoding: Encoding, shape: RopeShape, lengths: Sequence[int]) -> bool:
-    """Whether a model without a patch reads with an encoding all the same, because its config says so."""
-    if not isinstance(encoding, RopeEncoding):
-        return False
-    if beyond_a_table(encoding, shape) and not encoding.per_row:
-        return False
-    return has_tables_of(model, encoding, shape, lengths)
+@dataclass(frozen=True)
+class _Mark:
+    """What an active adapter was trained with, by the mark that `rope_extend.save` leaves in its config."""
+
+    adapter: str
+    encoding: Encoding
+    shape: RopeShape
+    target_length: int
 
 
-def _unapplied(model: nn.Module) -> str | None:
-    """The encoding that an active adapter was trained with and that the model does not read with.
-
-    Found by the mark that `rope_extend.save` leaves in an adapter's config, and which peft carries along.
-    """
+def _marks(model: nn.Module) -> list[_Mark]:
+    """Of the active adapters, those that rope_extend saved; peft carries the mark along."""
     base = unwrap(model)
     configs = getattr(base, "peft_config", None) or {}
     layers = (module for module in base.modules() if isinstance(module, BaseTunerLayer))
-    active: list[str] = next((layer.active_adapters for layer in layers), [])
-    patch = current_patch(model)
-    for name in active:
+    found = []
+    for name in next((layer.active_adapters for layer in layers), []):
         mapping = getattr(configs.get(name), "auto_mapping", None)
         mark = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
         if mark is None:
             continue
-        with one_error(f"what the config of the adapter {name!r} says of its encoding is damaged ({mark!r})"):
-            trained, shape = Encoding.from_dict(mark["encoding"]), RopeShape(**mark["shape"])
-            lengths = (shape.trained_length, check_length("adapter", "target_length", mark["target_length"]))
-        if patch is None and _reads(base, trained, shape, lengths):
-            continue
-        if patch is not None and (patch.encoding, patch.shape) == (trained, shape):
-            continue
-        logger.warning(
-            "the adapter %r was trained with %s, and this model reads with %s: its output is not to "
-            "be trusted. Load the adapter with rope_extend.load or rope_extend.load_adapter, not peft alone",
-            name, trained, patch.encoding if patch else "the base model's own encoding",
-        )  # fmt: skip
-        return str(trained)
+        try:
+            length = check_length("adapter", "target_length", mark["target_length"])
+            encoding, shape = Encoding.from_dict(mark["encoding"]), RopeShape(**mark["shape"])
+        except Exception as error:
+            raise RopeExtendError(
+                f"what the config of the adapter {name!r} says of its encoding is damaged ({error}): "
+                f"{mark!r}; load it with rope_extend.load, which compares it with what was saved"
+            ) from error
+        found.append(_Mark(name, encoding, shape, length))
+    return found
+
+
+def _unapplied(model: nn.Module, marks: Sequence[_Mark]) -> str | None:
+    """The encoding that an active adapter was trained with and that the model does not read with."""
+    patch = current_patch(model)
+    for mark in marks:
+        if not _reads(model, mark):
+            logger.warning(
+                "the adapter %r was trained with %s, and this model reads with %s: its output is not to be "
+                "trusted. Load the adapter with rope_extend.load or rope_extend.load_adapter, not peft alone",
+                mark.adapter, mark.encoding, patch.encoding if patch else "the base model's own encoding",
+            )  # fmt: skip
+            return str(mark.encoding)
     return None
+
+
+def _reads(model: nn.Module, mark: _Mark) -> bool:
+    """Whether a model reads with an encoding, by its patch or because its config says the same."""
+    patch = current_patch(model)
+    if patch is not None and (patch.encoding, patch.shape) == (mark.encoding, mark.shape):
+        return True
+    if patch is not None and beyond_a_table(patch.encoding, patch.shape):
+        return False
+    encoding, shape = mark.encoding, mark.shape
+    if not isinstance(encoding, RopeEncoding) or (beyond_a_table(encoding, shape) and not encoding.per_row):
+        return False
+    return has_tables_of(model, encoding, shape, (shape.trained_length, mark.target_length))
