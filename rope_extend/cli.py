@@ -243,7 +243,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a checkpoint's directory or hub id")
     parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help="adapter directories, one row each")
     parser.add_argument(
-        "--data", required=True, action="append", metavar="SOURCE",
+        "--data", action="append", metavar="SOURCE",
         help="long documents: a directory, glob, file or hub id; may be given again",
     )  # fmt: skip
     parser.add_argument(
@@ -257,7 +257,11 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         help="untrained rows: methods, none for plain RoPE, as-is for the model's own (default: as-is, or no "
         "such row where there are adapters)",
     )  # fmt: skip
-    parser.add_argument("--output", required=True, metavar="DIR", help="directory of the report")
+    parser.add_argument("--output", metavar="DIR", help="directory of the report")
+    parser.add_argument(
+        "--plan", action="store_true",
+        help="only say what it would take, in memory and time; needs neither data nor weights",
+    )  # fmt: skip
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help="replace a report in that directory")
     existing.add_argument(
@@ -312,11 +316,17 @@ def evaluate(arguments: argparse.Namespace) -> None:
     )
     from rope_extend.hardware import Hardware
 
+    methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
+    hardware = Hardware.from_arguments(arguments)
+    if arguments.plan:
+        _print_plan(arguments, methods, hardware)
+        return
+    if not (arguments.data and arguments.output):
+        raise RopeExtendError("evaluate needs --data and --output; only --plan does without")
     output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
     unfinished = output / UNFINISHED
     if arguments.overwrite:
         shutil.rmtree(unfinished, ignore_errors=True)
-    methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     measured = measure(
         arguments.model,
         data=arguments.data if len(arguments.data) > 1 else arguments.data[0],
@@ -333,7 +343,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         max_tokens=arguments.max_tokens,
         text_column=arguments.text_column,
         split=arguments.split,
-        hardware=Hardware.from_arguments(arguments),
+        hardware=hardware,
         chunk=arguments.chunk,
         save_losses=arguments.save_losses,
         finished=unfinished,
@@ -350,6 +360,21 @@ def evaluate(arguments: argparse.Namespace) -> None:
     shutil.rmtree(unfinished, ignore_errors=True)
     print("\n".join([markdown_table(rows), *short_context_table(rows)]))
     print("written:", *paths)
+
+
+def _print_plan(arguments: argparse.Namespace, methods: Sequence[str], hardware: Any) -> None:
+    from rope_extend.evaluation.evaluate import plan_of
+    from rope_extend.evaluation.protocols import protocol
+
+    found = plan_of(
+        arguments.model, methods, arguments.adapters, lengths=arguments.lengths, hardware=hardware,
+        trained_length=arguments.trained_length, chunk=arguments.chunk,
+        batched=not (arguments.no_cropped and protocol(arguments.protocol).nested),
+    )  # fmt: skip
+    if found is None:
+        raise RopeExtendError(f"what {arguments.model} takes cannot be foretold without its weights")
+    print(found)
+    found.check()
 
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from rope_extend.checkpoint import Record, load_adapter, read_record
 from rope_extend.data import format_length, load_documents
-from rope_extend.encodings import RopeShape, encoding, rotary_method
+from rope_extend.encodings import RopeEncoding, RopeShape, encoding, rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import EvaluationRow, file_name, perplexity
+from rope_extend.evaluation.plan import Plan, plan
 from rope_extend.evaluation.protocols import protocol as protocol_of
 from rope_extend.hardware import Hardware
 from rope_extend.info import info
@@ -84,7 +85,6 @@ def evaluate(
     Raises:
         RopeExtendError: no such model, adapter, method or data, or texts that are too short.
     """
-    hardware = hardware or Hardware()
     found = info(model, trained_length=trained_length)
     shape = found.shape
     trained = shape.trained_length
@@ -99,6 +99,14 @@ def evaluate(
     for adapter, record in records.items():
         if record.shape != shape:
             raise RopeExtendError(f"the adapter in {adapter} is for another model than {model!r}")
+    hardware = hardware or Hardware()
+    foreseen = plan_of(
+        model, methods, adapters, lengths=wanted, hardware=hardware, trained_length=trained_length,
+        chunk=chunk, batched=cropped or not rule.nested,
+    )  # fmt: skip
+    if foreseen is not None:
+        logger.info("%s", foreseen)
+        foreseen.check()
     tokenizer = pretrained(AutoTokenizer, model)
     documents = load_documents(
         data,
@@ -109,7 +117,7 @@ def evaluate(
         max_documents=max_documents,
         max_tokens=wanted[-1] if rule.nested else max_tokens,
     )
-    lm = hardware.load(model)
+    lm = hardware.load(model, reserve=foreseen.beside_weights if foreseen else 0)
 
     def measured(reader: nn.Module, label: str, adapter: str | None, **how: Any) -> EvaluationRow:
         patch = current_patch(reader)
@@ -123,6 +131,7 @@ def evaluate(
                 documents,
                 wanted,
                 chunk=chunk,
+                suggested_chunk=foreseen.longest.at_once if foreseen else None,
                 save_losses=save_losses,
                 finished=None if finished is None else Path(finished) / file_name(label),
                 progress=progress,
@@ -171,6 +180,48 @@ def evaluate(
             lm = tuned.unload()
             if patch is not None:
                 patch.remove()
+
+
+def plan_of(
+    model: str,
+    methods: Sequence[str] = (AS_IS,),
+    adapters: Sequence[str] = (),
+    *,
+    lengths: Sequence[int] | None = None,
+    hardware: Hardware | None = None,
+    trained_length: int | None = None,
+    chunk: int | None = None,
+    batched: bool = False,
+) -> Plan | None:
+    """What :func:`evaluate` will take, in memory and time, from the config alone; arguments as there.
+
+    Args:
+        model: a checkpoint's directory or hub id.
+        methods: as in :func:`evaluate`.
+        adapters: as in :func:`evaluate`.
+        lengths: as in :func:`evaluate`.
+        hardware: as in :func:`evaluate`.
+        trained_length: as in :func:`evaluate`.
+        chunk: as in :func:`evaluate`.
+        batched: whether the protocol reads many short windows.
+
+    Returns:
+        The plan, or None for a family of which none can be made.
+    """
+    shape = info(model, trained_length=trained_length).shape
+    trained = shape.trained_length
+    wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
+    encodings: list[RopeEncoding | None] = [None]
+    for method in methods:
+        _check_method(method, shape, wanted[-1])
+        if method not in (AS_IS, "none"):
+            encodings.append(rotary_method(method).for_target(shape, wanted[-1]))
+    recorded = [read_record(adapter).encoding for adapter in adapters]
+    encodings += [one for one in recorded if isinstance(one, RopeEncoding)]
+    return plan(
+        model, wanted, hardware=hardware or Hardware(), encodings=encodings, trained_length=trained,
+        chunk=chunk, batched=batched,
+    )  # fmt: skip
 
 
 def _check_method(method: str, shape: RopeShape, longest: int) -> None:

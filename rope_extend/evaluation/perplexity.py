@@ -255,6 +255,7 @@ def perplexity(
     device: torch.device | str | None = None,
     chunk_bytes: int | None = None,
     chunk: int | str | None = None,
+    suggested_chunk: int | None = None,
     batch_tokens: int | None = None,
     save_losses: bool = False,
     finished: str | Path | None = None,
@@ -294,6 +295,7 @@ def perplexity(
         chunk: read each window in pieces of so many tokens, with a cache, so that activations do not grow
             with the window; only the keys and values do. By itself only above 131,072 tokens, or where
             memory runs out.
+        suggested_chunk: the same, for models and encodings that can be read so; others are read whole.
         batch_tokens: how many tokens of short windows go through the model together; by default 32,768, and
             4,096 on a CPU.
         save_losses: keep the loss of every token in ``result.losses``.
@@ -336,7 +338,8 @@ def perplexity(
     data = fingerprint(used)
     # Not inference_mode: what a model caches while in it could not take part in training afterwards.
     with _evaluating(model, lm, device) as place, torch.no_grad(), bar:
-        reader = _Reader(model, place, bar, chunk_bytes=chunk_bytes, chunk=pieces, batch_tokens=batch_tokens)
+        reader = Reader(model, place, bar, chunk_bytes=chunk_bytes, chunk=pieces, batch_tokens=batch_tokens)
+        reader.chunk = pieces or suggested_chunk
         store = None
         if finished is not None:
             key = {"data": data, "protocol": protocol, **settings, "lengths": wanted, **_identity(model)}
@@ -425,27 +428,37 @@ class _Tally:
         return _exp(sum(self.nll[length]) / sum(self.terms[length]))
 
 
-class _Reader:
+def default_chunk_bytes(place: torch.device) -> int:
+    """How many bytes of float32 logits are computed at a time: on a CPU, what its caches hold."""
+    return 2**24 if place.type == "cpu" else 2**28
+
+
+def default_batch_tokens(place: torch.device) -> int:
+    """How many tokens of short windows go through a model together."""
+    return 4096 if place.type == "cpu" else 32_768
+
+
+class Reader:
     """Runs a model over windows, in pieces that fit into memory."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         place: torch.device,
-        bar: Any,
+        bar: Any = None,
         *,
-        chunk_bytes: int | None,
-        chunk: int | None,
-        batch_tokens: int | None,
+        chunk_bytes: int | None = None,
+        chunk: int | None = None,
+        batch_tokens: int | None = None,
     ) -> None:
         self.model, self.place, self.bar = model, place, bar
         self.head = output_head(model)
         self.long = LongReader(model, place)
-        self.chunk_bytes = chunk_bytes or (2**24 if place.type == "cpu" else 2**28)
+        self.chunk_bytes = chunk_bytes or default_chunk_bytes(place)
         self.chunk, self.asked = chunk, chunk is not None
-        self.batch_tokens = batch_tokens or (4096 if place.type == "cpu" else 32_768)
+        self.batch_tokens = batch_tokens or default_batch_tokens(place)
         self.halvings = 0
-        self.follows: dict[tuple[int, int], bool] = {}
+        self._possible: dict[tuple[int, int], bool] = {}
 
     def document(
         self, name: str, ids: torch.Tensor, plans: Sequence[Sequence[Window]], begin: int | None
@@ -475,7 +488,7 @@ class _Reader:
             logger.warning("out of memory on %r: once more, with half as many windows together", name)
             return
         piece = min(self.chunk or self.long.size(longest), longest)
-        whole = False in self.follows.values()
+        whole = False in self._possible.values()
         self.halvings += 1
         if self.halvings > HALVINGS:
             how = "and it can only be read in one piece" if whole else f"even in pieces of {piece} tokens"
@@ -501,11 +514,11 @@ class _Reader:
                 if begin is not None:
                     inputs[:, 0] = begin
                 targets = torch.stack([ids[w.first : w.end] for w in batch]).to(self.place)
-                losses.append(self._batch(inputs, targets, first, end).flatten().float().cpu().numpy())
+                losses.append(self.losses(inputs, targets, first, end).flatten().float().cpu().numpy())
                 self.bar.update(inputs.numel())
         return np.concatenate(losses)
 
-    def _batch(self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    def losses(self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """Losses ``[B, end − first]`` of the targets at ``first … end−1`` of windows ``[B, T]``."""
         losses = []
         at = 0
@@ -523,12 +536,12 @@ class _Reader:
         """The decoder's last states, ``[B, t, D]`` at a time."""
         tokens = inputs.shape[1]
         size = self.chunk or self.long.size(tokens)
-        if size >= tokens or not self._follows(tokens, size):
+        if size >= tokens or not self.in_pieces(tokens, size):
             yield self.long.whole(inputs)
         else:
             yield from self.long.in_pieces(inputs, size)
 
-    def _follows(self, tokens: int, size: int) -> bool:
+    def in_pieces(self, tokens: int, size: int) -> bool:
         """Whether a cache gives what one forward gives: whether the tables are equal at all lengths."""
         if self.asked and self.long.way is None:
             raise RopeExtendError(
@@ -536,14 +549,14 @@ class _Reader:
                 "measure it without chunk"
             )
         key = tokens, size
-        if key not in self.follows:
-            self.follows[key] = self.long.way is not None and self._one_table(tokens, size)
-        if self.asked and not self.follows[key]:
+        if key not in self._possible:
+            self._possible[key] = self.long.way is not None and self._one_table(tokens, size)
+        if self.asked and not self._possible[key]:
             raise RopeExtendError(
                 f"this model's position tables change between {size} and {tokens} tokens, which cached keys "
                 "cannot follow; measure it without chunk, or with an encoding that is exact per query"
             )
-        return self.follows[key]
+        return self._possible[key]
 
     def _one_table(self, tokens: int, size: int) -> bool:
         try:
