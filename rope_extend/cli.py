@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 2 after a user's mistake and with 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("rope_extend").setLevel(logging.INFO)
+    from rope_extend.processes import is_main_process
+
+    logging.getLogger("rope_extend").setLevel(logging.INFO if is_main_process() else logging.ERROR)
     # peft calls by its old name what transformers has renamed; there is nothing a user could do about it.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
     command: Command = arguments.command
@@ -301,7 +303,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Measure perplexity at every length: methods untrained, and adapters, on the same text.
 
     One forward per document gives the whole curve. Writes results.jsonl, a table, pictures and report.html.
-    What is done survives an interruption: the same command with --resume goes on.
+    What is done survives an interruption: the same command with --resume goes on. Several GPUs share the
+    documents: torchrun --nproc-per-node N -m rope_extend evaluate ...
     """
     import shutil
 
@@ -315,6 +318,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         write_report,
     )
     from rope_extend.hardware import Hardware
+    from rope_extend.processes import is_main_process, processes
 
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     hardware = Hardware.from_arguments(arguments)
@@ -325,8 +329,13 @@ def evaluate(arguments: argparse.Namespace) -> None:
         raise RopeExtendError("evaluate needs --data and --output; only --plan does without")
     output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
     unfinished = output / UNFINISHED
-    if arguments.overwrite:
+    together = processes(hardware.place)
+    if together:  # all have looked into the directory before anything in it changes
+        together.wait_for_everyone()
+    if arguments.overwrite and is_main_process():
         shutil.rmtree(unfinished, ignore_errors=True)
+    if together:
+        together.wait_for_everyone()
     measured = measure(
         arguments.model,
         data=arguments.data if len(arguments.data) > 1 else arguments.data[0],
@@ -354,6 +363,10 @@ def evaluate(arguments: argparse.Namespace) -> None:
         if unfinished.exists():
             print(f"\n{output} keeps what is done; the same command with --resume goes on", file=sys.stderr)
         raise
+    if together:
+        together.destroy_process_group()
+    if not is_main_process():
+        return
     trained = rows[0].trained_length
     assert trained is not None
     paths = write_report(rows, output, trained_length=trained, overwrite=arguments.overwrite)
@@ -496,7 +509,10 @@ def retrieve(arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.retrieve import retrieval_table
     from rope_extend.evaluation.retrieve import retrieve as measure
     from rope_extend.hardware import Hardware
+    from rope_extend.processes import process_count
 
+    if process_count() > 1:
+        raise RopeExtendError("retrieve runs in one process; start it without torchrun or accelerate launch")
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     results = measure(
         arguments.model,

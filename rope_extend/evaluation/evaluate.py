@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rope_extend.hardware import Hardware
 from rope_extend.info import info
 from rope_extend.patching import current_patch, extend, patch_model
 from rope_extend.pretrained import pretrained
+from rope_extend.processes import is_main_process, processes
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,8 @@ def evaluate(
     """Measure perplexity with each method, untrained, and with each adapter; yields a row as it is done.
 
     Every row is measured on the same tokens. Methods extend the model to the longest of `lengths`. Everything
-    is checked before the weights are loaded.
+    is checked before the weights are loaded. Under `torchrun` or `accelerate launch` each process reads its
+    share of the documents, and all get the same rows.
 
     Args:
         model: a checkpoint's directory or hub id.
@@ -108,15 +111,17 @@ def evaluate(
         logger.info("%s", foreseen)
         foreseen.check()
     tokenizer = pretrained(AutoTokenizer, model)
-    documents = load_documents(
-        data,
-        tokenizer,
-        text_column=text_column,
-        split=split,
-        min_tokens=0 if rule.joined else wanted[-1] + rule.beyond,
-        max_documents=max_documents,
-        max_tokens=wanted[-1] if rule.nested else max_tokens,
-    )
+    together = processes(hardware.place)
+    with together.main_process_first() if together else nullcontext():  # the others find what it tokenised
+        documents = load_documents(
+            data,
+            tokenizer,
+            text_column=text_column,
+            split=split,
+            min_tokens=0 if rule.joined else wanted[-1] + rule.beyond,
+            max_documents=max_documents,
+            max_tokens=wanted[-1] if rule.nested else max_tokens,
+        )
     lm = hardware.load(model, reserve=foreseen.beside_weights if foreseen else 0)
 
     def measured(reader: nn.Module, label: str, adapter: str | None, **how: Any) -> EvaluationRow:
@@ -134,7 +139,8 @@ def evaluate(
                 suggested_chunk=foreseen.longest.at_once if foreseen else None,
                 save_losses=save_losses,
                 finished=None if finished is None else Path(finished) / file_name(label),
-                progress=progress,
+                share=together is not None,
+                progress=progress and is_main_process(),
                 **how,
             ),
             trained_length=trained,

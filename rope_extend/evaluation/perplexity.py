@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from accelerate.utils import align_module_device
+from accelerate.utils import align_module_device, gather_object
 from tqdm import tqdm
 
 from rope_extend.data import Document, fingerprint, format_length, parse_length
@@ -38,6 +38,7 @@ from rope_extend.hardware import input_device, is_spread
 from rope_extend.inspection import length_groups
 from rope_extend.loss import causal_lm, output_head, token_losses
 from rope_extend.patching import current_patch
+from rope_extend.processes import processes
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class PerplexityResult:
         data: fingerprint of the scored token sequences; results compare only where it is equal.
         passes: forwards per document: one for each group of lengths with equal position tables.
         forward_tokens: tokens that went through the model in all.
-        seconds: wall time of the documents, those of an interrupted measurement included.
+        seconds: wall time of the documents, those of an interrupted measurement included; of several
+            processes, in the one that took longest.
         peak_memory_bytes: highest allocation during the run on CUDA; elsewhere the highest resident size of
             the process so far.
         stride: the protocol's setting, in tokens, where it has one.
@@ -259,6 +261,7 @@ def perplexity(
     batch_tokens: int | None = None,
     save_losses: bool = False,
     finished: str | Path | None = None,
+    share: bool = False,
     progress: bool = True,
 ) -> PerplexityResult:
     """Measure perplexity at each of ``lengths``, with sums in float64.
@@ -301,6 +304,8 @@ def perplexity(
         save_losses: keep the loss of every token in ``result.losses``.
         finished: a directory in which each document's losses are kept as soon as it is done. A second call
             with the same arguments goes on from there, with the same result bit for bit.
+        share: under `torchrun` or `accelerate launch`, let each process read its share of the documents. All
+            get the same result, which is that of one process, and all have to call this.
         progress: show a progress bar, if there is a terminal.
 
     Raises:
@@ -332,7 +337,6 @@ def perplexity(
     tally = [_Tally(rule, group) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
     forward_tokens = sum(w.stop - w.start for windows in itertools.chain(*plans) for w in windows)
-    seconds = 0.0
     quiet = None if progress else True  # None: quiet unless on a terminal
     bar = tqdm(total=forward_tokens, unit="tok", unit_scale=True, desc="perplexity", disable=quiet)
     data = fingerprint(used)
@@ -340,28 +344,40 @@ def perplexity(
     with _evaluating(model, lm, device) as place, torch.no_grad(), bar:
         reader = Reader(model, place, bar, chunk_bytes=chunk_bytes, chunk=pieces, batch_tokens=batch_tokens)
         reader.chunk = pieces or suggested_chunk
+        group_of = processes(place) if share else None
+        count, rank = (group_of.num_processes, group_of.process_index) if group_of else (1, 0)
+        bar.reset(total=sum(_read(by_group) for by_group in plans[rank::count]))
         store = None
         if finished is not None:
             key = {"data": data, "protocol": protocol, **settings, "lengths": wanted, **_identity(model)}
             store = _Finished(Path(finished), key)
-        for number, (text, by_group) in enumerate(zip(used, plans, strict=True)):
-            done = store.read(number, by_group) if store else None
-            if done is None:
-                started = time.perf_counter()
-                ids = text.input_ids
-                lead = begin if begin is not None and int(ids[0]) == begin else None
-                losses = reader.document(text.name, ids, by_group, lead)
-                done = losses, time.perf_counter() - started
-                if store:
-                    store.write(number, *done)
-            else:
-                bar.update(sum(w.stop - w.start for windows in by_group for w in windows))
-            seconds += done[1]
-            for group, sums, windows, values in zip(groups, tally, by_group, done[0], strict=True):
+
+        def measured() -> Iterator[tuple[int, list[Losses], float]]:
+            for number in range(rank, len(used), count):
+                text, by_group = used[number], plans[number]
+                done = store.read(number, by_group) if store else None
+                if done is None:
+                    started = time.perf_counter()
+                    ids = text.input_ids
+                    lead = begin if begin is not None and int(ids[0]) == begin else None
+                    losses = reader.document(text.name, ids, by_group, lead)
+                    done = losses, time.perf_counter() - started
+                    if store:
+                        store.write(number, *done)
+                else:
+                    bar.update(_read(by_group))
+                yield number, *done
+
+        seconds = [0.0] * count
+        for number, losses, taken in _gathered(measured()) if group_of else measured():
+            seconds[number % count] += taken
+            for group, sums, windows, values in zip(groups, tally, plans[number], losses, strict=True):
                 sums.add(windows, values)
                 if save_losses:
                     kept[group[-1]].append(values)
         peak = _peak_memory_bytes(place)
+        if group_of:
+            peak = max(gather_object([peak]))
 
     longest = tally[-1] if not rule.nested else max(tally, key=lambda one: one.lengths[-1])
     scored = longest.scored
@@ -381,7 +397,7 @@ def perplexity(
         data=data,
         passes=len(groups),
         forward_tokens=forward_tokens,
-        seconds=seconds,
+        seconds=max(seconds),
         peak_memory_bytes=peak,
         stride=settings.get("stride"),
         last=settings.get("last"),
@@ -390,6 +406,19 @@ def perplexity(
         document_terms={length: by_length[length].terms[length] for length in wanted},
         losses=kept if save_losses else None,
     )
+
+
+def _read(by_group: Sequence[Sequence[Window]]) -> int:
+    """How many tokens of a document go through the model."""
+    return sum(window.stop - window.start for windows in by_group for window in windows)
+
+
+def _gathered(
+    own: Iterator[tuple[int, list[Losses], float]],
+) -> list[tuple[int, list[Losses], float]]:
+    """What all processes measured, in the order of the documents."""
+    every: list[tuple[int, list[Losses], float]] = gather_object(list(own))
+    return sorted(every, key=lambda one: one[0])
 
 
 class _Tally:
@@ -601,7 +630,7 @@ class _Finished:
         path = self.directory / "measurement.json"
         if not path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
-            whole = path.with_suffix(".tmp")
+            whole = path.with_suffix(f".{os.getpid()}.tmp")  # other processes write the same
             whole.write_text(json.dumps(self.key, indent=1), encoding="utf-8")
             os.replace(whole, path)
         arrays = {f"losses_{n}": one for n, one in enumerate(losses)}
