@@ -313,11 +313,19 @@ class PositionReader:
                     f"{self.encoding} was patched in, which needs {name!r}: remove the patch, choose the "
                     f"implementation, and patch again"
                 )
-        queries = _rows(position_ids)
+        queries = _rows(self._with_values(position_ids))
         past = self._positions_of_past(queries)
         rows = max(past.shape[0], queries.shape[0])
         keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
         self._given, self._forward = position_ids, self.new_forward(queries, keys)
+
+    def _with_values(self, position_ids: Tensor) -> Tensor:
+        """On the meta device, where what a text takes is rehearsed: that it goes on where it was."""
+        if not position_ids.is_meta:
+            return position_ids
+        seen = _seen(self._past)
+        with torch.device("cpu"):
+            return torch.arange(seen, seen + position_ids.shape[-1])[None]
 
     def _positions_of_past(self, queries: Tensor) -> Tensor:
         seen = _seen(self._past)

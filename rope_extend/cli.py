@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 2 after a user's mistake and with 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("rope_extend").setLevel(logging.INFO)
+    from rope_extend.processes import is_main_process
+
+    logging.getLogger("rope_extend").setLevel(logging.INFO if is_main_process() else logging.ERROR)
     # peft calls by its old name what transformers has renamed; there is nothing a user could do about it.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
     command: Command = arguments.command
@@ -246,7 +248,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a checkpoint's directory or hub id")
     parser.add_argument("adapters", nargs="*", metavar="ADAPTER", help="adapter directories, one row each")
     parser.add_argument(
-        "--data", required=True, action="append", metavar="SOURCE",
+        "--data", action="append", metavar="SOURCE",
         help="long documents: a directory, glob, file or hub id; may be given again",
     )  # fmt: skip
     parser.add_argument(
@@ -260,7 +262,11 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         help="untrained rows: methods, none for plain RoPE, as-is for the model's own (default: as-is, or no "
         "such row where there are adapters)",
     )  # fmt: skip
-    parser.add_argument("--output", required=True, metavar="DIR", help="directory of the report")
+    parser.add_argument("--output", metavar="DIR", help="directory of the report")
+    parser.add_argument(
+        "--plan", action="store_true",
+        help="only say what it would take, in memory and time; needs neither data nor weights",
+    )  # fmt: skip
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help="replace a report in that directory")
     existing.add_argument(
@@ -306,7 +312,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     """Measure perplexity at every length: methods untrained, and adapters, on the same text.
 
     One forward per document gives the whole curve. Writes results.jsonl, a table, pictures and report.html.
-    What is done survives an interruption: the same command with --resume goes on.
+    What is done survives an interruption: the same command with --resume goes on. Several GPUs share the
+    documents: torchrun --nproc-per-node N -m rope_extend evaluate ...
     """
     import shutil
 
@@ -314,12 +321,24 @@ def evaluate(arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.report import UNFINISHED, check_output, markdown_report, write_report
     from rope_extend.evaluation.variants import AS_IS
     from rope_extend.hardware import Hardware
+    from rope_extend.processes import is_main_process, processes
 
+    methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
+    hardware = Hardware.from_arguments(arguments)
+    if arguments.plan:
+        _print_plan(arguments, methods, hardware)
+        return
+    if not (arguments.data and arguments.output):
+        raise RopeExtendError("evaluate needs --data and --output; only --plan does without")
     output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
     unfinished = output / UNFINISHED
-    if arguments.overwrite:
+    together = processes(hardware.place)
+    if together:  # all have looked into the directory before anything in it changes
+        together.wait_for_everyone()
+    if arguments.overwrite and is_main_process():
         shutil.rmtree(unfinished, ignore_errors=True)
-    methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
+    if together:
+        together.wait_for_everyone()
     measured = measure(
         arguments.model,
         data=arguments.data if len(arguments.data) > 1 else arguments.data[0],
@@ -337,7 +356,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         max_tokens=arguments.max_tokens,
         text_column=arguments.text_column,
         split=arguments.split,
-        hardware=Hardware.from_arguments(arguments),
+        hardware=hardware,
         chunk=arguments.chunk,
         save_losses=arguments.save_losses,
         finished=unfinished,
@@ -348,12 +367,31 @@ def evaluate(arguments: argparse.Namespace) -> None:
         if unfinished.exists():
             print(f"\n{output} keeps what is done; the same command with --resume goes on", file=sys.stderr)
         raise
+    if together:
+        together.destroy_process_group()
+    if not is_main_process():
+        return
     trained = rows[0].trained_length
     assert trained is not None
     paths = write_report(rows, output, trained_length=trained, overwrite=arguments.overwrite)
     shutil.rmtree(unfinished, ignore_errors=True)
     print(markdown_report(rows))
     print("written:", *paths)
+
+
+def _print_plan(arguments: argparse.Namespace, methods: Sequence[str], hardware: Any) -> None:
+    from rope_extend.evaluation.evaluate import plan_of
+    from rope_extend.evaluation.protocols import protocol
+
+    found = plan_of(
+        arguments.model, methods, arguments.adapters, lengths=arguments.lengths, hardware=hardware,
+        trained_length=arguments.trained_length, chunk=arguments.chunk,
+        batched=not (arguments.no_cropped and protocol(arguments.protocol).nested),
+    )  # fmt: skip
+    if found is None:
+        raise RopeExtendError(f"what {arguments.model} takes cannot be foretold without its weights")
+    print(found)
+    found.check()
 
 
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -462,7 +500,10 @@ def retrieve(arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.retrieve import retrieve as measure
     from rope_extend.evaluation.variants import AS_IS
     from rope_extend.hardware import Hardware
+    from rope_extend.processes import process_count
 
+    if process_count() > 1:
+        raise RopeExtendError("retrieve runs in one process; start it without torchrun or accelerate launch")
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     results = measure(
         arguments.model,

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 from rope_extend.errors import RopeExtendError
 from rope_extend.families import adapter_for
 from rope_extend.pretrained import default_dtype, pretrained
+from rope_extend.processes import process_count
 
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager")
@@ -59,7 +60,7 @@ class Hardware:
             raise RopeExtendError("give a device for the whole model, or a device_map to spread it; not both")
         if isinstance(self.device_map, str) and self.device_map not in MAPS:
             raise RopeExtendError(f"device_map must be one of {', '.join(MAPS)}, got {self.device_map!r}")
-        if self.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if self.device_map is not None and process_count() > 1:
             raise RopeExtendError(
                 "a model that is spread over all GPUs runs in one process; start one, or leave device_map "
                 "out, so that each process has a model of its own"

@@ -199,7 +199,8 @@ def test_the_command_goes_on_after_ctrl_c(
     own, stop = LlamaModel.forward, Stop(at)
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stop()
+        if not self.norm.weight.is_meta:  # the plan
+            stop()
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(LlamaModel, "forward", counted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from transformers import AutoTokenizer
 
 from rope_extend.checkpoint import read_record
 from rope_extend.data import format_length, load_documents
+from rope_extend.encodings import RopeEncoding, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import perplexity
+from rope_extend.evaluation.plan import Plan, plan
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.protocols import protocol as protocol_of
 from rope_extend.evaluation.results import EvaluationRow, file_name
@@ -26,6 +29,7 @@ from rope_extend.hardware import Hardware
 from rope_extend.info import info
 from rope_extend.patching import current_patch
 from rope_extend.pretrained import pretrained
+from rope_extend.processes import is_main_process, processes
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +67,8 @@ def evaluate(
     """Measure perplexity with each method, untrained, and with each adapter; yields a row as it is done.
 
     Every row is measured on the same tokens. Methods extend the model to the longest of `lengths`. Everything
-    is checked before the weights are loaded.
+    is checked before the weights are loaded. Under `torchrun` or `accelerate launch` each process reads its
+    share of the documents, and all get the same rows.
 
     Args:
         model: a checkpoint's directory or hub id.
@@ -97,7 +102,6 @@ def evaluate(
     Raises:
         RopeExtendError: no such model, adapter, method or data, or texts that are too short.
     """
-    hardware = hardware or Hardware()
     found = info(model, trained_length=trained_length)
     shape = found.shape
     trained = shape.trained_length
@@ -118,16 +122,26 @@ def evaluate(
     for adapter, record in records.items():
         if record.shape != shape:
             raise RopeExtendError(f"the adapter in {adapter} is for another model than {model!r}")
+    hardware = hardware or Hardware()
+    foreseen = plan_of(
+        model, methods, adapters, lengths=wanted, hardware=hardware, trained_length=trained_length,
+        chunk=chunk, batched=cropped or not rule.nested,
+    )  # fmt: skip
+    if foreseen is not None:
+        logger.info("%s", foreseen)
+        foreseen.check()
     tokenizer = pretrained(AutoTokenizer, model)
-    documents = load_documents(
-        data,
-        tokenizer,
-        text_column=text_column,
-        split=split,
-        min_tokens=0 if rule.joined else wanted[-1] + rule.beyond,
-        max_documents=max_documents,
-        max_tokens=wanted[-1] if rule.nested else max_tokens,
-    )
+    together = processes(hardware.place)
+    with together.main_process_first() if together else nullcontext():  # the others find what it tokenised
+        documents = load_documents(
+            data,
+            tokenizer,
+            text_column=text_column,
+            split=split,
+            min_tokens=0 if rule.joined else wanted[-1] + rule.beyond,
+            max_documents=max_documents,
+            max_tokens=wanted[-1] if rule.nested else max_tokens,
+        )
     plain = [name for name in methods if name == PLAIN or (name == AS_IS and found.encoding == "none")]
     # A cropped context is a control where it is the same targets that are scored with it.
     crops = protocol == "prefix" or (rule.same_targets and max(settings.values(), default=0) <= trained)
@@ -135,7 +149,7 @@ def evaluate(
     compared = len(methods) + len(adapters) > len(plain) and (controls or bool(plain))
     task = Passkey(template=template_for(model))
     prompts = _passkeys(task, tokenizer, trained, retrieval) if retrieval and compared else []
-    lm = hardware.load(model)
+    lm = hardware.load(model, reserve=foreseen.beside_weights if foreseen else 0)
 
     def measured(
         reader: nn.Module, label: str, adapter: str | None, lengths: Sequence[int] = wanted, **how: Any
@@ -151,9 +165,11 @@ def evaluate(
                 documents,
                 lengths,
                 chunk=chunk,
+                suggested_chunk=foreseen.longest.at_once if foreseen else None,
                 save_losses=save_losses,
                 finished=None if finished is None else Path(finished) / file_name(label),
-                progress=progress,
+                share=together is not None,
+                progress=progress and is_main_process(),
                 **how,
             ),
             trained_length=trained,
@@ -168,7 +184,7 @@ def evaluate(
         return replace(row, result=row.result.repeated(trained, wanted))
 
     def retrieved(reader: nn.Module, row: EvaluationRow) -> EvaluationRow:
-        if not prompts:
+        if not prompts or not is_main_process():  # few and short: not worth sharing
             return row
         # Beside the row's finished documents, which are of the same model, or it would have been refused.
         log = None if finished is None else Path(finished) / file_name(row.label) / "trials.jsonl"
@@ -202,6 +218,49 @@ def evaluate(
             unchanged = patch.encoding.name == "none" and patch.target_length <= trained
         if controls and unchanged:
             yield control(reader, label, of)
+
+
+def plan_of(
+    model: str,
+    methods: Sequence[str] = (AS_IS,),
+    adapters: Sequence[str] = (),
+    *,
+    lengths: Sequence[int] | None = None,
+    hardware: Hardware | None = None,
+    trained_length: int | None = None,
+    chunk: int | None = None,
+    batched: bool = False,
+) -> Plan | None:
+    """What :func:`evaluate` will take, in memory and time, from the config alone; arguments as there.
+
+    Args:
+        model: a checkpoint's directory or hub id.
+        methods: as in :func:`evaluate`.
+        adapters: as in :func:`evaluate`.
+        lengths: as in :func:`evaluate`.
+        hardware: as in :func:`evaluate`.
+        trained_length: as in :func:`evaluate`.
+        chunk: as in :func:`evaluate`.
+        batched: whether the protocol reads many short windows.
+
+    Returns:
+        The plan, or None for a family of which none can be made.
+    """
+    shape = info(model, trained_length=trained_length).shape
+    trained = shape.trained_length
+    wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
+    encodings: list[RopeEncoding | None] = [None]
+    for method in methods:
+        check_method(method, shape, wanted[-1])
+        if method not in (AS_IS, PLAIN):
+            made = method_named(method).for_target(shape, wanted[-1])
+            encodings += [made] if isinstance(made, RopeEncoding) else []
+    recorded = [read_record(adapter).encoding for adapter in adapters]
+    encodings += [one for one in recorded if isinstance(one, RopeEncoding)]
+    return plan(
+        model, wanted, hardware=hardware or Hardware(), encodings=encodings, trained_length=trained,
+        chunk=chunk, batched=batched,
+    )  # fmt: skip
 
 
 def _passkeys(task: Passkey, tokenizer: Any, length: int, trials: int) -> list[Prompt]:

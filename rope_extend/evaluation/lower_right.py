@@ -40,7 +40,7 @@ def lower_right(decoder: nn.Module) -> Iterator[None]:
         undo.unwind()
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """None for plain causal attention, else what sdpa gets."""
     rule = kwargs.get("mask_function", causal_mask_function)
     plain = rule is causal_mask_function and kwargs.get("attention_mask") is None
@@ -69,4 +69,4 @@ def _attention(
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
+AttentionMaskInterface.register(NAME, causal_mask)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import align_module_device
+from accelerate.utils import align_module_device, gather_object
 from tqdm import tqdm
 
 from rope_extend.data import Document, fingerprint, format_length, parse_length
@@ -36,6 +36,7 @@ from rope_extend.hardware import input_device, is_spread
 from rope_extend.inspection import length_groups
 from rope_extend.loss import causal_lm, output_head, token_losses
 from rope_extend.patching import current_patch
+from rope_extend.processes import processes
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,11 @@ def perplexity(
     device: torch.device | str | None = None,
     chunk_bytes: int | None = None,
     chunk: int | str | None = None,
+    suggested_chunk: int | None = None,
     batch_tokens: int | None = None,
     save_losses: bool = False,
     finished: str | Path | None = None,
+    share: bool = False,
     progress: bool = True,
 ) -> PerplexityResult:
     """Measure perplexity at each of ``lengths``, with sums in float64.
@@ -94,11 +97,14 @@ def perplexity(
         chunk: read each window in pieces of so many tokens, with a cache, so that activations do not grow
             with the window; only the keys and values do. By itself only above 131,072 tokens, or where
             memory runs out.
+        suggested_chunk: the same, for models and encodings that can be read so; others are read whole.
         batch_tokens: how many tokens of short windows go through the model together; by default 32,768, and
             4,096 on a CPU.
         save_losses: keep the loss of every token in ``result.losses``.
         finished: a directory in which each document's losses are kept as soon as it is done. A second call
             with the same arguments goes on from there, with the same result bit for bit.
+        share: under `torchrun` or `accelerate launch`, let each process read its share of the documents. All
+            get the same result, which is that of one process, and all have to call this.
         progress: show a progress bar, if there is a terminal.
 
     Raises:
@@ -130,35 +136,47 @@ def perplexity(
     tally = [_Tally(rule, group) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
     forward_tokens = sum(w.stop - w.start for windows in itertools.chain(*plans) for w in windows)
-    seconds = 0.0
     quiet = None if progress else True  # None: quiet unless on a terminal
     bar = tqdm(total=forward_tokens, unit="tok", unit_scale=True, desc="perplexity", disable=quiet)
     data = fingerprint(used)
     # Not inference_mode: what a model caches while in it could not take part in training afterwards.
     with _evaluating(model, lm, device) as place, torch.no_grad(), bar:
-        reader = _Reader(model, place, bar, chunk_bytes=chunk_bytes, chunk=pieces, batch_tokens=batch_tokens)
+        reader = Reader(model, place, bar, chunk_bytes=chunk_bytes, chunk=pieces, batch_tokens=batch_tokens)
+        reader.chunk = pieces or suggested_chunk
+        group_of = processes(place) if share else None
+        count, rank = (group_of.num_processes, group_of.process_index) if group_of else (1, 0)
+        bar.reset(total=sum(_read(by_group) for by_group in plans[rank::count]))
         store = None
         if finished is not None:
             key = {"data": data, "protocol": protocol, **settings, "lengths": wanted, **_identity(model)}
             store = _Finished(Path(finished), key)
-        for number, (text, by_group) in enumerate(zip(used, plans, strict=True)):
-            done = store.read(number, by_group) if store else None
-            if done is None:
-                started = time.perf_counter()
-                ids = text.input_ids
-                lead = begin if begin is not None and int(ids[0]) == begin else None
-                losses = reader.document(text.name, ids, by_group, lead)
-                done = losses, time.perf_counter() - started
-                if store:
-                    store.write(number, *done)
-            else:
-                bar.update(sum(w.stop - w.start for windows in by_group for w in windows))
-            seconds += done[1]
-            for group, sums, windows, values in zip(groups, tally, by_group, done[0], strict=True):
+
+        def measured() -> Iterator[tuple[int, list[Losses], float]]:
+            for number in range(rank, len(used), count):
+                text, by_group = used[number], plans[number]
+                done = store.read(number, by_group) if store else None
+                if done is None:
+                    started = time.perf_counter()
+                    ids = text.input_ids
+                    lead = begin if begin is not None and int(ids[0]) == begin else None
+                    losses = reader.document(text.name, ids, by_group, lead)
+                    done = losses, time.perf_counter() - started
+                    if store:
+                        store.write(number, *done)
+                else:
+                    bar.update(_read(by_group))
+                yield number, *done
+
+        seconds = [0.0] * count
+        for number, losses, taken in _gathered(measured()) if group_of else measured():
+            seconds[number % count] += taken
+            for group, sums, windows, values in zip(groups, tally, plans[number], losses, strict=True):
                 sums.add(windows, values)
                 if save_losses:
                     kept[group[-1]].append(values)
         peak = peak_memory_bytes(place)
+        if group_of:
+            peak = max(gather_object([peak]))
 
     longest = tally[-1] if not rule.nested else max(tally, key=lambda one: one.lengths[-1])
     scored = longest.scored
@@ -178,7 +196,7 @@ def perplexity(
         data=data,
         passes=len(groups),
         forward_tokens=forward_tokens,
-        seconds=seconds,
+        seconds=max(seconds),
         peak_memory_bytes=peak,
         stride=settings.get("stride"),
         last=settings.get("last"),
@@ -187,6 +205,19 @@ def perplexity(
         document_terms={length: by_length[length].terms[length] for length in wanted},
         losses=kept if save_losses else None,
     )
+
+
+def _read(by_group: Sequence[Sequence[Window]]) -> int:
+    """How many tokens of a document go through the model."""
+    return sum(window.stop - window.start for windows in by_group for window in windows)
+
+
+def _gathered(
+    own: Iterator[tuple[int, list[Losses], float]],
+) -> list[tuple[int, list[Losses], float]]:
+    """What all processes measured, in the order of the documents."""
+    every: list[tuple[int, list[Losses], float]] = gather_object(list(own))
+    return sorted(every, key=lambda one: one[0])
 
 
 class _Tally:
@@ -225,27 +256,37 @@ class _Tally:
         return statistics.ppl(sum(self.nll[length]) / sum(self.terms[length]))
 
 
-class _Reader:
+def default_chunk_bytes(place: torch.device) -> int:
+    """How many bytes of float32 logits are computed at a time: on a CPU, what its caches hold."""
+    return 2**24 if place.type == "cpu" else 2**28
+
+
+def default_batch_tokens(place: torch.device) -> int:
+    """How many tokens of short windows go through a model together."""
+    return 4096 if place.type == "cpu" else 32_768
+
+
+class Reader:
     """Runs a model over windows, in pieces that fit into memory."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         place: torch.device,
-        bar: Any,
+        bar: Any = None,
         *,
-        chunk_bytes: int | None,
-        chunk: int | None,
-        batch_tokens: int | None,
+        chunk_bytes: int | None = None,
+        chunk: int | None = None,
+        batch_tokens: int | None = None,
     ) -> None:
         self.model, self.place, self.bar = model, place, bar
         self.head = output_head(model)
         self.long = LongReader(model, place)
-        self.chunk_bytes = chunk_bytes or (2**24 if place.type == "cpu" else 2**28)
+        self.chunk_bytes = chunk_bytes or default_chunk_bytes(place)
         self.chunk, self.asked = chunk, chunk is not None
-        self.batch_tokens = batch_tokens or (4096 if place.type == "cpu" else 32_768)
+        self.batch_tokens = batch_tokens or default_batch_tokens(place)
         self.halvings = 0
-        self.follows: dict[tuple[int, int], bool] = {}
+        self._possible: dict[tuple[int, int], bool] = {}
 
     def document(
         self, name: str, ids: torch.Tensor, plans: Sequence[Sequence[Window]], begin: int | None
@@ -275,7 +316,7 @@ class _Reader:
             logger.warning("out of memory on %r: once more, with half as many windows together", name)
             return
         piece = min(self.chunk or self.long.size(longest), longest)
-        whole = False in self.follows.values()
+        whole = False in self._possible.values()
         self.halvings += 1
         if self.halvings > HALVINGS:
             how = "and it can only be read in one piece" if whole else f"even in pieces of {piece} tokens"
@@ -301,11 +342,11 @@ class _Reader:
                 if begin is not None:
                     inputs[:, 0] = begin
                 targets = torch.stack([ids[w.first : w.end] for w in batch]).to(self.place)
-                losses.append(self._batch(inputs, targets, first, end).flatten().float().cpu().numpy())
+                losses.append(self.losses(inputs, targets, first, end).flatten().float().cpu().numpy())
                 self.bar.update(inputs.numel())
         return np.concatenate(losses)
 
-    def _batch(self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int) -> torch.Tensor:
+    def losses(self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """Losses ``[B, end − first]`` of the targets at ``first … end−1`` of windows ``[B, T]``."""
         losses = []
         at = 0
@@ -323,12 +364,12 @@ class _Reader:
         """The decoder's last states, ``[B, t, D]`` at a time."""
         tokens = inputs.shape[1]
         size = self.chunk or self.long.size(tokens)
-        if size >= tokens or not self._follows(tokens, size):
+        if size >= tokens or not self.in_pieces(tokens, size):
             yield self.long.whole(inputs)
         else:
             yield from self.long.in_pieces(inputs, size)
 
-    def _follows(self, tokens: int, size: int) -> bool:
+    def in_pieces(self, tokens: int, size: int) -> bool:
         """Whether a cache gives what one forward gives: whether the tables are equal at all lengths."""
         if self.asked and self.long.way is None:
             raise RopeExtendError(
@@ -336,14 +377,14 @@ class _Reader:
                 "measure it without chunk"
             )
         key = tokens, size
-        if key not in self.follows:
-            self.follows[key] = self.long.way is not None and self._one_table(tokens, size)
-        if self.asked and not self.follows[key]:
+        if key not in self._possible:
+            self._possible[key] = self.long.way is not None and self._one_table(tokens, size)
+        if self.asked and not self._possible[key]:
             raise RopeExtendError(
                 f"this model's position tables change between {size} and {tokens} tokens, which cached keys "
                 "cannot follow; measure it without chunk, or with an encoding that is exact per query"
             )
-        return self.follows[key]
+        return self._possible[key]
 
     def _one_table(self, tokens: int, size: int) -> bool:
         try:
@@ -388,7 +429,7 @@ class _Finished:
         path = self.directory / "measurement.json"
         if not path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
-            whole = path.with_suffix(".tmp")
+            whole = path.with_suffix(f".{os.getpid()}.tmp")  # other processes write the same
             whole.write_text(json.dumps(self.key, indent=1), encoding="utf-8")
             os.replace(whole, path)
         arrays = {f"losses_{n}": one for n, one in enumerate(losses)}

@@ -46,7 +46,8 @@ class PerplexityResult:
         data: fingerprint of the scored token sequences; results compare only where it is equal.
         passes: forwards per document: one for each group of lengths with equal position tables.
         forward_tokens: tokens that went through the model in all.
-        seconds: wall time of the documents, those of an interrupted measurement included.
+        seconds: wall time of the documents, those of an interrupted measurement included; of several
+            processes, in the one that took longest.
         peak_memory_bytes: highest allocation during the run on CUDA; elsewhere the highest resident size of
             the process so far.
         stride: the protocol's setting, in tokens, where it has one.

@@ -1,0 +1,508 @@
+"""What an evaluation will take, in memory and time, said before any weights are read.
+
+Memory is not computed by a formula for each family: the evaluator itself runs on the meta device, where
+tensors have shapes and no values, and the bytes are counted that it would hold. Time is the operations of
+such a run, over rates that are measured on the device in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import get_max_memory
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+from transformers.utils import cached_file
+
+from rope_extend.attention import attention_modules
+from rope_extend.data import format_length
+from rope_extend.encodings import RopeEncoding
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.lower_right import causal_mask
+from rope_extend.evaluation.memory import LiveBytes
+from rope_extend.evaluation.perplexity import Reader, default_batch_tokens, default_chunk_bytes
+from rope_extend.evaluation.reading import LongReader, Room
+from rope_extend.hardware import Hardware, is_quantized
+from rope_extend.inspection import unwrap
+from rope_extend.patching import patch_model
+from rope_extend.undo import UndoLog
+
+logger = logging.getLogger(__name__)
+
+META = torch.device("meta")
+MARGIN = 0.95
+"""Share of the free memory that is planned with: the rest is for what kernels and allocators take."""
+SMALLEST = 256
+"""Fewest tokens at a time that a plan proposes."""
+WHOLE = "in one piece"
+STAND_IN = "rehearsed_"
+"""What the name of an attention implementation that only takes memory begins with."""
+
+
+@dataclass(frozen=True)
+class LengthPlan:
+    """What one window takes.
+
+    Attributes:
+        length: in tokens.
+        at_once: how many tokens are read at a time.
+        way: "in one piece", "layer by layer" or "with a cache".
+        memory: the most bytes held at one time, the weights included.
+        flops: of a document, those of attention counted for the pairs that are not masked out.
+        seconds: of a document, about.
+        fits: whether the memory is to be had.
+    """
+
+    length: int
+    at_once: int
+    way: str
+    memory: int
+    flops: float
+    seconds: float
+    fits: bool
+
+    @property
+    def reading(self) -> str:
+        """In words, how the window is read."""
+        return self.way if self.at_once >= self.length else f"{self.way}, {self.at_once:,} at a time"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an evaluation takes, by length.
+
+    Attributes:
+        lengths: ascending.
+        weights: bytes of the weights.
+        available: bytes to be had on the device, or of the limit.
+        place: the device.
+        most: the longest window that fits, in tokens; None where all do.
+    """
+
+    lengths: tuple[LengthPlan, ...]
+    weights: int
+    available: int
+    place: torch.device
+    most: int | None
+
+    @property
+    def longest(self) -> LengthPlan:
+        """The plan of the longest window."""
+        return self.lengths[-1]
+
+    @property
+    def beside_weights(self) -> int:
+        """Bytes that the longest window takes beside the weights."""
+        return self.longest.memory - self.weights
+
+    def check(self) -> None:
+        """Refuse a length that cannot fit.
+
+        Raises:
+            RopeExtendError: naming the nearest that does.
+        """
+        wrong = next((one for one in self.lengths if not one.fits), None)
+        if wrong is None:
+            return
+        nearest = f"up to {self.most:,} tokens fit" if self.most else "no length fits beside the weights"
+        raise RopeExtendError(
+            f"{wrong.length:,} tokens need about {_bytes(wrong.memory)}, {wrong.reading}, and "
+            f"{_bytes(self.available)} are to be had on {self.place} ({_bytes(self.weights)} go to weights); "
+            f"{nearest}. A smaller dtype, quantize or a device_map make room"
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"plan: {_bytes(self.weights)} of weights, {_bytes(self.available)} to be had on {self.place}",
+            f"{'tokens':>10}  {'memory':>9}  {'a document':>10}  read",
+        ]
+        lines += [
+            f"{format_length(one.length):>10}  {_bytes(one.memory):>9}  {_duration(one.seconds):>10}  "
+            f"{one.reading if one.fits else 'does not fit'}"
+            for one in self.lengths
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    model: str,
+    lengths: Sequence[int],
+    *,
+    hardware: Hardware,
+    encodings: Sequence[RopeEncoding | None] = (None,),
+    trained_length: int | None = None,
+    chunk: int | None = None,
+    batched: bool = False,
+) -> Plan | None:
+    """Foretell what reading windows of these lengths takes.
+
+    Args:
+        model: a checkpoint's directory or hub id, of which only the config is read.
+        lengths: in tokens.
+        hardware: where and how it will be loaded.
+        encodings: what it will read with; the one that takes most counts. None is as it is.
+        trained_length: the window the model was pretrained on, where the config does not say it.
+        chunk: how many tokens to read at a time; by default as many as there is memory for.
+        batched: whether short windows go through the model together.
+
+    Returns:
+        The plan; None, with a word in the log, for a family that does not run on the meta device.
+    """
+    empty = hardware.empty(model)
+    together = default_batch_tokens(hardware.place) if batched else 1
+    weights = weight_bytes(model, empty, hardware)
+    try:
+        rehearsal = _Rehearsal(empty, hardware, encodings, trained_length, weights, together)
+        return rehearsal.plan(sorted(set(lengths)), chunk)
+    except RopeExtendError:
+        raise
+    except Exception as error:  # whatever a family does with values, which the meta device does not have
+        logger.info("%s: what it takes cannot be foretold (%r)", unwrap(empty).config.model_type, error)
+        return None
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What a model does for a window, in floating-point operations.
+
+    Attributes:
+        linear: for each token.
+        layers: of attention in each layer: for each pair of a query and a key, and how many keys a query
+            sees at most, None for all before it.
+    """
+
+    linear: float
+    layers: tuple[tuple[float, int | None], ...]
+
+    def attention(self, tokens: int) -> float:
+        """Of all layers' attention in a window, for the pairs that are not masked out."""
+        return sum(cost * _pairs(tokens, window) for cost, window in self.layers)
+
+
+def _pairs(tokens: int, window: int | None) -> float:
+    """How many pairs of a query and a key a causal window has."""
+    reach = min(tokens, window or tokens)
+    return tokens * reach - reach * (reach - 1) / 2
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Floating-point operations per second of a device: of matrix products, and of causal attention."""
+
+    linear: float
+    attention: float
+
+
+class _Rehearsal:
+    """Runs the evaluator on a model without weights, and counts."""
+
+    def __init__(
+        self, model: nn.Module, hardware: Hardware, encodings: Sequence[RopeEncoding | None],
+        trained_length: int | None, weights: int, together: int,
+    ) -> None:  # fmt: skip
+        self.model, self.trained_length, self.together = model, trained_length, together
+        self.weights, self.place, self.spread = weights, hardware.place, hardware.device_map is not None
+        self.vocabulary = unwrap(model).get_output_embeddings().weight.shape[0]
+        self.usual = LongReader(model, self.place)  # how much it reads at a time by itself
+        self.available = available_memory(hardware)
+        # Of encodings that act alike, one.
+        alike = {(one is not None and one.rotates_in_attention, one is not None and one.per_row): one
+                 for one in reversed(encodings)}  # fmt: skip
+        self.encodings = list(alike.values())
+        self.operations = self._operations()
+        self.rates = measured_rates(model, self.place)
+
+    def plan(self, lengths: Sequence[int], chunk: int | None) -> Plan:
+        """The plan of all lengths."""
+        rows = tuple(self.length(length, chunk) for length in lengths)
+        most = None if rows[-1].fits else self.most(lengths[-1], chunk or SMALLEST)
+        return Plan(rows, self.weights, self.available, self.place, most)
+
+    def length(self, tokens: int, chunk: int | None) -> LengthPlan:
+        """The usual way of reading a window, or if that does not fit, the largest pieces that do."""
+        size = min(chunk or self.usual.size(tokens), tokens)
+        memory, way = self.memory(tokens, size)
+        while not self.fits(memory) and chunk is None and size > SMALLEST:
+            half = max(SMALLEST, size // 2)
+            smaller, other = self.memory(tokens, half)
+            if other == WHOLE:  # it cannot be read in pieces
+                break
+            size, memory, way = half, smaller, other
+        linear, attention = self.operations.linear * tokens, self.operations.attention(tokens)
+        return LengthPlan(
+            length=tokens,
+            at_once=tokens if way == WHOLE else size,
+            way=way,
+            memory=memory,
+            flops=linear + attention,
+            seconds=linear / self.rates.linear + attention / self.rates.attention,
+            fits=self.fits(memory),
+        )
+
+    def fits(self, memory: int) -> bool:
+        """Whether there is so much; where weights can go elsewhere, beside them."""
+        return (memory - self.weights if self.spread else memory) <= MARGIN * self.available
+
+    def most(self, tokens: int, size: int) -> int:
+        """The longest window that fits, to a 64th of one that does not."""
+        step = max(SMALLEST, tokens // 64 // SMALLEST * SMALLEST)
+        return step * bisect.bisect_left(
+            range(1, tokens // step + 1), True, key=lambda n: not self.fits(self.memory(n * step, size)[0])
+        )
+
+    def memory(self, tokens: int, size: int) -> tuple[int, str]:
+        """The most bytes at one time, and how the window is read: of the encoding that takes most."""
+        return max(self._memory(tokens, size, encoding) for encoding in self.encodings)
+
+    def _memory(self, tokens: int, size: int, encoding: RopeEncoding | None) -> tuple[int, str]:
+        """With one encoding. Short windows are read as many together as the evaluator does."""
+        with _attending(self.model, maskless=self.usual.maskless), self._patched(encoding):
+            reader = Reader(self.model, META, chunk=size, chunk_bytes=default_chunk_bytes(self.place))
+            reader.asked, reader.long = False, _Shortened(self.model, META)
+            counter = _Counter()
+            with counter, torch.no_grad():
+                way = reader.long.way if size < tokens and reader.in_pieces(tokens, size) else WHOLE
+            ids = torch.zeros(max(1, self.together // tokens), tokens, dtype=torch.int64, device=META)
+            counter = _Counter()
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                counter.add(tensor)
+            before = counter.live
+            with counter, torch.no_grad():
+                # The first logits are computed while most else is still there; the others would hold as much.
+                scored = min(tokens - 1, size, 2 * reader.chunk_bytes // (4 * self.vocabulary) + 1)
+                reader.losses(ids, ids[:, 1 : scored + 1], 1, scored + 1)
+        losses = 8 * ids.numel()  # of all tokens, in pieces and joined
+        return self.weights + counter.peak - before + losses, way or WHOLE
+
+    @contextmanager
+    def _patched(self, encoding: RopeEncoding | None) -> Iterator[None]:
+        if encoding is None:
+            yield
+        else:
+            with patch_model(self.model, encoding, trained_length=self.trained_length):
+                yield
+
+    def _operations(self) -> Operations:
+        """Counted on a short window."""
+        tokens, layers = 128, []
+
+        def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
+            cost = 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
+            layers.append((cost, getattr(module, "sliding_window", None)))
+
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
+        with _attending(self.model, maskless=True, note=note), torch.no_grad():
+            reader = Reader(self.model, META, chunk=tokens)
+            counter, products = _Counter(), FlopCounterMode(display=False)
+            with counter, products:
+                reader.losses(ids, ids[:, 1:], 1, tokens)
+        return Operations(products.get_total_flops() / tokens, tuple(layers))
+
+
+class _Shortened(LongReader):
+    """Reads of many pieces the first and the last, and of many layers one of each kind.
+
+    What is between takes as much memory, and is only noted as read.
+    """
+
+    def turns(self, layers: int) -> Sequence[int]:
+        """The first layer of each kind, and the last, whose states are what is wanted."""
+        caches = DynamicCache(config=self.config).layers
+        kinds: dict[Any, int] = {}
+        for number, layer in enumerate(self._layers()):
+            kind = (type(layer), type(caches[number]), getattr(layer, "attention_type", None))
+            kinds.setdefault(kind, number)
+        return sorted({*kinds.values(), layers - 1})
+
+    def in_pieces(self, inputs: Tensor, size: int) -> Iterator[Tensor]:
+        """States of the first piece, of all between, and of the last."""
+        tokens = inputs.shape[1]
+        if tokens <= 3 * size:
+            return super().in_pieces(inputs, size)
+        pieces = torch.split(inputs, [size, tokens - 2 * size, size], dim=1)
+        self._between = inputs.new_empty((*pieces[1].shape, self.config.hidden_size), dtype=self.lm.dtype)
+        return self.by_layer(pieces) if self.way == "layer by layer" else self.with_cache(pieces)
+
+    def _decode(self, piece: Tensor, cache: DynamicCache) -> Tensor:
+        states: Tensor | None = getattr(self, "_between", None)
+        if states is None or piece.shape != states.shape[:2]:
+            return super()._decode(piece, cache)
+        for layer in {id(layer): layer for layer in cache.layers}.values():
+            if getattr(layer, "is_initialized", False) and hasattr(layer, "keys"):
+                _skip(layer, piece.shape[1])
+        if hasattr(cache, "rope_extend_positions"):
+            positions = cache.rope_extend_positions
+            cache.rope_extend_positions = torch.arange(positions.shape[1] + piece.shape[1])[None]
+        return states
+
+
+def _skip(layer: Any, tokens: int) -> None:
+    """Let a layer of a cache have read so many tokens more."""
+    if isinstance(layer, Room):
+        stop = layer.keys.shape[-2] + tokens
+        layer.keys, layer.values = (room[..., :stop, :] for room in layer.rooms)
+    elif isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length += tokens
+        kept = min(layer.cumulative_length, layer.sliding_window - 1)
+        layer.keys, layer.values = (
+            states.new_empty(*states.shape[:-2], kept, states.shape[-1])
+            for states in (layer.keys, layer.values)
+        )
+
+
+class _Counter(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts on the meta device, and answers for the two operations that it does not have."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1  # asked whether all tokens are of one text
+        if function is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+            self.add(out)
+            return out
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+@contextmanager
+def _attending(
+    model: nn.Module, *, maskless: bool, note: Callable[..., None] | None = None
+) -> Iterator[None]:
+    """Let a model on the meta device attend by a function that takes the memory which kernels take.
+
+    Args:
+        model: without weights. Eager attention, which is no kernel, is only replaced where it is to be noted.
+        maskless: whether the kernel knows by itself which queries see which keys.
+        note: is told of each call.
+    """
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+    ) -> tuple[Tensor, None]:
+        if note is not None:
+            note(module, query, key, value)
+        groups = getattr(module, "num_key_value_groups", 1)
+        if groups > 1 and not use_gqa_in_sdpa(attention_mask, key, value):
+            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        if attention_mask is not None:
+            attention_mask = attention_mask.to(query.dtype)
+        _sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        return query.transpose(1, 2).new_empty(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
+
+    undo = UndoLog()
+    for module in (unwrap(model).base_model, *attention_modules(model)):
+        settings: Any = module.config
+        own = settings._attn_implementation
+        if own.startswith(STAND_IN) or (own == "eager" and note is None):
+            continue
+        mask = _no_mask if own != "sdpa" else causal_mask if maskless else sdpa_mask
+        AttentionInterface.register(STAND_IN + own, attention)
+        AttentionMaskInterface.register(STAND_IN + own, mask)
+        undo.set(settings, "_attn_implementation_internal", STAND_IN + own)
+    try:
+        yield
+    finally:
+        undo.unwind()
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+def weight_bytes(name: str, model: nn.Module, hardware: Hardware) -> int:
+    """Bytes of a checkpoint's weights as they will be loaded; `model` is it on the meta device."""
+    config = unwrap(model).config
+    if is_quantized(config):  # what the files hold is what is loaded
+        file = cached_file(name, "config.json", local_files_only=True)
+        assert file is not None
+        return sum(weights.stat().st_size for weights in Path(file).parent.glob("*.safetensors"))
+    total = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
+    if hardware.quantize is not None:
+        head = unwrap(model).get_output_embeddings()
+        share = 1.0 if hardware.quantize == "8bit" else 0.5 + 4 / 64  # a float32 for each 64 values
+        matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+        total += sum(int(share * weight.numel()) - weight.nbytes for weight in matrices)
+        total += max(weight.nbytes for weight in matrices)  # one at a time is brought back to what it was
+    return total
+
+
+def available_memory(hardware: Hardware) -> int:
+    """Bytes to be had on the device, or of the limit; over several GPUs, on the one that has least."""
+    place = hardware.place
+    if place.type == "cuda":
+        gpus = range(torch.cuda.device_count()) if hardware.device_map is not None else [place]
+        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
+    elif place.type == "mps":
+        free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    else:
+        free = min(get_max_memory()["cpu"], _control_group())
+    return free if hardware.limit_memory is None else min(free, hardware.limit_memory)
+
+
+def _control_group() -> int:
+    """Bytes that a container has left, which the system's own numbers do not show."""
+    root = Path("/sys/fs/cgroup")
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return max(0, int((root / most).read_text()) - int((root / used).read_text()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return sys.maxsize
+
+
+def measured_rates(model: nn.Module, place: torch.device) -> Rates:
+    """What a device does per second, with matrices and heads of a model's size, in its dtype."""
+    config = unwrap(model).config.get_text_config(decoder=True)
+    dtype, width = unwrap(model).dtype, config.hidden_size
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or width // heads
+    fast = place.type != "cpu"
+    budget = 2e12 if fast else 5e8  # operations of one trial
+    rows = min(16_384, max(64, int(budget / (8 * width**2))))
+    states = torch.randn(rows, width, device=place, dtype=dtype)
+    matrix = torch.randn(width, 4 * width, device=place, dtype=dtype)
+    tokens = min(16_384, max(256, int(math.sqrt(budget / (2 * heads * head)))))
+    query = torch.randn(1, heads, tokens, head, device=place, dtype=dtype)
+
+    def seconds(run: Callable[[], Tensor]) -> float:
+        times = []
+        for _ in range(4):  # the first one warms up
+            started = time.perf_counter()
+            run()
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+            times.append(time.perf_counter() - started)
+        return min(times[1:])
+
+    with torch.no_grad():
+        products = seconds(lambda: states @ matrix)
+        attention = seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
+    return Rates(8.0 * rows * width**2 / products, 4.0 * heads * head * _pairs(tokens, None) / attention)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
