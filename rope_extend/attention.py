@@ -586,7 +586,7 @@ def _rotate(states: Tensor, cos: Tensor, sin: Tensor, *, pairs: str, rotated: st
 # The attention functions
 
 
-def _inner(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def own_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The family's own function for an attention implementation."""
     home = sys.modules[type(module).__module__]
     interface = getattr(home, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
@@ -604,7 +604,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls under the name `rope_extend_<implementation>`."""
-    inner = _inner(module, implementation)
+    inner = own_function(module, implementation)
     reader: PositionReader | None = getattr(module, READER, None)
     if reader is None or not reader.acts_on(module):
         return inner(module, query, key, value, attention_mask, **kwargs)

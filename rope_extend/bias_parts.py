@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_extend.encodings import BiasEncoding, ModelShape
+from rope_extend.encodings import BiasEncoding, ModelShape, RelativeEncoding
 
 PART_ELEMENTS = 2**22
 """How many numbers a part of a bias may hold; so long as that leaves it `FEWEST` queries."""
@@ -61,6 +61,7 @@ class PartialBias:
 
     Attributes:
         sources: the tensors that parts are made from, the table or the learned parameters.
+        weighs: whether the weights of attention are asked for, see `values`.
     """
 
     def __init__(
@@ -77,6 +78,11 @@ class PartialBias:
         self.places = places
         self.causal = causal
         self.names = tuple(learned)
+        self.table = self.weighs = False
+        if isinstance(encoding, RelativeEncoding):
+            self.weighs = encoding.of_values(learned) is not None
+            self.sources = tuple(learned.values())
+            return
         device, keys = places.keys.device, places.keys.shape[1]
         farthest = int((places.queries.amax(dim=1) - places.keys.amin(dim=1)).max())
         self.table = int(places.queries.max()) <= encoding.same_until(shape, learned) and (
@@ -94,11 +100,14 @@ class PartialBias:
             table = torch.cat([table, torch.full_like(later, -math.inf) if causal else later], dim=1)
         self.sources = (table,)
 
-    def part(self, start: int, stop: int, first: int, end: int, sources: Sequence[Tensor]) -> Tensor:
+    def part(
+        self, start: int, stop: int, first: int, end: int, sources: Sequence[Tensor], query: Tensor
+    ) -> Tensor:
         """The bias of queries `stop - 1` down to `start`, in this order, and keys `first` to `end`.
 
         `[rows, heads, stop - start, end - first]` float32. `sources` are those of this object, or tensors of
-        their values that gradients shall reach.
+        their values that gradients shall reach; `query` are the scaled queries, in the same order,
+        `[batch, heads, stop - start, head_dim]`.
         """
         places = self.places
         if self.table and places.gapless:
@@ -109,15 +118,43 @@ class PartialBias:
             return window.unfold(1, end - first, 1)[None]
         queries = places.queries[:, start:stop].flip(1)[:, :, None]
         distance = queries - places.keys[:, None, first:end]
-        if self.table:
+        if isinstance(self.encoding, RelativeEncoding):
+            vectors = self.encoding.of_keys(self._learned(sources))
+            index = self._ranges(start, stop, first, end)
+            bias = (query.float() @ vectors.T).gather(-1, index.expand(*query.shape[:3], -1))
+        elif self.table:
             (table,) = sources
             index = table.shape[1] - 1 - distance.clamp(min=0)
             bias = functional.embedding(index, table.T).movedim(-1, 1)
         else:
-            learned = dict(zip(self.names, sources, strict=True))
+            learned = self._learned(sources)
             bias = self.encoding.bias(self.shape, distance.clamp(min=0), queries, learned).movedim(0, 1)
         if not self.causal:
             return bias
         slots = torch.arange(first, end, device=bias.device)
         own = torch.arange(places.before + stop - 1, places.before + start - 1, -1, device=bias.device)
         return bias.masked_fill(slots > own[:, None], -math.inf)
+
+    def values(
+        self, start: int, stop: int, first: int, end: int, sources: Sequence[Tensor], weights: Tensor
+    ) -> Tensor:
+        """What vectors on values add to the output of queries `stop - 1` down to `start`.
+
+        `weights` `[batch, heads, stop - start, end - first]` are those of attention; gives
+        `[batch, heads, stop - start, value_dim]`.
+        """
+        assert isinstance(self.encoding, RelativeEncoding)
+        vectors = self.encoding.of_values(self._learned(sources))
+        assert vectors is not None
+        index = self._ranges(start, stop, first, end).expand_as(weights)
+        shares = weights.new_zeros(*weights.shape[:3], len(vectors)).scatter_add(-1, index, weights)
+        return shares @ vectors.to(shares.dtype)
+
+    def _ranges(self, start: int, stop: int, first: int, end: int) -> Tensor:
+        """`[rows, 1, stop - start, end - first]`, the range of each distance."""
+        assert isinstance(self.encoding, RelativeEncoding)
+        queries = self.places.queries[:, start:stop].flip(1)[:, :, None]
+        return self.encoding.ranges((queries - self.places.keys[:, None, first:end]).clamp(min=0))[:, None]
+
+    def _learned(self, sources: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.names, sources, strict=True))

@@ -25,6 +25,7 @@ from rope_extend.attention import (
     causal_mask,
     is_dense,
     never_compiled,
+    own_function,
 )
 from rope_extend.bias_parts import PartialBias, Places, rows_of_part
 from rope_extend.channels import position_channels
@@ -62,18 +63,18 @@ class BiasReader(PositionReader):
 
     Args:
         encoding: what the bias is.
-        shape: the numbers it follows from.
         adapter: the model's family.
 
     Attributes:
+        shape: the numbers it follows from; to be set once it is installed.
         learned: what the encoding learns; None if nothing.
     """
 
     encoding: BiasEncoding
+    shape: ModelShape
 
-    def __init__(self, encoding: BiasEncoding, shape: ModelShape, adapter: FamilyAdapter) -> None:
+    def __init__(self, encoding: BiasEncoding, adapter: FamilyAdapter) -> None:
         super().__init__(encoding, adapter)
-        self.shape = shape
         self.learned: LearnedParameters | None = None
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
@@ -130,7 +131,7 @@ class BiasReader(PositionReader):
         call = _Call(
             inner, implementation, module, query, key[:, :, :end], value[:, :, :end], mask, places, kwargs
         )
-        shape = replace(self.shape, heads=query.shape[1])
+        shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
         slopes = self.encoding.slopes(shape)
         if slopes is not None and new > 1 and kwargs.get("softcap") is None:
             output, weights = self._by_channels(call, slopes, forward)
@@ -181,12 +182,14 @@ class BiasReader(PositionReader):
         learned = {} if self.learned is None else self.learned.of(call.module.layer_idx)
         if any(value.device != call.query.device for value in learned.values()):
             learned = {name: value.to(call.query.device) for name, value in learned.items()}
-        if self.learned is not None and shape.heads != self.shape.heads:
+        if self.learned is not None and shape != self.shape:
             raise PatchError(
-                f"{type(call.module).__name__} has {shape.heads} heads and {self.encoding} was made for "
-                f"{self.shape.heads}"
+                f"{type(call.module).__name__} attends with {shape}, and {self.encoding} was made for "
+                f"{self.shape}"
             )
         bias = PartialBias(self.encoding, shape, call.places, learned, causal=call.mask is None)
+        if bias.weighs:  # of the functions there are, this is the one that gives its weights away
+            call = replace(call, inner=own_function(call.module, "eager"))
         new, keys = call.query.shape[2], call.key.shape[2]
         rows = rows_of_part(len(call.places.keys) * shape.heads, keys)
         spans = _spans(call, rows)
@@ -228,16 +231,18 @@ def _attend_part(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Attention of some queries to some keys, the bias and the mask added in one."""
     (start, stop), (first, end) = queries, keys
-    part = bias.part(start, stop, first, end, sources).to(query.dtype)
+    asking = query[:, :, start:stop].flip(2)
+    part = bias.part(start, stop, first, end, sources, asking * call.kwargs["scaling"]).to(query.dtype)
     if call.mask is not None:
         given = call.mask[:, :, start:stop, first:end].flip(2)
         least = torch.finfo(query.dtype).min
         part = (
             torch.where(given, part, least) if given.dtype == torch.bool else (part + given).clamp(min=least)
         )
-    output, weights = call.attend(
-        query[:, :, start:stop].flip(2), key[:, :, first:end], value[:, :, first:end], part
-    )
-    if weights is not None:
-        weights = functional.pad(weights.flip(2), (first, key.shape[2] - end))
-    return output.flip(1), weights
+    output, weights = call.attend(asking, key[:, :, first:end], value[:, :, first:end], part)
+    if bias.weighs:
+        assert weights is not None
+        output = output + bias.values(start, stop, first, end, sources, weights).transpose(1, 2)
+    if weights is None or call.implementation != "eager":
+        return output.flip(1), None
+    return output.flip(1), functional.pad(weights.flip(2), (first, key.shape[2] - end))

@@ -124,11 +124,12 @@ class Patch:
             self._undo.set(decoder, LEARNED, None)
         encoding = self.encoding
         if isinstance(encoding, BiasEncoding):
-            shape = self._model_shape(base)
-            self._reader = reader = BiasReader(encoding, shape, adapter)
+            self._reader = reader = BiasReader(encoding, adapter)
             reader.install(decoder, self._undo)
-            layers = {int(m.layer_idx) for m in attention_modules(decoder) if reader.acts_on(m)}
-            reader.learned = self._learn(decoder, shape, sorted(layers))
+            modules = [module for module in attention_modules(decoder) if reader.acts_on(module)]
+            reader.shape = self._model_shape(base, modules[0])
+            layers = sorted({int(module.layer_idx) for module in modules})
+            reader.learned = self._learn(decoder, reader.shape, layers)
             return
         if isinstance(encoding, AbsoluteEncoding):
             shape = self._model_shape(base)
@@ -145,9 +146,14 @@ class Patch:
             else:
                 self._reader.watch(decoder, self._undo)
 
-    def _model_shape(self, base: Any) -> ModelShape:
+    def _model_shape(self, base: Any, attention: Any = None) -> ModelShape:
+        """The numbers of a model, and of an attention module of it, where that says more than its config."""
         config = layer_config(base.config)
-        return ModelShape(config.num_attention_heads, config.hidden_size, self.shape.trained_length)
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        head_dim = getattr(config, "head_dim", None) or hidden // heads
+        width = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None) or head_dim
+        value = getattr(attention, "v_head_dim", None) or width
+        return ModelShape(heads, hidden, self.shape.trained_length, width, value)
 
     def _learn(self, decoder: Any, shape: ModelShape, layers: list[int]) -> LearnedParameters | None:
         """Make what the encoding learns a part of the model."""

@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import json
 import logging
+import math
 import statistics
 import sys
 import time
@@ -18,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_extend as rx
 from rope_extend.data import Document
+from rope_extend.encodings import ModelShape
 from rope_extend.evaluation import perplexity
 from rope_extend.evaluation.memory import LiveBytes
 from rope_extend.loss import next_token_loss
@@ -334,12 +338,101 @@ def training_loss(repetitions: int) -> Iterator[Row]:
                 yield row(f"{where}: time", name, "s", times[0], seconds)
 
 
+class Biased:
+    """One layer's attention with a bias: ours, plain causal, and with a dense bias as papers compute it."""
+
+    def __init__(self, method: str, length: int, window: int) -> None:
+        lm = model(window=window, layers=1, width=384)
+        self.layer, self.implementation = lm.model.layers[0].self_attn, lm.config._attn_implementation
+        generator = torch.Generator().manual_seed(0)
+        self.tensors = [
+            torch.randn(1, heads, length, 64, generator=generator).to(lm.device).requires_grad_()
+            for heads in (6, 3, 3)
+        ]
+        self.positions = torch.arange(length, device=lm.device)[None]
+        self.lm, self.patch = lm, rx.patch_model(lm, rx.encoding(method))
+        self.learned = {} if self.patch.learned is None else self.patch.learned.of(0)
+
+    def ours(self) -> torch.Tensor:
+        self.lm.model.rotary_emb(self.tensors[0], self.positions)
+        return self._attend(self.lm.config._attn_implementation)
+
+    def causal(self) -> torch.Tensor:
+        return self._attend(self.implementation)
+
+    def _attend(self, name: str) -> torch.Tensor:
+        return ALL_ATTENTION_FUNCTIONS[name](
+            self.layer, *self.tensors, None, scaling=0.125, position_ids=self.positions
+        )[0]
+
+    def dense(self) -> torch.Tensor:
+        q, k, v = self.tensors
+        query, key = self.positions[0, :, None].float(), self.positions[0].float()
+        far = (query - key).clamp(min=0)
+        bias = self._dense_bias(far, query).masked_fill(key > query, -torch.inf)
+        k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=bias[None], scale=0.125).transpose(1, 2)
+
+    def _dense_bias(self, far: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        """`[heads, T, T]`, by the code of the paper."""
+        encoding, learned = self.patch.encoding, self.learned
+        if encoding.name == "t5_bias":
+            return learned["table"][encoding.bucket(far.long())].movedim(-1, 0)
+        if encoding.name == "kerple":
+            r1, r2 = (learned[name].exp()[:, None, None] for name in ("r1", "r2"))
+            return -r1 * torch.log1p(r2 * far)
+        if encoding.name == "fire":
+            reach = torch.maximum(query, learned["share"].abs() * self.patch.shape.trained_length)
+            c = learned["c"].abs()
+            share = torch.log1p(c * far) / (torch.log1p(c * reach) + 1e-6)
+            hidden = torch.relu(share[..., None] * learned["weight1"] + learned["bias1"])
+            return (hidden @ learned["weight2"].T + learned["bias2"]).movedim(-1, 0)
+        return -encoding.slopes(ModelShape(6, 384, 1)).to(far)[:, None, None] * far
+
+    def backward(self, run: Callable[[], torch.Tensor]) -> None:
+        run().square().sum().backward()
+        self.learned = {} if self.patch.learned is None else self.patch.learned.of(0)
+
+
+def attention_biases(repetitions: int) -> Iterator[Row]:
+    """Attention with a bias on its logits, against none, and against one that is dense, `[heads, T, T]`."""
+    for method in ("alibi", "t5_bias", "kerple", "fire"):
+        # FIRE's far queries, beyond the trained window, are its hard case.
+        long, short = (Biased(method, length, window=512) for length in (4096, 2048))
+        with torch.no_grad():
+            torch.testing.assert_close(short.ours(), short.dense(), rtol=0, atol=1e-5)
+        peers = {"plain causal": "causal", "dense bias": "dense"}
+        for peer, name in peers.items():
+            for case, length, what in ((long, "4k", "forward"), (short, "2k", "forward and backward")):
+                runs = []
+                for each in ("ours", name):
+                    run = getattr(case, each)
+                    runs.append(
+                        torch.no_grad()(run)
+                        if case is long
+                        else lambda case=case, run=run: case.backward(run)
+                    )
+                times = timed(*runs, repetitions=repetitions)
+                yield row(f"{method}: {what} at {length} tokens", peer, "s", *times)
+        exponents = []
+        for name, lengths in (("ours", (1024, 4096)), ("dense", (512, 2048))):
+            peaks = []
+            for length in lengths:
+                case = Biased(method, length, window=512)
+                with LiveBytes() as counter:
+                    case.backward(getattr(case, name))
+                peaks.append(counter.peak)
+            exponents.append(math.log(peaks[1] / peaks[0], 4))
+        yield row(f"{method}: exponent of peak bytes in the length, both ways", "dense bias", "", *exponents)
+
+
 BENCHMARKS = {
-    "training-loss": training_loss,
     "evaluator-memory": evaluator_memory,
     "whole-curve": whole_curve,
+    "training-loss": training_loss,
     "patched-forward": patched_forward,
     "dynamic-cache": dynamic_cache,
+    "attention-biases": attention_biases,
 }
 
 

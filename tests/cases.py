@@ -331,7 +331,7 @@ class AlternativeCase:
 
     name: str
     dense: Dense | None = None
-    """Of a bias."""
+    """Of a bias that follows from positions alone; one that follows from the query too is in its own test."""
     vectors: Vectors | None = None
     """Of vectors added to embeddings."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -476,6 +476,8 @@ ALTERNATIVES = [
     AlternativeCase("fire", fire, parameters={"width": 8, "per_layer": False}, label="fire-shared"),
     AlternativeCase("sandwich", sandwich(128)),
     AlternativeCase("sandwich", sandwich(16), parameters={"dim": 16}, label="sandwich-16"),
+    AlternativeCase("shaw"),
+    AlternativeCase("shaw", parameters={"reach": 5, "values": True}, label="shaw-values"),
     AlternativeCase("sinusoidal", vectors=sinusoidal(1.0, 10_000.0)),
     AlternativeCase(
         "sinusoidal",

@@ -339,7 +339,7 @@ def alternative(
     """The model patched by the row `case`; what the family cannot be patched with is refused by name."""
     case: AlternativeCase = request.getfixturevalue("case")
     before, state = logits(model, tokens(1, 20)), list(model.state_dict())
-    bias = case.dense is not None
+    bias = case.vectors is None
     if adapter_for(model.config.model_type).unreachable if bias else family.model_type in NO_FIRST_LAYER:
         with pytest.raises(UnsupportedModelError, match=model.config.model_type):
             rx.patch_model(model, case.made(), target_length=TARGET)
@@ -432,7 +432,9 @@ def test_an_alternative_trains_with_an_adapter_and_is_saved_with_it(
     base = tiny_model(family)
     adapter = adapter_for(family.model_type)
     unreachable = (
-        adapter.unreachable if case.dense else family.model_type in (*NO_FIRST_LAYER, *SEVERAL_STREAMS)
+        adapter.unreachable
+        if case.vectors is None
+        else family.model_type in (*NO_FIRST_LAYER, *SEVERAL_STREAMS)
     )
     if unreachable or not family.auto_reloads:
         pytest.skip("refused, or not loaded by name")

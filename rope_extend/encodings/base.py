@@ -134,14 +134,18 @@ class ModelShape:
         heads: query heads of a layer.
         hidden_size: channels of a token's embedding.
         trained_length: the window the model was pretrained on, in tokens.
+        head_dim: channels of a query and of a key.
+        value_dim: channels of a value.
     """
 
     heads: int
     hidden_size: int
     trained_length: int
+    head_dim: int = 64
+    value_dim: int = 64
 
     def __post_init__(self) -> None:
-        for field in ("heads", "hidden_size"):
+        for field in ("heads", "hidden_size", "head_dim", "value_dim"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise RopeExtendError(f"ModelShape: {field} must be a whole number above 0, got {value!r}")
@@ -787,6 +791,31 @@ class BiasEncoding(Encoding):
     def same_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> float:
         """The query position up to which the bias follows from the distance alone; infinity for any."""
         return math.inf
+
+
+class RelativeEncoding(BiasEncoding):
+    """A vector for each range of distances: what a query has in common with it is the bias.
+
+    The logits are `scale * query . (key + vector)`, so that the bias follows from the query too.
+    """
+
+    @abstractmethod
+    def ranges(self, distance: Tensor) -> Tensor:
+        """The range that each distance `[...]`, whole tokens from 0, is in: int64 `[...]`."""
+
+    @abstractmethod
+    def of_keys(self, learned: Mapping[str, Tensor]) -> Tensor:
+        """`[ranges, head_dim]`, what is added to keys; the same for all heads."""
+
+    def of_values(self, learned: Mapping[str, Tensor]) -> Tensor | None:
+        """`[ranges, value_dim]`, what is added to values; None if nothing is."""
+        return None
+
+    def bias(
+        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Never asked for: the bias follows from what the query is."""
+        raise NotImplementedError
 
 
 class AbsoluteEncoding(Encoding):
