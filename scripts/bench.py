@@ -14,12 +14,13 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+import torch.nn.functional as F
+import transformers
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Cache, LlamaConfig, LlamaForCausalLM
@@ -30,6 +31,7 @@ from rope_extend.data import Document
 from rope_extend.encodings import ModelShape
 from rope_extend.evaluation import perplexity
 from rope_extend.evaluation.memory import LiveBytes
+from rope_extend.evaluation.plan import operations_of
 from rope_extend.loss import next_token_loss
 
 Row = dict[str, Any]
@@ -70,44 +72,72 @@ def timed(
     return [summary(taken) for taken in times]
 
 
-def row(name: str, peer: str, unit: str, ours: float, theirs: float) -> Row:
-    """One comparison."""
-    return {"name": name, "peer": peer, "unit": unit, "ours": ours, "theirs": theirs, "ratio": ours / theirs}
+def row(
+    name: str, peer: str, unit: str, ours: float | None, theirs: float | None, target: float | None = None
+) -> Row:
+    """One comparison; `target` is the most that the ratio may be.
+
+    Ours is None where it was not measured, theirs where there is nothing to compare with.
+    """
+    ratio = None if ours is None or theirs is None else ours / theirs
+    return {
+        "name": name, "peer": peer, "unit": unit, "ours": ours, "theirs": theirs, "ratio": ratio,
+        "target": target,
+    }  # fmt: skip
 
 
-def evaluator_memory(repetitions: int) -> Iterator[Row]:
-    """Growth of peak memory per token, against computing all logits at once."""
-    vocabulary, short, long = 32_768, 1024, 4096
-    lm = model(vocabulary)
-    text = document(long, vocabulary)
+def evaluator_memory(
+    repetitions: int,
+    cases: Sequence[tuple[int, int, int, float]] = ((2**15, 1024, 4096, 1 / 10), (2**17, 256, 1024, 1 / 20)),
+) -> Iterator[Row]:
+    """Growth of peak memory per token, and time, against computing all logits at once.
 
-    def ours(length: int) -> None:
-        perplexity(lm, [text], [length], progress=False)
+    `cases`: tokens in the vocabulary, two lengths, and the target of the growth.
+    """
+    for vocabulary, short, long, target in cases:
+        lm = model(vocabulary)
+        text = document(long, vocabulary)
 
-    @torch.no_grad()
-    def naive(length: int) -> None:
-        ids = text.input_ids[None, :length].to(lm.device)
-        lm(ids, labels=ids, use_cache=False)
+        def ours(length: int, lm: LlamaForCausalLM = lm, text: Document = text) -> None:
+            perplexity(lm, [text], [length], progress=False)
 
-    def growth(run: Callable[[int], None]) -> float:
-        peaks = []
-        for length in (short, long):
-            with LiveBytes() as counter:
-                run(length)
-            peaks.append(counter.peak)
-        return (peaks[1] - peaks[0]) / (long - short)
+        @torch.no_grad()
+        def naive(length: int, lm: LlamaForCausalLM = lm, text: Document = text) -> None:
+            ids = text.input_ids[None, :length].to(lm.device)
+            lm(ids, labels=ids, use_cache=False)
 
-    peer = "model(input_ids, labels=...)"
-    yield row(
-        "evaluator: peak bytes per further token, 32k vocabulary", peer, "B", growth(ours), growth(naive)
-    )
-    times = timed(lambda: ours(long), lambda: naive(long), repetitions=repetitions)
-    yield row("evaluator: time at 4k tokens, 32k vocabulary", peer, "s", *times)
+        def growth(run: Callable[[int], None], short: int = short, long: int = long) -> float:
+            peaks = []
+            for length in (short, long):
+                with LiveBytes() as counter:
+                    run(length)
+                peaks.append(counter.peak)
+            return (peaks[1] - peaks[0]) / (long - short)
+
+        peer, size = "model(input_ids, labels=...)", f"{vocabulary // 1024}k vocabulary"
+        grown = growth(ours), growth(naive)
+        yield row(f"evaluator: peak bytes per further token, {size}", peer, "B", *grown, target)
+        times = timed(lambda: ours(long), lambda: naive(long), repetitions=repetitions)  # noqa: B023
+        yield row(f"evaluator: time at {long} tokens, {size}", peer, "s", *times, 1.0)
 
 
-def whole_curve(repetitions: int) -> Iterator[Row]:
-    """The perplexity curve at 32 lengths up to 8x the window, against one forward for each length."""
-    lm, lengths = model(), [64 * step for step in range(1, 33)]
+def evaluator_agreement(repetitions: int, vocabulary: int = 32_768, length: int = 1024) -> Iterator[Row]:
+    """The greatest difference of a token's loss from the naive loop's, which has all logits in float32."""
+    lm, text = model(vocabulary), document(length, vocabulary)
+    ids = text.input_ids.to(lm.device)
+    with torch.no_grad():
+        logits = lm(ids[None], use_cache=False).logits[0, :-1].float()
+        naive = F.cross_entropy(logits, ids[1:], reduction="none").cpu().numpy()
+    for how, chunk in (("whole", None), ("in pieces", length // 4)):
+        result = perplexity(lm, [text], [length], chunk=chunk, save_losses=True, progress=False)
+        gap = float(abs(result.losses[length][0] - naive).max())
+        yield row(f"evaluator: difference of a token's loss, {how}", "the target", "nat", gap, 1e-5, 1.0)
+
+
+def whole_curve(repetitions: int, window: int = 64, count: int = 64, reach: int = 32) -> Iterator[Row]:
+    """The perplexity curve up to 32x the window, against one forward per length, and the longest alone."""
+    lm = model(window=window)
+    lengths = [window * reach * step // count for step in range(1, count + 1)]
     text = document(lengths[-1], 4096)
 
     def ours() -> None:
@@ -117,14 +147,87 @@ def whole_curve(repetitions: int) -> Iterator[Row]:
         for length in lengths:
             perplexity(lm, [text], [length], progress=False)
 
+    def longest() -> None:
+        perplexity(lm, [text], lengths[-1:], progress=False)
+
     flops = []
     for run in (ours, loop):
         with FlopCounterMode(display=False) as counter:
             run()
         flops.append(float(counter.get_total_flops()))
-    peer = "one forward per length"
-    yield row("curve of 32 lengths: FLOPs", peer, "FLOP", *flops)
-    yield row("curve of 32 lengths: time", peer, "s", *timed(ours, loop, repetitions=repetitions))
+    peer, what = "one forward per length", f"curve of {count} lengths to {reach}x the window"
+    yield row(f"{what}: FLOPs", peer, "FLOP", *flops, 1 / 20)
+    few = max(1, repetitions // 3)  # the loop takes long, and the ratio is far from the target
+    yield row(f"{what}: time", peer, "s", *timed(ours, loop, repetitions=few), 1 / 15)
+    alone = timed(ours, longest, repetitions=max(repetitions, 7))
+    yield row(f"{what}: time", "the longest alone", "s", *alone, 1.05)
+
+
+EIGHT_BILLION = LlamaConfig(
+    vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500_000.0,
+)  # fmt: skip
+"""Llama 3's shape."""
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Operations per second in bfloat16 without sparsity, by the makers' data sheets."""
+
+
+def evaluator_8b(
+    repetitions: int, config: LlamaConfig = EIGHT_BILLION, lengths: tuple[int, int] = (131_072, 1_048_576),
+    device: str | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """A model of 8 billion random weights in bfloat16: a whole curve, and a window of a million tokens.
+
+    On a GPU. The attention kernels are those that a user gets.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else None)
+    first, second = lengths
+    curve = [first * step // 64 for step in range(1, 65)]
+    name = f"{'8B' if config is EIGHT_BILLION else 'small'} model, bfloat16: %s at {first:,} tokens"
+    million = f"{name.partition(':')[0]}: time at {second:,} tokens"
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(config).to(torch.bfloat16)
+    flops = operations_of(empty).of(first)
+    if device is None:
+        for what, target, unit, limit in (
+            (name % "time of a curve of 64 lengths", "16 s", "s", 16.0),
+            (name % "peak memory beside the weights", "20 GB", "B", 20e9),
+            (million, "finishes", "s", None),
+        ):
+            yield row(what, target, unit, None, limit, limit and 1.0)
+        return
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            lm = LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+    weights = sum(parameter.nbytes for parameter in lm.parameters())
+    text = document(second, config.vocab_size)
+
+    def run(lengths: list[int]) -> tuple[float, float]:
+        """Seconds, and peak bytes beside the weights."""
+        if device == "cuda":
+            result = perplexity(lm, [text], lengths, progress=False)
+            return result.seconds, result.peak_memory_bytes - weights
+        memory = LiveBytes()
+        for parameter in lm.parameters():
+            memory.add(parameter)
+        with memory:
+            result = perplexity(lm, [text], lengths, progress=False)
+        return result.seconds, memory.peak - weights
+
+    runs = [run(curve) for _ in range(max(2, min(repetitions, 3)))]  # the first one warms up
+    seconds, memory = min(taken for taken, _ in runs[1:]), max(held for _, held in runs)
+    yield row(name % "time of a curve of 64 lengths", "16 s", "s", seconds, 16.0, 1.0)
+    peak = next((rate for gpu, rate in PEAK.items() if gpu in _device_name()), None)
+    if peak is not None:
+        share = "40 % of the device's peak FLOP/s"
+        yield row(name % "time of a curve of 64 lengths", share, "s", seconds, flops / (0.4 * peak), 1.0)
+    yield row(name % "peak memory beside the weights", "20 GB", "B", memory, 20e9, 1.0)
+    yield row(million, "finishes", "s", run([second])[0], None)
 
 
 @torch.no_grad()
@@ -319,9 +422,11 @@ def training_loss(repetitions: int) -> Iterator[Row]:
 
             def peak(loss: Callable[[], torch.Tensor], lm: LlamaForCausalLM = lm) -> float:
                 with LiveBytes() as counter:
-                    counter.held.update(p.untyped_storage()._cdata for p in lm.parameters())
+                    for parameter in lm.parameters():
+                        counter.add(parameter)
+                    before = counter.live
                     step(loss)
-                return float(counter.peak)
+                return float(counter.peak - before)
 
             expected = step(losses["model(input_ids, labels=...)"])
             for name in ("ours", *(["TRL"] if has_trl else [])):
@@ -371,7 +476,7 @@ class Biased:
         far = (query - key).clamp(min=0)
         bias = self._dense_bias(far, query).masked_fill(key > query, -torch.inf)
         k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
-        return scaled_dot_product_attention(q, k, v, attn_mask=bias[None], scale=0.125).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], scale=0.125).transpose(1, 2)
 
     def _dense_bias(self, far: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         """`[heads, T, T]`, by the code of the paper."""
@@ -428,6 +533,8 @@ def attention_biases(repetitions: int) -> Iterator[Row]:
 
 BENCHMARKS = {
     "evaluator-memory": evaluator_memory,
+    "evaluator-agreement": evaluator_agreement,
+    "evaluator-8b": evaluator_8b,
     "whole-curve": whole_curve,
     "training-loss": training_loss,
     "patched-forward": patched_forward,
@@ -452,22 +559,36 @@ def main() -> None:
     if arguments.output and arguments.output.exists():
         parser.error(f"{arguments.output} exists; give another file")
     logging.getLogger("rope_extend").setLevel(logging.ERROR)  # what a patch tells a user is no news here
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
-    print(f"{device}, torch {torch.__version__}", file=sys.stderr)
-    print(f"{'benchmark':<84} {'ours':>12} {'peer':>12}  ratio  peer")
+    device = _device_name()
+    print(f"{device}, torch {torch.__version__}, transformers {transformers.__version__}", file=sys.stderr)
+    print(f"{'benchmark':<84} {'ours':>12} {'peer':>12}  ratio  target  peer")
     for name in arguments.names or BENCHMARKS:
         for result in BENCHMARKS[name](arguments.repetitions):
-            print(
-                f"{result['name']:<84} {result['ours']:>12.4g} {result['theirs']:>12.4g} "
-                f"{result['ratio']:>6.3f}  {result['peer']} ({result['unit']})"
-            )
+            print(line(result), flush=True)
             if arguments.output:
+                versions = {"torch": torch.__version__, "transformers": transformers.__version__}
                 with arguments.output.open("a") as file:
-                    file.write(json.dumps({**result, "device": device, "torch": torch.__version__}) + "\n")
+                    file.write(json.dumps({**result, "device": device, **versions}) + "\n")
+
+
+def line(result: Row) -> str:
+    """A comparison as the table has it."""
+    ours = "not measured" if result["ours"] is None else f"{result['ours']:.4g}"
+    ratio = "yet" if result["ours"] is None else _or_dash(result["ratio"], ".3f")
+    return (
+        f"{result['name']:<84} {ours:>12} {_or_dash(result['theirs'], '.4g'):>12} {ratio:>6}  "
+        f"{_or_dash(result['target'], '.3g'):>6}  {result['peer']} ({result['unit']})"
+    )
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _device_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
 
 
 if __name__ == "__main__":

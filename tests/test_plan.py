@@ -268,7 +268,10 @@ def test_the_command_prints_the_plan_and_does_nothing(
     assert set(tmp_path.iterdir()) == before
     for arguments, message in (
         ("--plan --lengths 1024k --limit-memory 1MB", "1,048,576 tokens need about"),
-        (f"--data {work / 'data'} --output {tmp_path / 'no'} --lengths 64 --limit-memory 100KB", "64 tokens"),
+        (
+            f"--data {work / 'data'} --output {tmp_path / 'no'} --lengths 64 --limit-memory 100KB",
+            "32 tokens",
+        ),  # its window
         ("--lengths 64", "needs --data and --output"),
     ):
         with pytest.raises(SystemExit) as ended:

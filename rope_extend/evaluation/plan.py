@@ -190,6 +190,10 @@ class Operations:
     linear: float
     layers: tuple[tuple[float, int | None], ...]
 
+    def of(self, tokens: int) -> float:
+        """Of a window, in all."""
+        return self.linear * tokens + self.attention(tokens)
+
     def attention(self, tokens: int) -> float:
         """Of all layers' attention in a window, for the pairs that are not masked out."""
         return sum(cost * _pairs(tokens, window) for cost, window in self.layers)
@@ -225,7 +229,7 @@ class _Rehearsal:
         alike = {(one is not None and one.rotates_in_attention, one is not None and one.per_row): one
                  for one in reversed(encodings)}  # fmt: skip
         self.encodings = list(alike.values())
-        self.operations = self._operations()
+        self.operations = operations_of(model)
         self.rates = measured_rates(model, self.place)
 
     def plan(self, lengths: Sequence[int], chunk: int | None) -> Plan:
@@ -250,7 +254,7 @@ class _Rehearsal:
             at_once=tokens if way == WHOLE else size,
             way=way,
             memory=memory,
-            flops=linear + attention,
+            flops=self.operations.of(tokens),
             seconds=linear / self.rates.linear + attention / self.rates.attention,
             fits=self.fits(memory),
         )
@@ -298,21 +302,22 @@ class _Rehearsal:
             with patch_model(self.model, encoding, trained_length=self.trained_length):
                 yield
 
-    def _operations(self) -> Operations:
-        """Counted on a short window."""
-        tokens, layers = 128, []
 
-        def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
-            cost = 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
-            layers.append((cost, getattr(module, "sliding_window", None)))
+def operations_of(model: nn.Module) -> Operations:
+    """What a model, on the meta device, does for a window; counted on a short one."""
+    tokens = 128
+    layers: list[tuple[float, int | None]] = []
 
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
-        with _attending(self.model, maskless=True, note=note), torch.no_grad():
-            reader = Reader(self.model, META, chunk=tokens)
-            counter, products = _Counter(), FlopCounterMode(display=False)
-            with counter, products:
-                reader.losses(ids, ids[:, 1:], 1, tokens)
-        return Operations(products.get_total_flops() / tokens, tuple(layers))
+    def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
+        cost = 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
+        layers.append((cost, getattr(module, "sliding_window", None)))
+
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
+    with _attending(model, maskless=True, note=note), torch.no_grad():
+        reader = Reader(model, META, chunk=tokens)
+        with _Counter(), FlopCounterMode(display=False) as products:
+            reader.losses(ids, ids[:, 1:], 1, tokens)
+    return Operations(products.get_total_flops() / tokens, tuple(layers))
 
 
 class _Shortened(LongReader):

@@ -1,0 +1,96 @@
+"""The benchmarks run, at a tiny size, and what is deterministic in them keeps to its target."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench", ROOT / "scripts" / "bench.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(found: Any) -> dict[str, dict[str, Any]]:
+    """By name and peer; all of them with finite figures."""
+    made = list(found)
+    for row in made:
+        assert row["ours"] > 0 or row["unit"] == "nat"
+        assert row["theirs"] is None or row["ratio"] == row["ours"] / row["theirs"]
+    return {f"{row['name']} / {row['peer']}": row for row in made}
+
+
+def keeps(row: dict[str, Any]) -> bool:
+    return bool(row["ratio"] <= row["target"])
+
+
+def test_memory_grows_as_little_as_is_asked(bench: ModuleType) -> None:
+    found = rows(bench.evaluator_memory(1, cases=[(2**15, 256, 768, 1 / 10), (2**16, 256, 512, 1 / 20)]))
+    growth = [row for name, row in found.items() if "peak bytes" in name]
+    assert len(found) == 4
+    assert len(growth) == 2
+    assert all(map(keeps, growth))
+    assert [row["unit"] for row in found.values()] == ["B", "s", "B", "s"]
+
+
+def test_losses_agree_with_the_naive_loop(bench: ModuleType) -> None:
+    found = rows(bench.evaluator_agreement(1, vocabulary=4096, length=256))
+    assert len(found) == 2
+    assert all(map(keeps, found.values()))
+
+
+def test_a_curve_costs_a_twentieth_of_the_loop(bench: ModuleType) -> None:
+    found = rows(bench.whole_curve(1, window=16, count=64, reach=32))
+    flops, loop, alone = found.values()
+    assert keeps(flops)
+    assert (loop["target"], alone["target"]) == (1 / 15, 1.05)
+
+
+def test_the_benchmark_for_a_gpu_runs_at_a_small_shape(bench: ModuleType) -> None:
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    found = rows(bench.evaluator_8b(2, config=config, lengths=(256, 512), device="cpu"))
+    assert [row["unit"] for row in found.values()] == ["s", "B", "s"]
+    assert "small model, bfloat16: time of a curve of 64 lengths at 256 tokens / 16 s" in found
+    memory = found["small model, bfloat16: peak memory beside the weights at 256 tokens / 20 GB"]["ours"]
+    assert 2 * 64 * 256 < memory < 2**24  # more than the hidden states, in bfloat16
+
+
+def test_without_a_gpu_nothing_is_made_up(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
+    output = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sys, "argv", ["bench.py", "evaluator-8b", "--output", str(output)])
+    bench.main()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 3
+    assert all("not measured" in line and "yet" in line for line in lines)
+    made = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["ours"] for row in made] == [None] * 3
+    assert "8B model, bfloat16: time at 1,048,576 tokens" in made[-1]["name"]
+
+
+def test_the_operations_of_the_8b_shape_are_those_of_its_matrices(bench: ModuleType) -> None:
+    with bench.torch.device("meta"):
+        model = bench.LlamaForCausalLM(bench.EIGHT_BILLION)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    tokens = 131_072
+    attention = 4 * 4096 * 32 * tokens * (tokens + 1) / 2
+    assert bench.operations_of(model).of(tokens) == pytest.approx(2 * matrices * tokens + attention, rel=1e-6)
