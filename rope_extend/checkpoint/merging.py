@@ -364,15 +364,17 @@ def _check_base(
         warn_unchecked("transformers joins or splits tensors of the model when it loads them")
         return
     held = [stored[where[name]] for name in names]
-    if strange := {each.dtype for each in held} - {torch.float32, torch.bfloat16}:
+    kinds = {each.dtype for each in held}
+    if strange := kinds - {torch.float32, torch.bfloat16, torch.float16}:
         warn_unchecked(f"the model is stored in {strange.pop()}")
         return
     found = fingerprint((name, _read(each.file, where[name])) for name, each in zip(names, held, strict=True))
     if found != record.base_fingerprint:
         raise RopeExtendError(
             f"the adapter in {adapter} was trained on {record.base_model!r} (fingerprint "
-            f"{record.base_fingerprint[:12]}), and {held[0].file.parent} has other weights ({found[:12]}); "
-            "give base_model= the former"
+            f"{record.base_fingerprint[:12]}), and {held[0].file.parent} has other weights ({found[:12]})"
+            f"{', or the same rounded to float16' if torch.float16 in kinds else ''}; give base_model= the "
+            "former"
         )
 
 
