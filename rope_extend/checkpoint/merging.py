@@ -340,16 +340,14 @@ def _check_whole(
     made_anew = getattr(base, "_keys_to_ignore_on_load_missing", None) or ()
     for name, matrix in base_matrices(base):
         shape = tuple(matrix.shape)
-        if name in where:
-            found = stored[where[name]].shape
-        elif name in converted or any(re.search(pattern, name) for pattern in made_anew):
+        found = stored[where[name]].shape if name in where else None
+        if found is None and (name in converted or any(re.search(key, name) for key in made_anew)):
             continue
-        else:
-            found = None
         if found != shape:
+            advice = "" if found else ". If it is renamed on loading, merge with in_memory=True (--in-memory)"
             raise RopeExtendError(
                 f"the weights of {str(files)!r} are not those of its config: {name} should be {shape}, and "
-                f"the files have {'none' if found is None else found}"
+                f"the files have {found or 'none'}{advice}"
             )
 
 
