@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import logging
 import os
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         ("card", _card_arguments, card),
         ("export", _export_arguments, export),
     ):
-        text = (run.__doc__ or "").strip()
+        text = inspect.getdoc(run) or ""
         command = commands.add_parser(
             name,
             help=text.splitlines()[0],

@@ -164,8 +164,14 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
 
 def _empty_model(name: str) -> nn.Module:
     """The model of a checkpoint, without weights; an adapter's is its base model, with its encoding."""
-    if not (Path(name) / "adapter_config.json").exists() or not (Path(name) / RECORD_NAME).exists():
+    directory = Path(name)
+    if not (directory / "adapter_config.json").exists() or (directory / "config.json").exists():
         return empty_model(name)
+    if not (directory / RECORD_NAME).exists():
+        raise RopeExtendError(
+            f"{name} holds an adapter without {RECORD_NAME}, and so says nothing of its encoding; give info "
+            "its base model"
+        )
     record = read_record(name)
     if record.base_model is None:
         raise RopeExtendError(f"the record in {name} names no base model; give info the base model instead")

@@ -300,15 +300,30 @@ def test_the_base_model_may_be_in_another_precision(made: Path, tmp_path: Path, 
     rx.load(made / "adapter", base_model=str(tmp_path / "half"), dtype=dtype)
 
 
-def test_a_base_model_in_float16_is_not_compared_and_that_is_said(
+def test_a_base_model_in_float16_is_compared_as_far_as_that_goes(
     made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    AutoModelForCausalLM.from_pretrained(made / "base", dtype=torch.float16).save_pretrained(
-        tmp_path / "half"
-    )
-    rx.load(made / "adapter", base_model=str(tmp_path / "half"), dtype=torch.float16)
-    rx.merge(made / "adapter", tmp_path / "merged", base_model=str(tmp_path / "half"), tokenizer=False)
-    assert caplog.text.count("so that it cannot be checked which base model an adapter belongs to") == 2
+    unchecked = "so that it cannot be checked which base model an adapter belongs to"
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(made / "base", dtype=torch.float16).save_pretrained(half)
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)))
+    adapter = rx.save(adapted, tmp_path / "adapter")
+    # Where the base model itself is in float16, it is known in whatever it is loaded.
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        rx.load(adapter, dtype=dtype)
+    rx.merge(adapter, tmp_path / "merged")
+    assert unchecked not in caplog.text
+    # One that was rounded to it may be the right one; a merge wants the original.
+    rx.load(made / "adapter", base_model=str(half), dtype=torch.float16)
+    assert caplog.text.count(unchecked) == 1
+    with pytest.raises(RopeExtendError, match=r"has other weights .*or the same rounded to float16"):
+        rx.merge(made / "adapter", tmp_path / "other", base_model=str(half))
+    other = AutoModelForCausalLM.from_pretrained(half, dtype=torch.float16)
+    other.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    other.save_pretrained(half)
+    refused(adapter, "has other weights", by="merge")
+    with pytest.raises(RopeExtendError, match="has other weights"):
+        rx.load(adapter, dtype=torch.float32)
 
 
 # ------------------------------------------------------------------------------------------------- configs

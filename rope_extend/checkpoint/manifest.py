@@ -273,12 +273,20 @@ def _compare(
 # The base model
 
 
-def base_fingerprint(model: nn.Module) -> str | None:
+IN_FLOAT16 = "the model is in float16, which rounds other than bfloat16"
+
+
+def base_fingerprint(model: nn.Module, *, in_float16: bool = False) -> str | None:
     """What tells a base model from another: SHA-256 over its matrices' names, shapes and some values.
 
     The same with and without an adapter, patched or not, on any device, and in float32 or bfloat16: values
     are compared as bfloat16. Vectors are left out, since peft can train biases in place. 16 values of each
     matrix are read, so it takes milliseconds.
+
+    Args:
+        model: the base model, or one with an adapter.
+        in_float16: also of a model in float16, which has that of its original if that was in float16 too, and
+            else may not.
 
     Returns:
         64 hexadecimal digits; None, with a warning, where the values are not to be had: in a quantised or
@@ -287,7 +295,7 @@ def base_fingerprint(model: nn.Module) -> str | None:
     base = unwrap(model)
     matrices = base_matrices(base)
     obstacle = _obstacle(base, [matrix for _, matrix in matrices])
-    if obstacle:
+    if obstacle and not (in_float16 and obstacle == IN_FLOAT16):
         warn_unchecked(obstacle)
         return None
     return fingerprint(matrices)
@@ -351,13 +359,11 @@ def _obstacle(base: Any, tensors: list[Tensor]) -> str | None:
         return "the model is quantised"
     if any(t.itemsize == 1 for t in tensors):
         return "the model is in 8 bits"
-    if any(t.dtype == torch.float16 for t in tensors):
-        return "the model is in float16, which rounds other than bfloat16"
     if any(t.is_meta or t.numel() == 0 or isinstance(t, DTensor) for t in tensors):
         return "the model's weights are offloaded or sharded"
     if any(isinstance(module, BaseTunerLayer) and module.merged for module in base.modules()):
         return "an adapter is merged into the model's weights"
-    return None
+    return IN_FLOAT16 if any(t.dtype == torch.float16 for t in tensors) else None
 
 
 def _sample(matrix: Tensor, count: int = 16) -> bytes:

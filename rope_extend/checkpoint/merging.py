@@ -351,16 +351,14 @@ def _check_whole(
     made_anew = getattr(base, "_keys_to_ignore_on_load_missing", None) or ()
     for name, matrix in base_matrices(base):
         shape = tuple(matrix.shape)
-        if name in where:
-            found = stored[where[name]].shape
-        elif name in converted or any(re.search(pattern, name) for pattern in made_anew):
+        found = stored[where[name]].shape if name in where else None
+        if found is None and (name in converted or any(re.search(key, name) for key in made_anew)):
             continue
-        else:
-            found = None
         if found != shape:
+            advice = "" if found else ". If it is renamed on loading, merge with in_memory=True (--in-memory)"
             raise RopeExtendError(
                 f"the weights of {str(files)!r} are not those of its config: {name} should be {shape}, and "
-                f"the files have {'none' if found is None else found}"
+                f"the files have {found or 'none'}{advice}"
             )
 
 
@@ -375,15 +373,17 @@ def _check_base(
         warn_unchecked("transformers joins or splits tensors of the model when it loads them")
         return
     held = [stored[where[name]] for name in names]
-    if strange := {each.dtype for each in held} - {torch.float32, torch.bfloat16}:
+    kinds = {each.dtype for each in held}
+    if strange := kinds - {torch.float32, torch.bfloat16, torch.float16}:
         warn_unchecked(f"the model is stored in {strange.pop()}")
         return
     found = fingerprint((name, _read(each.file, where[name])) for name, each in zip(names, held, strict=True))
     if found != record.base_fingerprint:
         raise RopeExtendError(
             f"the adapter in {adapter} was trained on {record.base_model!r} (fingerprint "
-            f"{record.base_fingerprint[:12]}), and {held[0].file.parent} has other weights ({found[:12]}); "
-            "give base_model= the former"
+            f"{record.base_fingerprint[:12]}), and {held[0].file.parent} has other weights ({found[:12]})"
+            f"{', or the same rounded to float16' if torch.float16 in kinds else ''}; give base_model= the "
+            "former"
         )
 
 

@@ -258,6 +258,8 @@ def read_record(directory: str | PathLike[str]) -> Record:
     except OSError as error:
         raise RopeExtendError(f"cannot read {directory}: {error}") from error
     if not found:
+        if not path.parent.exists():
+            raise RopeExtendError(f"there is no directory {directory} (seen from {Path.cwd()})")
         left = backups(path.parent)
         hint = (
             f". A save that was killed left what was there before in {left[-1]}; move it back, or save again"

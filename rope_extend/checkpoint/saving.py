@@ -15,6 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from peft import PeftConfig, PeftModel
@@ -23,12 +24,15 @@ from transformers import AutoModelForCausalLM
 
 from rope_extend.checkpoint import registry
 from rope_extend.checkpoint.manifest import (
+    IN_FLOAT16,
     RECORD_NAME,
     base_fingerprint,
+    base_matrices,
     changes_base,
     check_directory,
     check_finite,
     read_json,
+    warn_unchecked,
     weight_files,
 )
 from rope_extend.checkpoint.record import Record, check_agreement, read_record, seal
@@ -156,8 +160,8 @@ def local_directory(
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         given = f"Give {argument} a" if argument else "Give a"
         raise RopeExtendError(
-            f"cannot find the {what} {str(name)!r}: {error}. {given} hub id, or a directory with a "
-            f"checkpoint (seen from {Path.cwd()})"
+            f"cannot find the {what} {str(name)!r}: {str(error).rstrip('.')}. {given} hub id, or a directory "
+            f"with a checkpoint (seen from {Path.cwd()})"
         ) from error
 
 
@@ -337,9 +341,14 @@ def _check_base(model: nn.Module, directory: Path, record: Record, hint: str = "
     """Refuse a base model with other weights than the one that the adapter was trained on."""
     if record.base_fingerprint is None:
         return
-    found = base_fingerprint(model)
-    if found not in (None, record.base_fingerprint):
-        name = unwrap(model).config.name_or_path or "a model made in memory"
+    found = base_fingerprint(model, in_float16=True)
+    if found in (None, record.base_fingerprint):
+        return
+    base = unwrap(model)
+    if any(matrix.dtype == torch.float16 for _, matrix in base_matrices(base)):
+        warn_unchecked(IN_FLOAT16)
+    else:
+        name = base.config.name_or_path or "a model made in memory"
         raise RopeExtendError(
             f"the adapter in {directory} was trained on {record.base_model!r} (fingerprint "
             f"{record.base_fingerprint[:12]}), and this base model, {name!r}, has other weights (fingerprint "

@@ -36,6 +36,8 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
         RopeExtendError: `target` holds a checkpoint or a file of the same name, and is not to be overwritten;
             it cannot be written to, or the disk is full.
     """
+    if target.exists() and not target.is_dir():
+        raise RopeExtendError(f"cannot save to {target}: it is a file; give a directory")
     present = _present(target)
     if present and not overwrite:
         raise _in_use(target, f"a checkpoint ({present[0].name})")
@@ -76,7 +78,9 @@ def _present(directory: Path) -> list[Path]:
 
 
 def _in_use(target: Path, what: str) -> RopeExtendError:
-    return RopeExtendError(f"{target} already holds {what}; choose another directory, or overwrite=True")
+    return RopeExtendError(
+        f"{target} already holds {what}; choose another directory, or overwrite=True (--overwrite)"
+    )
 
 
 def _publish(source: Path, target: Path, overwrite: bool) -> None:
