@@ -82,7 +82,8 @@ def _tracked(cls: Any) -> type:
     return type(cls.__name__, (_Tracked, cls), {"__module__": cls.__module__})
 
 
-def _seen(past: Cache | None) -> int:
+def seen_by(past: Cache | None) -> int:
+    """How many tokens a cache holds."""
     return 0 if past is None else int(past.get_seq_length())
 
 
@@ -294,8 +295,12 @@ class PositionReader:
             assert isinstance(past, _Tracked)
             past.rope_extend_positions = self._forward.keys
             past.rope_extend_encoding = self.encoding
+            self.keep(past)
         self._past = None
         self._forward.tables.clear()
+
+    def keep(self, past: Cache) -> None:
+        """Leave with a cache what else the next forward needs, at the end of the present one."""
 
     @never_compiled
     def begin(self, position_ids: Tensor) -> None:
@@ -323,12 +328,12 @@ class PositionReader:
         """On the meta device, where what a text takes is rehearsed: that it goes on where it was."""
         if not position_ids.is_meta:
             return position_ids
-        seen = _seen(self._past)
+        seen = seen_by(self._past)
         with torch.device("cpu"):
             return torch.arange(seen, seen + position_ids.shape[-1])[None]
 
     def _positions_of_past(self, queries: Tensor) -> Tensor:
-        seen = _seen(self._past)
+        seen = seen_by(self._past)
         if seen == 0:
             return queries[:, :0]
         if not isinstance(self._past, _Tracked) or self._past.rope_extend_positions.shape[1] < seen:
@@ -454,7 +459,7 @@ class AttentionReader(PositionReader):
         if len(forward.segments) > 1:
             kwargs = self._for_parts(implementation, attention_mask, forward, kwargs)
         low = max(0, total - key.shape[2])  # a layer with a sliding window hands over its last keys only
-        rotate = partial(_rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
+        turn = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
         same = self.encoding.decay(self.shape) is None  # a query and a key at one place turn alike
         outputs: list[Tensor] = []
         weights: list[Tensor | None] = []
@@ -465,17 +470,17 @@ class AttentionReader(PositionReader):
             if self.adapter.backwards:
                 sin_q, sin_k = -sin_q, -sin_k
             keys, values = key[:, :, : end - low], value[:, :, : end - low]
-            keys = rotate(keys, cos_k[:, :, low:], sin_k[:, :, low:])
+            keys = turn(keys, cos_k[:, :, low:], sin_k[:, :, low:])
             needs_mask = attention_mask is None and end - low > segment.stop - segment.start > 1
             if needs_mask and total == new == key.shape[2] and 2 * segment.start <= segment.stop and same:
                 # Plain causal attention of all queries so far, on the fast path and without a mask, for the
                 # price of the earlier ones, whose results are dropped.
-                queries = rotate(query[:, :, : segment.stop], cos_k, sin_k)
+                queries = turn(query[:, :, : segment.stop], cos_k, sin_k)
                 output, weight = inner(module, queries, keys, values, None, **kwargs)
                 outputs.append(output[:, segment.start :])
                 weights.append(None if weight is None else weight[:, :, segment.start :])
                 continue
-            queries = rotate(query[:, :, segment.start : segment.stop], cos_q, sin_q)
+            queries = turn(query[:, :, segment.start : segment.stop], cos_q, sin_q)
             rows = MASK_ROWS if needs_mask and is_dense(implementation) else segment.stop - segment.start
             for start in range(segment.start, segment.stop, rows):
                 stop = min(start + rows, segment.stop)
@@ -563,7 +568,7 @@ def _part_of_mask(mask: Any, start: int, stop: int, keys: int) -> Any:
     return mask
 
 
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor, *, pairs: str, rotated: str) -> Tensor:
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, *, pairs: str, rotated: str) -> Tensor:
     """Rotate `states` `[batch, heads, n, head_dim]` by `cos`, `sin` `[1 or batch, 1, n, dim/2]`."""
     dim, head_dim = 2 * cos.shape[-1], states.shape[-1]
     turning, rest = states, None

@@ -24,7 +24,9 @@ from rope_extend.encodings import (
     AbsoluteEncoding,
     BiasEncoding,
     Encoding,
+    KernelEncoding,
     ModelShape,
+    PositionRemap,
     RopeEncoding,
     RopeShape,
     method_named,
@@ -35,6 +37,7 @@ from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.families import FamilyAdapter, adapter_for
 from rope_extend.inspection import CONFIG_RECORD, active_table, layer_config, rotary_part, shape_of, unwrap
 from rope_extend.learned import LEARNED, LearnedParameters
+from rope_extend.linear_attention import LinearReader
 from rope_extend.rotary import ExtendedRotaryEmbedding
 from rope_extend.stock_forms import CARRIED, nested, softmax_scale_of, stock_forms, stock_parameters
 from rope_extend.undo import UndoLog
@@ -136,6 +139,10 @@ class Patch:
             self._reader = adder = VectorReader(encoding, shape, adapter)
             adder.install(decoder, self._undo)
             adder.learned = self._learn(decoder, shape, [])
+            return
+        if isinstance(encoding, KernelEncoding):
+            self._reader = LinearReader(encoding, self.shape, adapter)
+            self._reader.install(decoder, self._undo)
             return
         scales = self.rotary.logit_scale(self.shape, torch.arange(1)) is not None
         inside = scales or self.rotary.rotates_in_attention
@@ -362,11 +369,8 @@ def patch_model(
         raise RopeExtendError(
             f"patch_model takes an encoding, such as encoding('yarn', factor=8.0), got {encoding!r}"
         )
-    if not isinstance(encoding, RopeEncoding | BiasEncoding | AbsoluteEncoding):
-        raise RopeExtendError(
-            f"{encoding.name} is neither a rotary schedule, a bias nor a vector for each position, and this "
-            "version patches in no other kind"
-        )
+    if isinstance(encoding, PositionRemap):
+        raise RopeExtendError(f"{encoding.name} changes positions, which this version does not patch in")
     shape = shape_of(model, trained_length)
     if target_length is None:
         target_length = encoding.target_length(shape)

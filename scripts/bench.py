@@ -531,6 +531,42 @@ def attention_biases(repetitions: int) -> Iterator[Row]:
         yield row(f"{method}: exponent of peak bytes in the length, both ways", "dense bias", "", *exponents)
 
 
+def linear_attention(repetitions: int) -> Iterator[Row]:
+    """Decoding with a state in place of keys: the same time and bytes however long the text."""
+    lm = model(layers=2)
+    rx.patch_model(lm, rx.encoding("linear_attention"))
+    caches, lengths = [], (1024, 65_536)
+    text = document(lengths[-1] + 1, 4096).input_ids[None].to(lm.device)
+
+    @torch.no_grad()
+    def read(ids: torch.Tensor, cache: Cache | None = None) -> Cache:
+        return lm(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+
+    for length in lengths:
+        caches.append(read(text[:, :length]))
+    held = [
+        float(
+            sum(each.nbytes for layer in cache.layers for each in layer.state)
+            + cache.rope_extend_positions.nbytes
+        )
+        for cache in (read(text[:, -1:], cache) for cache in caches)
+    ]
+    yield row("linear attention: cache after 64k tokens", "after 1k", "B", held[1], held[0])
+    times = timed(
+        *(lambda cache=cache: [read(text[:, -1:], cache) for _ in range(STEPS)] for cache in caches),
+        repetitions=max(repetitions, 7),
+        summary=statistics.median,
+    )
+    yield row(
+        "linear attention: median time of a token after 64k", "after 1k", "s",
+        *(taken / STEPS for taken in reversed(times)),
+    )  # fmt: skip
+    long, short = timed(
+        lambda: read(text[:, :16_384]), lambda: read(text[:, :4096]), repetitions=min(repetitions, 3)
+    )
+    yield row("linear attention: time to read a token of 16k", "of 4k", "s", long / 16_384, short / 4096)
+
+
 BENCHMARKS = {
     "evaluator-memory": evaluator_memory,
     "evaluator-agreement": evaluator_agreement,
@@ -540,6 +576,7 @@ BENCHMARKS = {
     "patched-forward": patched_forward,
     "dynamic-cache": dynamic_cache,
     "attention-biases": attention_biases,
+    "linear-attention": linear_attention,
 }
 
 

@@ -476,6 +476,7 @@ ALTERNATIVES = [
     AlternativeCase("fire", fire, parameters={"width": 8, "per_layer": False}, label="fire-shared"),
     AlternativeCase("sandwich", sandwich(128)),
     AlternativeCase("sandwich", sandwich(16), parameters={"dim": 16}, label="sandwich-16"),
+    AlternativeCase("linear_attention"),
     AlternativeCase("shaw"),
     AlternativeCase("shaw", parameters={"reach": 5, "values": True}, label="shaw-values"),
     AlternativeCase("sinusoidal", vectors=sinusoidal(1.0, 10_000.0)),

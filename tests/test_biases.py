@@ -29,7 +29,7 @@ from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.learned import learned_parameters
 
 LENGTH = 80
-BIASES = [case for case in ALTERNATIVES if case.vectors is None]
+BIASES = [case for case in ALTERNATIVES if issubclass(case.kind, BiasEncoding)]
 of_positions = pytest.mark.parametrize("case", [case for case in BIASES if case.dense is not None], ids=str)
 """Those that follow from positions alone."""
 SHAPE = ModelShape(heads=6, hidden_size=96, trained_length=32)

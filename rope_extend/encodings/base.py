@@ -841,6 +841,9 @@ class PositionRemap(Encoding):
 class KernelEncoding(Encoding):
     """Attention by a feature map in place of softmax, in time linear in the length."""
 
+    inner: RopeEncoding
+    """What features are rotated by: a static schedule."""
+
     @abstractmethod
     def features(self, states: Tensor) -> Tensor:
         """Feature map of queries or keys, `[..., head_dim]` to `[..., features]`, positive."""
