@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,10 +17,10 @@ import torch
 from cases import KEY_ENCODINGS, KEY_FAMILIES, AlternativeCase, EncodingCase, FamilyCase, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar
 
 torch.set_num_threads(1)
-logging.disable_progress_bar()
+disable_progress_bar()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -33,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         pair = isinstance(family, FamilyCase) and isinstance(case, EncodingCase | AlternativeCase)
         if pair and family.model_type not in KEY_FAMILIES and str(case) not in KEY_ENCODINGS:
             item.add_marker("slow")
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Commands that a test runs in this process choose how much is logged: not in the tests after it."""
+    logger = logging.getLogger("rope_extend")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(scope="session")
