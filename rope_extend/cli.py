@@ -561,13 +561,23 @@ def _plot_arguments(parser: argparse.ArgumentParser) -> None:
                 "--target-length", type=_length, metavar="N", help="default: 8x the trained window"
             )
             one.add_argument("--methods", type=_names, metavar="NAME,NAME", help="default: all")
+    text = "what each kind of encoding does, as pictures in a directory; needs no model"
+    gallery = kinds.add_parser("encodings", help=text, description=text.capitalize() + ".")
+    gallery.add_argument("--output", required=True, metavar="DIR", help="directory of the pictures")
+    gallery.add_argument("--overwrite", action="store_true", help="replace pictures that exist")
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draw pictures from saved results, from a run, or from a checkpoint's config alone."""
+    """Draw pictures from saved results, from a run, from a checkpoint's config, or of encodings alone."""
     from rope_extend import plots
 
     output = Path(arguments.output)
+    if arguments.kind == "encodings":
+        from rope_extend.gallery import draw_gallery
+
+        for path in draw_gallery(output, overwrite=arguments.overwrite):
+            print("written:", path)
+        return
     if output.exists() and not arguments.overwrite:
         raise RopeExtendError(f"{output} exists; choose another file, or --overwrite")
     options: dict[str, Any] = {"title": arguments.title}
