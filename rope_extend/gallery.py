@@ -29,7 +29,7 @@ from rope_extend.encodings import (
     rotary_method,
 )
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots import _INK, _PALETTE, _PLAIN, _QUIET, plot_frequencies
+from rope_extend.plots import INK, PALETTE, PLAIN, QUIET, plot_frequencies
 
 ROTARY = RopeShape(dim=64, theta=10_000.0, trained_length=2048)
 MODEL = ModelShape(heads=8, hidden_size=64, trained_length=2048)
@@ -116,12 +116,12 @@ def _linked(paper: str) -> str:
 def _figure(title: str, columns: int = 1, rows: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
     figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, x=0.01, ha="left", color=_INK, fontsize=13, fontweight="bold")
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
-        one.spines[["left", "bottom"]].set_color(_QUIET)
-        one.tick_params(colors=_INK, labelsize=9)
+        one.spines[["left", "bottom"]].set_color(QUIET)
+        one.tick_params(colors=INK, labelsize=9)
     return figure, axes
 
 
@@ -147,8 +147,8 @@ def draw_vectors(path: Path, positions: int = 128) -> Path:
     figure, (axes,) = _figure("Sinusoidal vectors", height=4.6)
     values = made.vectors(MODEL, torch.arange(positions), {}).numpy()
     image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
-    axes.set_xlabel("channel", color=_INK)
-    axes.set_ylabel("position", color=_INK)
+    axes.set_xlabel("channel", color=INK)
+    axes.set_ylabel("position", color=INK)
     figure.colorbar(image, ax=axes, label="what is added to the embedding")
     return _save(figure, path)
 
@@ -162,11 +162,11 @@ def draw_clocks(path: Path, pairs: Sequence[int] = (0, 8, 16, 24), positions: in
         for position in range(positions):
             angle = float(position * table[pair])
             axes.plot(
-                position + 0.4 * np.cos(circle), -row + 0.4 * np.sin(circle), color=_QUIET, linewidth=0.8
+                position + 0.4 * np.cos(circle), -row + 0.4 * np.sin(circle), color=QUIET, linewidth=0.8
             )
             axes.plot(
                 [position, position + 0.38 * np.cos(angle)], [-row, -row + 0.38 * np.sin(angle)],
-                color=_PALETTE[row % len(_PALETTE)], linewidth=2.2,
+                color=PALETTE[row % len(PALETTE)], linewidth=2.2,
             )  # fmt: skip
     waves = [2 * np.pi / float(table[pair]) for pair in pairs]
     axes.set_yticks(
@@ -174,7 +174,7 @@ def draw_clocks(path: Path, pairs: Sequence[int] = (0, 8, 16, 24), positions: in
         [f"pair {pair}: a turn in\n{wave:,.0f} tokens" for pair, wave in zip(pairs, waves, strict=True)],
     )
     axes.set_xticks(range(positions))
-    axes.set_xlabel("position", color=_INK)
+    axes.set_xlabel("position", color=INK)
     axes.set_aspect("equal")
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(length=0)
@@ -190,19 +190,19 @@ def draw_spectra(path: Path, names: Sequence[str] = ("none", "linear", "ntk", "y
     figure, (axes,) = _figure("Frequencies before and after an extension", height=3.6)
     for row, made in enumerate(_schedules(names)):
         table = made.inv_freq(ROTARY).numpy()
-        colour = _PLAIN if row == 0 else _PALETTE[(row - 1) % len(_PALETTE)]
+        colour = PLAIN if row == 0 else PALETTE[(row - 1) % len(PALETTE)]
         axes.vlines(table, -row - 0.35, -row + 0.35, color=colour, linewidth=1.6)
     axes.set_yticks([-row for row in range(len(names))], [str(made) for made in _schedules(names)])
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("radians per token", color=_INK)
+    axes.set_xlabel("radians per token", color=INK)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     for length, what in ((ROTARY.trained_length, "the trained window"), (TARGET, "the new one")):
-        axes.axvline(2 * np.pi / length, color=_QUIET, linewidth=1, linestyle=(0, (4, 2)))
+        axes.axvline(2 * np.pi / length, color=QUIET, linewidth=1, linestyle=(0, (4, 2)))
         axes.annotate(
             f"one turn in\n{what}, {format_length(length)}", (2 * np.pi / length, 1), (3, -2),
-            xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=_QUIET, fontsize=8,
+            xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET, fontsize=8,
             va="bottom",
         )  # fmt: skip
     return _save(figure, path)
@@ -219,11 +219,11 @@ def draw_matrices(path: Path, name: str, title: str, tokens: int = 96) -> Path:
     lowest = float(np.nanmin(values[heads]))
     for axes, head in zip(panels, heads, strict=True):
         image = axes.imshow(np.ma.masked_invalid(values[head]), cmap="cividis", vmin=lowest, vmax=0)
-        axes.set_title(f"head {head + 1} of {MODEL.heads}", fontsize=9.5, color=_INK)
+        axes.set_title(f"head {head + 1} of {MODEL.heads}", fontsize=9.5, color=INK)
         axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(3, integer=True))
-        axes.set_xlabel("key", color=_INK)
-    panels[0].set_ylabel("query", color=_INK)
+        axes.set_xlabel("key", color=INK)
+    panels[0].set_ylabel("query", color=INK)
     figure.colorbar(image, ax=panels, shrink=0.8, label="added to the logit")
     return _save(figure, path)
 
@@ -235,19 +235,19 @@ def draw_biases(
     figure, (axes,) = _figure(f"Biases by distance, head {head + 1} of {MODEL.heads}", height=4.2)
     distance = torch.unique(torch.logspace(0, np.log10(TARGET), 300).long())
     query = torch.full_like(distance, TARGET)
-    for name, colour in zip(names, _PALETTE, strict=False):
+    for name, colour in zip(names, PALETTE, strict=False):
         values = _bias(_bias_encoding(name), distance, query)[head]
         values = values - values[0]  # a softmax feels differences alone
         axes.plot(distance.numpy(), values, color=colour, linewidth=1.8, label=name)
     axes.set_xscale("log", base=2)
     axes.set_ylim(-12, 2)
-    axes.axvline(ROTARY.trained_length, color=_QUIET, linewidth=1)
+    axes.axvline(ROTARY.trained_length, color=QUIET, linewidth=1)
     axes.annotate(
         f"trained window, {format_length(ROTARY.trained_length)}", (ROTARY.trained_length, 1), (-4, -10),
-        xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=_QUIET, fontsize=9, ha="right",
+        xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET, fontsize=9, ha="right",
     )  # fmt: skip
-    axes.set_xlabel("distance from query to key, tokens", color=_INK)
-    axes.set_ylabel("bias, against that of the nearest key", color=_INK)
+    axes.set_xlabel("distance from query to key, tokens", color=INK)
+    axes.set_ylabel("bias, against that of the nearest key", color=INK)
     axes.legend(frameon=False, fontsize=9.5)
     return _save(figure, path)
 
@@ -256,22 +256,20 @@ def draw_decay(path: Path) -> Path:
     """How much a query and a key that are alike have in common by distance: rotated, and biased."""
     figure, (upper, lower) = _figure("What distance does to attention", rows=2, height=5.6)
     near = torch.arange(0, 512)
-    for made, colour in zip(
-        _schedules(("none", "linear", "yarn", "nope")), (_PLAIN, *_PALETTE), strict=False
-    ):
+    for made, colour in zip(_schedules(("none", "linear", "yarn", "nope")), (PLAIN, *PALETTE), strict=False):
         shared = torch.cos(near[:, None] * made.inv_freq(ROTARY)).mean(dim=1).numpy()
         upper.plot(near.numpy(), shared, color=colour, linewidth=1.8, label=str(made))
-    upper.set_ylabel("mean cosine over pairs", color=_INK)
+    upper.set_ylabel("mean cosine over pairs", color=INK)
     upper.legend(frameon=False, fontsize=9, ncols=4, loc="upper right")
-    for name, colour in zip(("alibi", "kerple", "t5_bias"), _PALETTE, strict=False):
+    for name, colour in zip(("alibi", "kerple", "t5_bias"), PALETTE, strict=False):
         values = _bias(_bias_encoding(name), near, near)
         for head, dash in ((1, "-"), (5, (0, (4, 2)))):
             label = f"{name}, head {head + 1}"
             lower.plot(
                 near.numpy(), np.exp(values[head]), color=colour, linewidth=1.8, linestyle=dash, label=label
             )
-    lower.set_ylabel("weight, against distance 0", color=_INK)
-    lower.set_xlabel("distance from query to key, tokens", color=_INK)
+    lower.set_ylabel("weight, against distance 0", color=INK)
+    lower.set_xlabel("distance from query to key, tokens", color=INK)
     lower.legend(frameon=False, fontsize=9, ncols=3)
     return _save(figure, path)
 

@@ -33,10 +33,10 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 _Row = TypeVar("_Row", bound="EvaluationRow | RetrievalResult")
 
 FORMATS = (".png", ".svg", ".pdf")
-_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
-_PLAIN = "#5F5F5F"  # what nothing was done to
-_INK, _QUIET, _GRID, _BEYOND = "#222222", "#777777", "#E4E4E4", "#F6F6F6"
+PLAIN = "#5F5F5F"  # what nothing was done to
+INK, QUIET, _GRID, _BEYOND = "#222222", "#777777", "#E4E4E4", "#F6F6F6"
 _TEXT_HEIGHT = 0.047  # of one line of labels, as a share of the axes
 _TICKS = 12  # most labels that stand side by side
 
@@ -86,7 +86,7 @@ def plot_loss_by_position(
     for row, style in _styled(rows):
         positions, means = _in_groups(row.result.nll_by_position, first)
         ends += _line(axes, positions, means, row.label, **{**style, "marker": ""})
-    axes.set_ylabel("loss, nats per token", color=_INK)
+    axes.set_ylabel("loss, nats per token", color=INK)
     whole = all(row.result.protocol in ("prefix", "cropped") for row in rows)
     what = "document" if whole else "window"
     powers = [2**n for n in range(longest.bit_length()) if 2**n >= first]
@@ -125,7 +125,7 @@ def plot_accuracy(
         )  # fmt: skip
         ends += _line(axes, x, y, row.label, markersize=5.5, **style)
     axes.set_ylim(-3, 103)
-    axes.set_ylabel("trials solved, %", color=_INK)
+    axes.set_ylabel("trials solved, %", color=INK)
     lengths = sorted({length for row in rows for length in row.lengths(task)})
     _length_axis(axes, lengths, "length, tokens")
     trained = next((row.trained_length for row in rows if row.trained_length), None)
@@ -164,22 +164,22 @@ def plot_heat_map(result: RetrievalResult, task: str, path: str | Path, *, title
         bar.outline.set_visible(False)
     for (row, column), share in np.ndenumerate(shares):
         if np.isfinite(share) and written:
-            colour = "white" if share < 55 else _INK  # what reads well on cividis
+            colour = "white" if share < 55 else INK  # what reads well on cividis
             axes.text(column, row, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=9.5)
     axes.xaxis.set_major_locator(FixedLocator(range(0, len(lengths), math.ceil(len(lengths) / _TICKS))))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: format_length(lengths[round(at)])))
     axes.yaxis.set_major_locator(FixedLocator(range(0, len(depths), math.ceil(len(depths) / _TICKS))))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda at, _: f"{100 * depths[round(at)]:.0f} %"))
     axes.tick_params(length=0)
-    axes.set_xlabel("length, tokens", color=_INK)
-    axes.set_ylabel("depth of the needle", color=_INK)
+    axes.set_xlabel("length, tokens", color=INK)
+    axes.set_ylabel("depth of the needle", color=INK)
     trained = result.trained_length
     if trained is not None:
         edge = sum(length <= trained for length in lengths) - 0.5
         axes.axvline(edge, color="#D55E00", linewidth=2.5, clip_on=False)
         axes.annotate(
             f"trained window, {format_length(trained)}", (edge, 1), (0, 4), ha="center",
-            xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=_QUIET, fontsize=9,
+            xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET, fontsize=9,
         )  # fmt: skip
     return picture.save()
 
@@ -214,8 +214,8 @@ def plot_comparison(
         if all(one.low is not None for one in pair.differences):
             low, high = ([getattr(one, end) for one in pair.differences] for end in ("low", "high"))
             lower.fill_between(at, low, high, color=colour, alpha=0.18, linewidth=0)
-    lower.axhline(0, color=_QUIET, linewidth=1, zorder=1)
-    lower.set_ylabel("difference of loss, nats", color=_INK)
+    lower.axhline(0, color=QUIET, linewidth=1, zorder=1)
+    lower.set_ylabel("difference of loss, nats", color=INK)
     _perplexity_axis(upper)
     measured = sorted({length for row in rows.values() for length in row.result.ppl})
     _length_axis(lower, measured, "length, tokens")
@@ -254,10 +254,10 @@ def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = 
     subtitle = f"each step, and the mean of the last {width}" if width > 1 else "each step"
     picture = _Picture(path, title or "Training", subtitle)
     axes = picture.axes
-    axes.plot(steps, losses, color=_PALETTE[0], alpha=0.35, linewidth=1)
-    axes.plot(steps, means, color=_PALETTE[0], linewidth=2)
-    axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel("loss, nats per token", color=_INK)
+    axes.plot(steps, losses, color=PALETTE[0], alpha=0.35, linewidth=1)
+    axes.plot(steps, means, color=PALETTE[0], linewidth=2)
+    axes.set_xlabel("step", color=INK)
+    axes.set_ylabel("loss, nats per token", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     return picture.save()
 
@@ -298,12 +298,12 @@ def plot_distances(positions: str | Path, path: str | Path, *, title: str | None
     axes = picture.axes
     pairs[pairs == 0] = np.nan
     middles = (starts + stops - 1) / 2
-    axes.plot(middles, pairs, color=_PALETTE[0], linewidth=1.8, zorder=3)
+    axes.plot(middles, pairs, color=PALETTE[0], linewidth=1.8, zorder=3)
     distances = np.arange(block)
-    axes.plot(distances, sequences * (block - distances), color=_PLAIN, linestyle=(0, (4, 2)), linewidth=1.4)
+    axes.plot(distances, sequences * (block - distances), color=PLAIN, linestyle=(0, (4, 2)), linewidth=1.4)
     axes.set_yscale("log")
-    axes.set_xlabel("distance between query and key, tokens", color=_INK)
-    axes.set_ylabel("pairs at each distance", color=_INK)
+    axes.set_xlabel("distance between query and key, tokens", color=INK)
+    axes.set_ylabel("pairs at each distance", color=INK)
     axes.set_xlim(0, stops[-1])
     ticks = [stops[-1] * part / 4 for part in range(5)]
     axes.xaxis.set_major_locator(FixedLocator(ticks))
@@ -311,7 +311,7 @@ def plot_distances(positions: str | Path, path: str | Path, *, title: str | None
     axes.yaxis.set_minor_locator(NullLocator())
     _mark_window(axes, trained)
     axes.annotate(
-        "consecutive", (block, sequences), (4, 0), textcoords="offset points", color=_PLAIN, fontsize=9
+        "consecutive", (block, sequences), (4, 0), textcoords="offset points", color=PLAIN, fontsize=9
     )
     return picture.save()
 
@@ -356,16 +356,16 @@ def plot_frequencies(
         ends += _line(upper, pairs, 2 * np.pi / turning, str(encoding), **style)
         _line(lower, pairs, frequencies / plain, str(encoding), **style)
     upper.set_yscale("log")
-    upper.set_ylabel("wavelength, tokens per turn", color=_INK)
+    upper.set_ylabel("wavelength, tokens per turn", color=INK)
     upper.yaxis.set_minor_locator(NullLocator())
-    upper.axhline(shape.trained_length, color=_QUIET, linewidth=1, zorder=1)
+    upper.axhline(shape.trained_length, color=QUIET, linewidth=1, zorder=1)
     upper.annotate(
         f"trained window, {format_length(shape.trained_length)}",
         (1, shape.trained_length), (-2, 4), xycoords=upper.get_yaxis_transform(), textcoords="offset points",
-        ha="right", color=_QUIET, fontsize=9,
+        ha="right", color=QUIET, fontsize=9,
     )  # fmt: skip
-    lower.set_ylabel("frequency ÷ plain RoPE's", color=_INK)
-    lower.set_xlabel("channel pair", color=_INK)
+    lower.set_ylabel("frequency ÷ plain RoPE's", color=INK)
+    lower.set_xlabel("channel pair", color=INK)
     lower.set_ylim(bottom=0)
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     _name_ends(upper, ends)
@@ -395,15 +395,15 @@ class _Picture:
         self.axes = self.panels[0]
         for axes in self.panels:
             axes.spines[["top", "right"]].set_visible(False)
-            axes.spines[["left", "bottom"]].set_color(_QUIET)
-            axes.tick_params(colors=_INK, labelsize=9.5)
+            axes.spines[["left", "bottom"]].set_color(QUIET)
+            axes.tick_params(colors=INK, labelsize=9.5)
             axes.grid(axis="y", color=_GRID, linewidth=0.8)
             axes.set_axisbelow(True)
         pad = room + (26 if subtitle else 10)
-        self.axes.set_title(title, loc="left", color=_INK, fontsize=13, fontweight="bold", pad=pad)
+        self.axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=pad)
         self.axes.annotate(
             subtitle, (0, 1), (0, room + 8), xycoords="axes fraction", textcoords="offset points",
-            color=_QUIET, fontsize=9.5,
+            color=QUIET, fontsize=9.5,
         )  # fmt: skip
 
     def save(self) -> Path:
@@ -439,8 +439,8 @@ def _kind(row: EvaluationRow | RetrievalResult) -> str:
 def _colours(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Give each method a colour and a marker, in order of appearance; plain RoPE is always grey."""
     others = [method for method in dict.fromkeys(methods) if method != "none"]
-    looks = [(colour, _MARKERS[(i + n) % 6]) for n in range(6) for i, colour in enumerate(_PALETTE)]
-    return {"none": (_PLAIN, "o"), **dict(zip(others, looks, strict=False))}
+    looks = [(colour, _MARKERS[(i + n) % 6]) for n in range(6) for i, colour in enumerate(PALETTE)]
+    return {"none": (PLAIN, "o"), **dict(zip(others, looks, strict=False))}
 
 
 def _styled(rows: Sequence[_Row]) -> list[tuple[_Row, dict[str, Any]]]:
@@ -512,7 +512,7 @@ def _perplexity_axis(axes: Axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1, 3)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-    axes.set_ylabel("perplexity (lower is better)", color=_INK)
+    axes.set_ylabel("perplexity (lower is better)", color=INK)
 
 
 def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
@@ -520,7 +520,7 @@ def _length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
     axes.xaxis.set_major_locator(FixedLocator(_apart(lengths)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
-    axes.set_xlabel(label, color=_INK)
+    axes.set_xlabel(label, color=INK)
 
 
 def _apart(lengths: Sequence[int]) -> list[int]:
@@ -540,13 +540,13 @@ def _mark_window(axes: Axes, trained_length: int) -> None:
     axes.set_xlim(left, right)  # as it is now
     at, text = (float(trained_length), 1), f"trained window, {format_length(trained_length)}"
     if left <= trained_length <= right:
-        axes.axvline(trained_length, color=_QUIET, linewidth=1, zorder=1)
+        axes.axvline(trained_length, color=QUIET, linewidth=1, zorder=1)
     else:
         text = f"{'beyond' if trained_length < left else 'within'} the {text}"
         at = (left, 1)
     axes.axvspan(max(left, trained_length), max(right, trained_length), color=_BEYOND, zorder=0, linewidth=0)
     axes.annotate(
-        text, at, (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=_QUIET,
+        text, at, (0, 4), xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET,
         fontsize=9,
     )  # fmt: skip
 
