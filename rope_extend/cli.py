@@ -284,8 +284,8 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--chunk", type=_length, metavar="N",
-        help="read windows in pieces of N tokens with a cache (by itself only above 128k tokens, or where "
-        "memory runs out)",
+        help="read windows in pieces of N tokens, layer by layer (by itself only above 128k tokens, or where "
+        "memory is short)",
     )  # fmt: skip
     parser.add_argument(
         "--save-losses", action="store_true", help="write the loss of every token, float32, to losses/*.npz"
@@ -383,6 +383,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
 def _print_plan(arguments: argparse.Namespace, methods: Sequence[str], hardware: Any) -> None:
     from rope_extend.evaluation.evaluate import plan_of
     from rope_extend.evaluation.protocols import protocol
+    from rope_extend.processes import is_main_process
 
     found = plan_of(
         arguments.model, methods, arguments.adapters, lengths=arguments.lengths, hardware=hardware,
@@ -391,7 +392,8 @@ def _print_plan(arguments: argparse.Namespace, methods: Sequence[str], hardware:
     )  # fmt: skip
     if found is None:
         raise RopeExtendError(f"what {arguments.model} takes cannot be foretold without its weights")
-    print(found)
+    if is_main_process():
+        print(found)
     found.check()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,16 @@ def test_weights_that_can_go_elsewhere_leave_the_memory_to_the_rest(tmp_path: Pa
 def test_memory_to_be_had() -> None:
     assert 0 < available_memory(CPU) < 2**50
     assert available_memory(replace(CPU, limit_memory=77)) == 77
+
+
+def test_a_container_has_less(tmp_path: Path) -> None:
+    assert planning._control_group(tmp_path) == sys.maxsize
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("300\n")
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 150\nactive_file 50\n")
+    assert planning._control_group(tmp_path) == sys.maxsize
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert planning._control_group(tmp_path) == 1000 - 300 + 150
 
 
 def test_a_family_that_needs_values_has_no_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -341,7 +341,8 @@ class _Shortened(LongReader):
         if tokens <= 3 * size:
             return super().in_pieces(inputs, size)
         pieces = torch.split(inputs, [size, tokens - 2 * size, size], dim=1)
-        self._between = inputs.new_empty((*pieces[1].shape, self.config.hidden_size), dtype=self.lm.dtype)
+        width = self.config.get_text_config(decoder=True).hidden_size
+        self._between = inputs.new_empty((*pieces[1].shape, width), dtype=self.lm.dtype)
         return self.by_layer(pieces) if self.way == "layer by layer" else self.with_cache(pieces)
 
     def _decode(self, piece: Tensor, cache: DynamicCache) -> Tensor:
@@ -459,17 +460,21 @@ def available_memory(hardware: Hardware) -> int:
     return free if hardware.limit_memory is None else min(free, hardware.limit_memory)
 
 
-def _control_group() -> int:
+def _control_group(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that a container has left, which the system's own numbers do not show."""
-    root = Path("/sys/fs/cgroup")
-    for most, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for most, used, statistics, files in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):  # fmt: skip
         try:
-            return max(0, int((root / most).read_text()) - int((root / used).read_text()))
+            left = int((root / most).read_text()) - int((root / used).read_text())
+            counts = dict(line.split() for line in (root / statistics).read_text().splitlines())
         except (OSError, ValueError):  # no such file, or "max"
             continue
+        return max(0, left + int(counts.get(files, 0)))  # files that were read are dropped where it is short
     return sys.maxsize
 
 
