@@ -99,7 +99,7 @@ def next_token_loss(
     head = output_head(model)
     one = head(hidden.detach()[:1, :1])  # of one token: says the size of the vocabulary, and what is trained
     trained = _leaves(one)
-    size = _tokens_per_chunk(one, chunk_bytes)
+    size = _tokens_per_chunk(one.shape[-1], chunk_bytes)
     if hidden.requires_grad or trained:
         total = _SummedLoss.apply(hidden, targets, head, size, *trained)  # type: ignore[no-untyped-call]
     else:
@@ -109,7 +109,12 @@ def next_token_loss(
 
 @torch.no_grad()
 def token_losses(
-    hidden: torch.Tensor, head: Head, targets: torch.Tensor, *, chunk_bytes: int = CHUNK_BYTES
+    hidden: torch.Tensor,
+    head: Head,
+    targets: torch.Tensor,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    vocabulary: int | None = None,
 ) -> torch.Tensor:
     """Negative log-likelihood of each target in nats, float32 ``[B, T]``; zero where the target is -100.
 
@@ -121,9 +126,12 @@ def token_losses(
         head: from :func:`output_head`, or any function from hidden states to logits.
         targets: int64 ``[B, T]``; ``targets[b, t]`` is what ``hidden[b, t]`` predicts, so already shifted.
         chunk_bytes: how many bytes of float32 logits may exist at one time; one token at least.
+        vocabulary: how many logits the head gives; if it is not said, the head is run on one token to see.
     """
     rows = hidden.flatten(0, 1)  # [B·T, D]
-    size = _tokens_per_chunk(head(rows[None, :1]), chunk_bytes)
+    if vocabulary is None:
+        vocabulary = head(rows[None, :1]).shape[-1]
+    size = _tokens_per_chunk(vocabulary, chunk_bytes)
     pieces = zip(torch.split(rows, size), torch.split(targets.to(rows.device).flatten(), size), strict=True)
     losses = []
     for piece, expected in pieces:
@@ -135,8 +143,8 @@ def token_losses(
     return torch.cat(losses).view(targets.shape)
 
 
-def _tokens_per_chunk(logits: torch.Tensor, chunk_bytes: int) -> int:
-    return max(1, chunk_bytes // (4 * logits.shape[-1]))
+def _tokens_per_chunk(vocabulary: int, chunk_bytes: int) -> int:
+    return max(1, chunk_bytes // (4 * vocabulary))
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -880,7 +880,7 @@ ALL_FAMILIES = [
     FamilyCase("qwen2"),
     FamilyCase("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 24}),
     FamilyCase("qwen3", {"head_dim": 16}),
-    FamilyCase("qwen3_5_moe_text", {**SECTIONS, **MOE, "shared_expert_intermediate_size": 24}),
+    FamilyCase("qwen3_5_moe_text", {**SECTIONS, **MOE, "shared_expert_intermediate_size": 24}, seed=1),
     FamilyCase("qwen3_5_text", SECTIONS),
     FamilyCase("qwen3_moe", {**MOE, "head_dim": 16}),
     FamilyCase(

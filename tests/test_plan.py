@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, tiny_config
+from cases import FAMILIES, tiny_config, tiny_model
 from test_perplexity import texts
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -31,7 +31,15 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
 from rope_extend.evaluation import plan as planning
 from rope_extend.evaluation.memory import LiveBytes
-from rope_extend.evaluation.plan import Plan, Rates, available_memory, measured_rates, plan, weight_bytes
+from rope_extend.evaluation.plan import (
+    Plan,
+    Rates,
+    available_memory,
+    measured_rates,
+    operations_of,
+    plan,
+    weight_bytes,
+)
 from rope_extend.evaluation.reading import TRIAL
 from rope_extend.hardware import Hardware
 from rope_extend.inspection import shape_of
@@ -175,6 +183,19 @@ def test_operations_of_experts_are_those_of_the_chosen_ones(tmp_path: Path) -> N
     pairs = 2 * 4 * 128 * (tokens**2 - tokens * (tokens + 1) / 2)
     found = made(checkpoint(config, tmp_path), [tokens]).longest
     assert found.flops == pytest.approx(dense - pairs, rel=0.02)
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "deepseek_v32", "gpt_neox", "gemma2"])
+def test_operations_are_those_that_a_run_does(model_type: str) -> None:
+    """Falcon and DeepSeek's indexer multiply queries and keys by themselves, which no function shows."""
+    model = tiny_model(next(case for case in FAMILIES if case.model_type == model_type))
+    tokens = 200
+    model.config._attn_implementation = "eager"  # by which all pairs are counted, the masked ones too
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.arange(tokens)[None] % 64, use_cache=False)
+    operations = operations_of(model.to("meta"))
+    pairs = sum(cost for cost, _ in operations.layers) * tokens**2
+    assert operations.linear * tokens + pairs == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
 def test_rates_are_measured() -> None:

@@ -93,7 +93,7 @@ def evaluate(
         text_column: the column of a table that holds the text.
         split: the split of a hub dataset.
         hardware: how the model is loaded; by default as this machine suggests.
-        chunk: read long windows in pieces of so many tokens, with a cache.
+        chunk: read long windows in pieces of so many tokens, layer by layer.
         save_losses: keep the loss of every token in each row's `result.losses`.
         finished: directory in which the losses of finished documents are kept, row by row; a second call
             goes on from there.

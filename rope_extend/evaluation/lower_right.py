@@ -7,7 +7,7 @@ copied for each group of heads. The flash kernel takes queries as the last ones 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ NAME = "rope_extend_lower_right"
 def lower_right(decoder: nn.Module) -> Iterator[None]:
     """Let those layers of a decoder that use sdpa and see all keys attend without a mask."""
     undo = UndoLog()
-    for module in (decoder, *attention_modules(decoder)):
+    for module in (decoder, *attention_modules(decoder)) if calls_by_name(decoder) else ():
         if module.config._attn_implementation == "sdpa":
             undo.set(module.config, "_attn_implementation_internal", NAME)
     try:
@@ -40,11 +40,22 @@ def lower_right(decoder: nn.Module) -> Iterator[None]:
         undo.unwind()
 
 
+def calls_by_name(decoder: nn.Module) -> bool:
+    """Whether a decoder attends by the function that is registered under its implementation's name.
+
+    A few families, Falcon among them, only compare the name, and know none but transformers' own.
+    """
+    can_set: Callable[[], bool] = decoder._can_set_attn_implementation  # type: ignore[assignment]
+    return can_set()
+
+
 def causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """None for plain causal attention, else what sdpa gets."""
     rule = kwargs.get("mask_function", causal_mask_function)
     plain = rule is causal_mask_function and kwargs.get("attention_mask") is None
-    return None if plain and kwargs.get("local_size") is None else sdpa_mask(*args, **kwargs)
+    if kwargs.get("local_size") is not None or not kwargs.get("allow_is_causal_skip", True):
+        plain = False  # DeepSeek's indexers, for one, read the mask themselves
+    return None if plain else sdpa_mask(*args, **kwargs)
 
 
 def _attention(

@@ -92,11 +92,12 @@ def perplexity(
         stride: tokens between the starts of windows, for the protocols that have it.
         last: for ``last-k``: how many targets.
         device: where to run; the model is brought back afterwards. Where it is, if not given.
-        chunk_bytes: how many bytes of float32 logits are computed at a time; by default 256 MiB, and 16 MiB
-            on a CPU, whose caches they should fit.
-        chunk: read each window in pieces of so many tokens, with a cache, so that activations do not grow
-            with the window; only the keys and values do. By itself only above 131,072 tokens, or where
-            memory runs out.
+        chunk_bytes: how many bytes of float32 logits are computed at a time; by default 256 MiB, and 30 MiB
+            on a CPU.
+        chunk: read each window in pieces of so many tokens, so that activations do not grow with it; only
+            hidden states and the keys and values of one layer do, or where a family's layers cannot be read
+            one by one, those of all. By itself only above 131,072 tokens, where attention would need a mask
+            of the whole window, or where memory runs out.
         suggested_chunk: the same, for models and encodings that can be read so; others are read whole.
         batch_tokens: how many tokens of short windows go through the model together; by default 32,768, and
             4,096 on a CPU.
@@ -257,8 +258,11 @@ class _Tally:
 
 
 def default_chunk_bytes(place: torch.device) -> int:
-    """How many bytes of float32 logits are computed at a time: on a CPU, what its caches hold."""
-    return 2**24 if place.type == "cpu" else 2**28
+    """How many bytes of float32 logits are computed at a time.
+
+    On a CPU a little less than 32 MiB, from where on glibc takes every block from the system anew.
+    """
+    return 30 * 2**20 if place.type == "cpu" else 2**28
 
 
 def default_batch_tokens(place: torch.device) -> int:
@@ -281,6 +285,8 @@ class Reader:
     ) -> None:
         self.model, self.place, self.bar = model, place, bar
         self.head = output_head(model)
+        last = causal_lm(model).get_output_embeddings()
+        self.vocabulary: int = getattr(last, "out_features", last.weight.shape[0])
         self.long = LongReader(model, place)
         self.chunk_bytes = chunk_bytes or default_chunk_bytes(place)
         self.chunk, self.asked = chunk, chunk is not None
@@ -356,7 +362,11 @@ class Reader:
             if low < high:
                 piece = targets[:, low + 1 - first : high + 1 - first]
                 states = hidden[:, low - at : high - at]
-                losses.append(token_losses(states, self.head, piece, chunk_bytes=self.chunk_bytes))
+                losses.append(
+                    token_losses(
+                        states, self.head, piece, chunk_bytes=self.chunk_bytes, vocabulary=self.vocabulary
+                    )
+                )
             at += hidden.shape[1]
         return torch.cat(losses, dim=1)
 

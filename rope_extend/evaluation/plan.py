@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import get_max_memory
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import cached_file
 
@@ -34,12 +35,12 @@ from rope_extend.attention import attention_modules
 from rope_extend.data import format_length
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.lower_right import causal_mask
+from rope_extend.evaluation.lower_right import calls_by_name, causal_mask
 from rope_extend.evaluation.memory import LiveBytes
 from rope_extend.evaluation.perplexity import Reader, default_batch_tokens, default_chunk_bytes
 from rope_extend.evaluation.reading import LongReader, Room
 from rope_extend.hardware import Hardware, is_quantized
-from rope_extend.inspection import unwrap
+from rope_extend.inspection import layer_config, unwrap
 from rope_extend.patching import patch_model
 from rope_extend.undo import UndoLog
 
@@ -276,7 +277,7 @@ class _Rehearsal:
 
     def _memory(self, tokens: int, size: int, encoding: RopeEncoding | None) -> tuple[int, str]:
         """With one encoding. Short windows are read as many together as the evaluator does."""
-        with _attending(self.model, maskless=self.usual.maskless), self._patched(encoding):
+        with _attending(self.model, maskless=self.usual.maskless), _Kernel(), self._patched(encoding):
             reader = Reader(self.model, META, chunk=size, chunk_bytes=default_chunk_bytes(self.place))
             reader.asked, reader.long = False, _Shortened(self.model, META)
             counter = _Counter()
@@ -304,20 +305,33 @@ class _Rehearsal:
 
 
 def operations_of(model: nn.Module) -> Operations:
-    """What a model, on the meta device, does for a window; counted on a short one."""
-    tokens = 128
+    """What a model, on the meta device, does for a window; counted on three short ones.
+
+    Attention that goes through transformers' attention functions is counted call by call. What else grows
+    with the square of the window is of families that multiply queries and keys by themselves (Falcon, the
+    indexers of DeepSeek), and shows in the second difference.
+    """
     layers: list[tuple[float, int | None]] = []
 
     def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
         cost = 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
         layers.append((cost, getattr(module, "sliding_window", None)))
 
-    ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
-    with _attending(model, maskless=True, note=note), torch.no_grad():
+    def products(tokens: int) -> int:
+        layers.clear()
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
         reader = Reader(model, META, chunk=tokens)
-        with _Counter(), FlopCounterMode(display=False) as products:
+        with _Counter(), FlopCounterMode(display=False) as counter:
             reader.losses(ids, ids[:, 1:], 1, tokens)
-    return Operations(products.get_total_flops() / tokens, tuple(layers))
+        return counter.get_total_flops()
+
+    step = 256  # state-space layers fill their pieces up, which are of 256 tokens at most
+    with _attending(model, maskless=True, note=note), torch.no_grad():
+        one, two, three = (products(turn * step) for turn in (1, 2, 3))
+    square = (three - 2 * two + one) / (2 * step**2)
+    if square > 0:
+        layers.append((square, None))
+    return Operations((two - one) / step - 3 * step * square, tuple(layers))
 
 
 class _Shortened(LongReader):
@@ -385,6 +399,19 @@ class _Counter(LiveBytes):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
+class _Kernel(TorchFunctionMode):
+    """Lets families that call torch's attention kernel by themselves take what it takes, and no more.
+
+    On the meta device torch takes the way that holds the scores of all pairs.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention and args[0].is_meta:
+            query, _, value = args[:3]
+            return query.new_empty(*query.shape[:-1], value.shape[-1])
+        return function(*args, **(kwargs or {}))
+
+
 @contextmanager
 def _attending(
     model: nn.Module, *, maskless: bool, note: Callable[..., None] | None = None
@@ -411,12 +438,15 @@ def _attending(
         return query.transpose(1, 2).new_empty(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
 
     undo = UndoLog()
-    for module in (unwrap(model).base_model, *attention_modules(model)):
+    decoder = unwrap(model).base_model
+    for module in (decoder, *attention_modules(model)) if calls_by_name(decoder) else ():
         settings: Any = module.config
         own = settings._attn_implementation
         if own.startswith(STAND_IN) or (own == "eager" and note is None):
             continue
-        mask = _no_mask if own != "sdpa" else causal_mask if maskless else sdpa_mask
+        mask = _MASKS.get(own, _no_mask)
+        if own == "sdpa" and maskless:
+            mask = causal_mask
         AttentionInterface.register(STAND_IN + own, attention)
         AttentionMaskInterface.register(STAND_IN + own, mask)
         undo.set(settings, "_attn_implementation_internal", STAND_IN + own)
@@ -428,6 +458,10 @@ def _attending(
 
 def _no_mask(*_: Any, **__: Any) -> None:
     return None
+
+
+_MASKS: dict[str, Callable[..., Tensor | None]] = {"sdpa": sdpa_mask, "eager": eager_mask}
+"""What attention implementations that need a mask are given; flash and flex attention need none."""
 
 
 def weight_bytes(name: str, model: nn.Module, hardware: Hardware) -> int:
@@ -480,7 +514,7 @@ def _control_group(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 def measured_rates(model: nn.Module, place: torch.device) -> Rates:
     """What a device does per second, with matrices and heads of a model's size, in its dtype."""
-    config = unwrap(model).config.get_text_config(decoder=True)
+    config = layer_config(unwrap(model).config)
     dtype, width = unwrap(model).dtype, config.hidden_size
     heads = config.num_attention_heads
     head = getattr(config, "head_dim", None) or width // heads

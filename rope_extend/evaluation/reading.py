@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_extend.attention import PREFIX
 from rope_extend.evaluation.lower_right import lower_right
+from rope_extend.inspection import layer_config
 from rope_extend.loss import causal_lm, decoder_name, hidden_states
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class LongReader:
         attention = text._attn_implementation.removeprefix(PREFIX)
         pairs, masked = PAIRS, False
         if attention == "eager":
-            pairs, masked = PAIRS // text.num_attention_heads, True
+            pairs, masked = PAIRS // layer_config(self.config).num_attention_heads, True
         elif attention == "sdpa":
             masked = any(DynamicCache(config=text).is_sliding)
         if tokens <= WHOLE and (not masked or tokens**2 <= pairs):
