@@ -27,7 +27,6 @@ from rope_extend.hardware import (
     is_quantized,
     is_spread,
     memory_size,
-    quantization,
 )
 
 DISK = {
@@ -137,19 +136,19 @@ def test_a_checkpoint_is_not_quantised_twice(work: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["4bit", "8bit"])
-def test_a_quantised_model_is_patched_and_measured(kind: str, work: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    plain = Hardware(device="cpu").load(str(work / "model"))
-    try:
-        model = Hardware(device="cpu", quantize=kind).load(str(work / "model"))
-    except RopeExtendError as error:
-        pytest.skip(str(error))
-    documents = texts(64, 64, vocabulary=200)
-    assert quantization(kind, torch.device("cpu")).quantization_method() == model.quantization_method
+def test_a_quantised_model_is_patched_and_measured(kind: str, tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    tiny(hidden=64, intermediate=128).save_pretrained(tmp_path)  # 64 weights share a scale
+    model, plain = (Hardware(device="cpu", quantize=kind).load(str(tmp_path)) for _ in range(2))
+    layer = {"4bit": bitsandbytes.nn.Linear4bit, "8bit": bitsandbytes.nn.Linear8bitLt}[kind]
+    assert type(model.model.layers[0].mlp.up_proj) is layer
+    plain = plain.dequantize()
+    assert type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    documents = texts(64, 64)
     with rx.extend(model, 64, "yarn"), rx.extend(plain, 64, "yarn"):
         ours, theirs = (measure(one, documents, [32, 64]).ppl[64] for one in (model, plain))
-    assert ours == pytest.approx(theirs, rel=0.05)
-    assert ours != theirs
+    # Products are in bfloat16 with 4 bits on a CPU, and what goes into a layer is rounded too with 8.
+    assert ours == pytest.approx(theirs, rel=0.02 if kind == "4bit" else 0.05)
 
 
 # ---------------------------------------------------------------------------------------- layers elsewhere
