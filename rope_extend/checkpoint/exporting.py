@@ -49,7 +49,7 @@ from rope_extend.checkpoint.gguf import (
 from rope_extend.checkpoint.manifest import RECORD_NAME, locate, read_json
 from rope_extend.checkpoint.record import Record, seal, write_record
 from rope_extend.checkpoint.registry import plain_config
-from rope_extend.checkpoint.saving import _checked_record, load, local_directory
+from rope_extend.checkpoint.saving import checked_record, load, local_directory
 from rope_extend.checkpoint.staging import staged
 from rope_extend.checkpoint.tables import beyond_a_table, has_tables_of, rotary_tables
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encodings, method_named
@@ -347,7 +347,7 @@ def export(
             checkpoint or not sound; the output is in use; or the export does not read as the original.
     """
     source, target = local_directory(directory), Path(output)
-    record = _checked_record(source, True)
+    record = checked_record(source, True)
     found = support(record.encoding, record.shape, to, record.model_type, target_length=record.target_length)
     if target.exists() and source.resolve() == target.resolve():
         raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")

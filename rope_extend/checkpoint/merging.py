@@ -45,8 +45,8 @@ from rope_extend.checkpoint.manifest import (
 )
 from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.saving import (
-    _apply,
-    _checked_record,
+    apply_record,
+    checked_record,
     load,
     local_directory,
     save_tokenizer,
@@ -122,7 +122,7 @@ def merge(
     """
     adapter, output = local_directory(adapter), Path(output)
     limit = _bytes(max_shard_size)
-    record = _checked_record(adapter, check_files=True)
+    record = checked_record(adapter, check_files=True)
     _adapter_config(adapter)
     name = base_model or record.base_model
     if name is None:
@@ -224,7 +224,7 @@ def _with_adapter(files: Path, adapter: Path, record: Record) -> PeftModel:
         )
     if (files / "generation_config.json").exists():
         base.generation_config = pretrained(GenerationConfig, str(files))
-    _apply(base, record)
+    apply_record(base, record)
     config = _adapter_config(adapter)
     if changed_by := changes_base(config):
         raise RopeExtendError(

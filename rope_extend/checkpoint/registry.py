@@ -110,9 +110,9 @@ class GuardedModel:
         from rope_extend.checkpoint import saving  # here, because it may guard what it saves
 
         directory = saving.local_directory(name, revision=kwargs.get("revision"))
-        record = saving._checked_record(directory, check_files=True)
+        record = saving.checked_record(directory, check_files=True)
         found = AutoModelForCausalLM.from_pretrained(name, *args, config=config.family, **kwargs)
-        saving._apply(found[0] if isinstance(found, tuple) else found, record, directory)
+        saving.apply_record(found[0] if isinstance(found, tuple) else found, record, directory)
         return found
 
     @classmethod

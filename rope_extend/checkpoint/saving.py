@@ -197,11 +197,11 @@ def load(
     name, directory = directory, local_directory(directory, revision=from_pretrained_kwargs.get("revision"))
     if directory != Path(name):
         from_pretrained_kwargs.pop("revision", None)
-    record = _checked_record(directory, check_files)
+    record = checked_record(directory, check_files)
     if not (directory / "adapter_config.json").exists():
         model = _pretrained(str(directory), takes_all=True, **from_pretrained_kwargs)
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
-            _apply(model, record, directory)
+            apply_record(model, record, directory)
         return model
     base_model = base_model or record.base_model
     if base_model is None:
@@ -236,7 +236,7 @@ def load_adapter(
     if isinstance(model, PeftModel):
         raise RopeExtendError("this model carries an adapter already; load_adapter takes the base model")
     directory = local_directory(directory)
-    record = _checked_record(directory, check_files)
+    record = checked_record(directory, check_files)
     return _attach(model, directory, record, is_trainable=is_trainable, check_base=check_base)
 
 
@@ -255,7 +255,7 @@ def _refuse_arguments(kwargs: dict[str, Any]) -> None:
         raise RopeExtendError("load returns the model alone; leave output_loading_info out")
 
 
-def _checked_record(directory: Path, check_files: bool) -> Record:
+def checked_record(directory: Path, check_files: bool) -> Record:
     """The record of a directory whose files are sound."""
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs, contents=check_files)
@@ -294,7 +294,7 @@ def _attach(
         changed_by = changes_base(PeftConfig.from_pretrained(str(directory)))
     # The encoding first: a model that took the weights without it would be garbage.
     with one_error(f"the base model does not fit the adapter in {directory}"):
-        patch = _apply(model, record, directory)
+        patch = apply_record(model, record, directory)
     try:
         if check_base and not changed_by:
             _check_base(model, directory, record)
@@ -366,7 +366,7 @@ def _check_family(model_type: Any, record: Record) -> None:
         )
 
 
-def _apply(model: nn.Module, record: Record, directory: Path | None = None) -> Patch:
+def apply_record(model: nn.Module, record: Record, directory: Path | None = None) -> Patch:
     """Make a model read as recorded, from whatever it reads with now, with what was learnt in a directory."""
     _check_family(unwrap(model).config.model_type, record)
     active = current_patch(model)
