@@ -26,9 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint import save, undone_on_failure
 from rope_extend.checkpoint.card import add_card
-from rope_extend.data import Document, blocks, fingerprint, load_documents
+from rope_extend.data import Blocks, Document, blocks, fingerprint, load_documents
 from rope_extend.encodings import RopeShape, encoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.packing import RESTART, UNPACKED, PackedBlocks, check_packing, packed_blocks
 from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.pretrained import default_dtype, empty_model, pretrained
@@ -144,11 +145,11 @@ def finetune(
             tokenizer,
             text_column=recipe.text_column,
             split=recipe.split,
-            min_tokens=recipe.length,
+            min_tokens=recipe.length if recipe.packing == UNPACKED else 2,
             max_documents=recipe.max_documents,
             max_tokens=recipe.max_tokens,
         )
-        data = RunData(blocks(documents, recipe.length, shuffle=False), *_held_out(recipe, tokenizer, shape))
+        data = RunData(_blocks(documents, recipe), *_held_out(recipe, tokenizer, shape))
     state = _first_state(recipe, documents, accelerator, checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -193,6 +194,13 @@ def finetune(
     )
 
 
+def _blocks(documents: Sequence[Document], recipe: Recipe) -> Blocks | PackedBlocks:
+    """What the recipe makes of its documents."""
+    if recipe.packing == UNPACKED:
+        return blocks(documents, recipe.length, shuffle=False)
+    return packed_blocks(documents, recipe.length, restarts=recipe.packing == RESTART)
+
+
 def _coverage(recipe: Recipe, shape: RopeShape, processes: int) -> Coverage | None:
     """Which distances the run will have seen; None if positions are not sampled."""
     if recipe.positions == CONSECUTIVE:
@@ -232,6 +240,11 @@ def _announce(run: TrainingRun, patch: Patch, share: float, coverage: Coverage |
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
         run.data.blocks, f"{run.tokens_per_step:,}", 100 * share,
     )  # fmt: skip
+    if share == 0 and run.recipe.packing == RESTART:
+        logger.warning(
+            "packing restart: no document reaches beyond the pretrained window, so nothing is taught about "
+            "what lies there; add longer texts"
+        )
     if coverage is not None:
         logger.info(
             "positions by %s (%s): %.1f %% of the query-key pairs are further apart than the pretrained "
@@ -313,6 +326,8 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeS
     with _extend(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
             check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
+        if recipe.packing != UNPACKED:
+            check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
         return patch.shape
 
 

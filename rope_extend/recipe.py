@@ -19,6 +19,7 @@ import yaml
 from rope_extend.data import parse_length
 from rope_extend.encodings import encodings, method_named
 from rope_extend.errors import RopeExtendError
+from rope_extend.packing import PACKINGS, UNPACKED
 from rope_extend.positions import SAMPLERS
 
 CONSECUTIVE = "consecutive"
@@ -134,6 +135,7 @@ _TARGETS = _Kind("attention, all-linear, or a list of module names", _targets)
 _PARAMETERS = _Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
 _DTYPE = _choice("auto", "float32", "bfloat16")
 _POSITIONS = _choice(CONSECUTIVE, *SAMPLERS)
+_PACKING = _choice(*PACKINGS)
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,12 @@ class Recipe:
         "of a block's tokens; pose (2309.10400), cream (2406.07138) and random (2305.16843) spread a short "
         "block over target_length, as in a 2k block_length for a 32k target",
     ] = CONSECUTIVE
+    packing: Annotated[
+        str,
+        _PACKING,
+        "of short documents into one block, where none sees another: positions restart in each, or continue "
+        "through the block; none drops what is shorter than a block",
+    ] = UNPACKED
     steps: Annotated[int, _POSITIVE_COUNT, "optimizer steps"] = 1000
     batch_size: Annotated[int, _POSITIVE_COUNT, "sequences per device in one forward pass"] = 1
     gradient_accumulation: Annotated[int, _POSITIVE_COUNT, "forward passes per optimizer step"] = 8
@@ -261,6 +269,11 @@ class Recipe:
                     f"recipe: positions {self.positions} spreads short blocks over target_length "
                     f"{self.target_length}, and block_length is {self.length}; set block_length to less, "
                     f"such as the pretrained window, and to {shortest} tokens or more"
+                )
+            if self.packing != UNPACKED:
+                raise RopeExtendError(
+                    f"recipe: positions {self.positions} and packing {self.packing} do not go together: "
+                    "positions are spread over a window that one document is meant to fill; leave one out"
                 )
         if self.eval_data is None and (self.eval_every or self.eval_lengths):
             given = "eval_every" if self.eval_every else "eval_lengths"

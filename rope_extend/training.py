@@ -33,6 +33,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
 from rope_extend.learned import learned_parameters
 from rope_extend.loss import NextTokenLoss
+from rope_extend.packing import RESTART, UNPACKED, PackedBlocks, check_apart, document_inputs, scored
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
@@ -62,7 +63,7 @@ class RunData:
         lengths: the windows it is evaluated at, in tokens.
     """
 
-    blocks: Blocks
+    blocks: Blocks | PackedBlocks
     held_out: Sequence[Document]
     lengths: Sequence[int]
 
@@ -243,11 +244,14 @@ class TrainingRun:
         """Run to the recipe's last step, from `checkpoint` if given, and leave the model ready to save.
 
         Raises:
-            RopeExtendError: loss or gradient stayed not finite for more steps than the recipe allows, or the
-                disk is full.
+            RopeExtendError: loss or gradient stayed not finite for more steps than the recipe allows, the
+                disk is full, or the model does not keep packed documents apart.
             FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
         """
         recipe, accelerator = self.recipe, self.accelerator
+        if recipe.packing != UNPACKED:
+            with self._autocast():
+                check_apart(self.model, restarts=recipe.packing == RESTART)
         if checkpoint is None:
             self._evaluate()
             set_seed(recipe.seed, device_specific=True)  # dropout differs between processes
@@ -275,18 +279,39 @@ class TrainingRun:
         self.model.eval()
         self._close_trackers()
 
-    def _batch(self, forward: int) -> Mapping[str, torch.Tensor]:
-        """This process's sequences for one forward pass of the present step, `[batch_size, length]`."""
+    def _sequences(self, forward: int) -> tuple[int, list[dict[str, torch.Tensor]]]:
+        """This process's sequences for one forward pass of the present step, and the number of the first."""
         recipe, accelerator, items = self.recipe, self.accelerator, self.data.blocks
         forwards = self.state.step * recipe.gradient_accumulation + forward
         first = (forwards * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
         positions = range(first, first + recipe.batch_size)
-        chosen = [items[block_index(p, recipe.seed, len(items))] for p in positions]
+        return first, [items[block_index(p, recipe.seed, len(items))] for p in positions]
+
+    def _batch(self, forward: int) -> Mapping[str, Any]:
+        """What the model is given in one forward pass of the present step, `[batch_size, length]`."""
+        recipe, accelerator = self.recipe, self.accelerator
+        first, chosen = self._sequences(forward)
         collate: Callable[..., Mapping[str, torch.Tensor]] = default_collate
         if recipe.positions != CONSECUTIVE:
             collate = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed, drawn=first)
-        batch = collate(chosen)
-        return {name: value.to(accelerator.device) for name, value in batch.items()}
+        batch = {name: value.to(accelerator.device) for name, value in collate(chosen).items()}
+        if recipe.packing == UNPACKED:
+            return batch
+        places = batch.pop("places")
+        return {**batch, **document_inputs(self.model, places, restarts=recipe.packing == RESTART)}
+
+    def _divisor(self) -> torch.Tensor | None:
+        """What each forward pass divides its sum of losses by, if not by the number of tokens it predicts.
+
+        Packed blocks predict fewer tokens the more documents they hold, and each token counts the same.
+        """
+        recipe, accelerator = self.recipe, self.accelerator
+        if recipe.packing == UNPACKED:
+            return None
+        passes = range(recipe.gradient_accumulation)
+        count = sum(scored(self._sequences(forward)[1]) for forward in passes)
+        mean = torch.tensor(count / len(passes), device=accelerator.device)
+        return accelerator.reduce(mean, "mean")
 
     def _autocast(self) -> AbstractContextManager[None]:
         # Trained weights are float32 over a bfloat16 base; this multiplies and keeps them in bfloat16.
@@ -298,10 +323,11 @@ class TrainingRun:
         recipe, accelerator = self.recipe, self.accelerator
         started = time.perf_counter()
         total = torch.zeros((), device=accelerator.device)
+        divisor = self._divisor()
         for forward in range(recipe.gradient_accumulation):
             with accelerator.accumulate(self.objective):
                 with self._autocast():
-                    loss = self.objective(**self._batch(forward))
+                    loss = self.objective(**self._batch(forward), num_items_in_batch=divisor)
                 accelerator.backward(loss)
             total += loss.detach() / recipe.gradient_accumulation
         norm = float(accelerator.clip_grad_norm_(self.parameters, recipe.max_grad_norm))
