@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint import save, undone_on_failure
 from rope_extend.checkpoint.card import add_card
-from rope_extend.data import Blocks, Document, blocks, fingerprint, load_documents
+from rope_extend.data import Document, load_documents
 from rope_extend.encodings import RopeShape, encoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.packing import RESTART, UNPACKED, PackedBlocks, check_packing, packed_blocks
+from rope_extend.packing import RESTART, UNPACKED, check_packing
 from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.pretrained import default_dtype, empty_model, pretrained
@@ -51,6 +51,7 @@ from rope_extend.training import (
     lora_config,
     set_gradient_checkpointing,
 )
+from rope_extend.training_data import load_training_data
 
 __all__ = [
     "FinetuneInterrupted",
@@ -140,17 +141,9 @@ def finetune(
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the others then find the tokens in the cache
-        documents = load_documents(
-            recipe.data,
-            tokenizer,
-            text_column=recipe.text_column,
-            split=recipe.split,
-            min_tokens=recipe.length if recipe.packing == UNPACKED else 2,
-            max_documents=recipe.max_documents,
-            max_tokens=recipe.max_tokens,
-        )
-        data = RunData(_blocks(documents, recipe), *_held_out(recipe, tokenizer, shape))
-    state = _first_state(recipe, documents, accelerator, checkpoint)
+        blocks, content = load_training_data(recipe, tokenizer)
+        data = RunData(blocks, *_held_out(recipe, tokenizer, shape))
+    state = _first_state(recipe, content, accelerator, checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         _prepare_directory(directory, recipe, state.step, fresh=resume is False)
@@ -194,13 +187,6 @@ def finetune(
     )
 
 
-def _blocks(documents: Sequence[Document], recipe: Recipe) -> Blocks | PackedBlocks:
-    """What the recipe makes of its documents."""
-    if recipe.packing == UNPACKED:
-        return blocks(documents, recipe.length, shuffle=False)
-    return packed_blocks(documents, recipe.length, restarts=recipe.packing == RESTART)
-
-
 def _coverage(recipe: Recipe, shape: RopeShape, processes: int) -> Coverage | None:
     """Which distances the run will have seen; None if positions are not sampled."""
     if recipe.positions == CONSECUTIVE:
@@ -240,6 +226,12 @@ def _announce(run: TrainingRun, patch: Patch, share: float, coverage: Coverage |
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
         run.data.blocks, f"{run.tokens_per_step:,}", 100 * share,
     )  # fmt: skip
+    if run.recipe.data_weights is not None:
+        epochs = run.data.blocks.epochs(run.recipe.steps * run.sequences_per_step)
+        logger.info(
+            "epochs by the last step: %s",
+            ", ".join(f"{times:.2f} of {name}" for name, times in zip(run.recipe.data, epochs, strict=True)),
+        )
     if share == 0 and run.recipe.packing == RESTART:
         logger.warning(
             "packing restart: no document reaches beyond the pretrained window, so nothing is taught about "
@@ -366,11 +358,9 @@ def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Do
     return documents, lengths
 
 
-def _first_state(
-    recipe: Recipe, documents: Sequence[Document], accelerator: Accelerator, checkpoint: Path | None
-) -> RunState:
+def _first_state(recipe: Recipe, content: str, accelerator: Accelerator, checkpoint: Path | None) -> RunState:
     """Where the run starts: step 0, or the checkpoint's state, if data and processes are still the same."""
-    state = RunState(0, 0, 0.0, fingerprint(documents), accelerator.num_processes, recipe.to_dict())
+    state = RunState(0, 0, 0.0, content, accelerator.num_processes, recipe.to_dict())
     if checkpoint is None:
         return state
     saved = read_state(checkpoint)

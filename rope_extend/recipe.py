@@ -105,6 +105,10 @@ def _betas(value: Any) -> tuple[float, float]:
     return beta.parse(first), beta.parse(second)
 
 
+def _weights(value: Any) -> tuple[float, ...]:
+    return tuple(_number(0, above=True).parse(item) for item in _items(value))
+
+
 def _sources(value: Any) -> str | tuple[str, ...]:
     return _text(value) if isinstance(value, str | PathLike) else tuple(map(_text, _items(value)))
 
@@ -131,6 +135,7 @@ _LENGTH = _Kind("a number of tokens, such as 32768 or 32k", parse_length)
 _LENGTHS = _Kind("a list of token counts, such as [4k, 8k]", _lengths)
 _BETAS = _Kind("two numbers, each at least 0 and below 1", _betas)
 _SOURCES = _Kind("a path, a glob, a hub id, or a list of these", _sources, plain=True)
+_WEIGHTS = _Kind("a list of numbers above 0, such as [0.7, 0.3]", _weights)
 _TARGETS = _Kind("attention, all-linear, or a list of module names", _targets)
 _PARAMETERS = _Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
 _DTYPE = _choice("auto", "float32", "bfloat16")
@@ -240,8 +245,15 @@ class Recipe:
     text_column: Annotated[str, _TEXT, "column of the text, in tabular data"] = "text"
     split: Annotated[str, _TEXT, "split to train on, of a hub dataset"] = "train"
     eval_split: Annotated[str, _TEXT, "split to evaluate on, of a hub dataset"] = "train"
+    data_weights: Annotated[
+        tuple[float, ...] | None,
+        _optional(_WEIGHTS),
+        "how often a block is read from each entry of data, in any unit; by their sizes if not given",
+    ] = None
     max_documents: Annotated[
-        int | None, _optional(_POSITIVE_COUNT), "how many documents of data to use; all if not given"
+        int | None,
+        _optional(_POSITIVE_COUNT),
+        "how many documents of data to use, of each entry where they have weights; all if not given",
     ] = None
     max_tokens: Annotated[
         int | None, _optional(_POSITIVE_COUNT), "tokens to use of each document; all if not given"
@@ -274,6 +286,13 @@ class Recipe:
                 raise RopeExtendError(
                     f"recipe: positions {self.positions} and packing {self.packing} do not go together: "
                     "positions are spread over a window that one document is meant to fill; leave one out"
+                )
+        if self.data_weights is not None:
+            count = 1 if isinstance(self.data, str) else len(self.data)
+            if len(self.data_weights) != count or count == 1:
+                raise RopeExtendError(
+                    f"recipe: data_weights has {len(self.data_weights)} numbers and data {count} entries; "
+                    "give a list of two sources or more as data, and one weight for each"
                 )
         if self.eval_data is None and (self.eval_every or self.eval_lengths):
             given = "eval_every" if self.eval_every else "eval_lengths"

@@ -13,12 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -28,12 +26,13 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from rope_extend.data import Blocks, Document
+from rope_extend.data import Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
 from rope_extend.learned import learned_parameters
 from rope_extend.loss import NextTokenLoss
-from rope_extend.packing import RESTART, UNPACKED, PackedBlocks, check_apart, document_inputs, scored
+from rope_extend.mixing import Mixture
+from rope_extend.packing import RESTART, UNPACKED, check_apart, document_inputs, scored
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
@@ -63,7 +62,7 @@ class RunData:
         lengths: the windows it is evaluated at, in tokens.
     """
 
-    blocks: Blocks | PackedBlocks
+    blocks: Mixture
     held_out: Sequence[Document]
     lengths: Sequence[int]
 
@@ -167,21 +166,6 @@ def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
     method(*[{"use_reentrant": False}] if enabled else [])
 
 
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.random.default_rng([seed, epoch]).permutation(count)
-
-
-def block_index(position: int, seed: int, count: int) -> int:
-    """Which of `count` blocks comes at a position of the endless stream that shuffles anew every epoch.
-
-    A function of the position alone: a run that goes on needs to know its step and nothing else, and the
-    order does not depend on the number of processes.
-    """
-    epoch, place = divmod(position, count)
-    return int(_order(seed, epoch, count)[place])
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The loop
 
@@ -236,9 +220,13 @@ class TrainingRun:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step sees, over all processes."""
+        return self.sequences_per_step * self.recipe.length
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Blocks that one optimizer step sees, over all processes."""
         recipe = self.recipe
-        sequences = recipe.batch_size * recipe.gradient_accumulation * self.accelerator.num_processes
-        return sequences * recipe.length
+        return recipe.batch_size * recipe.gradient_accumulation * self.accelerator.num_processes
 
     def train(self, checkpoint: Path | None) -> None:
         """Run to the recipe's last step, from `checkpoint` if given, and leave the model ready to save.
@@ -281,11 +269,11 @@ class TrainingRun:
 
     def _sequences(self, forward: int) -> tuple[int, list[dict[str, torch.Tensor]]]:
         """This process's sequences for one forward pass of the present step, and the number of the first."""
-        recipe, accelerator, items = self.recipe, self.accelerator, self.data.blocks
+        recipe, accelerator = self.recipe, self.accelerator
         forwards = self.state.step * recipe.gradient_accumulation + forward
         first = (forwards * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
         positions = range(first, first + recipe.batch_size)
-        return first, [items[block_index(p, recipe.seed, len(items))] for p in positions]
+        return first, [self.data.blocks[position] for position in positions]
 
     def _batch(self, forward: int) -> Mapping[str, Any]:
         """What the model is given in one forward pass of the present step, `[batch_size, length]`."""
@@ -366,7 +354,16 @@ class TrainingRun:
                 tokens=state.tokens,
                 tokens_per_second=round(speed, 1),
                 seconds=round(state.seconds, 3),
+                **self._epochs(),
             )
+
+    def _epochs(self) -> dict[str, float]:
+        """How often each of several sources was read so far, for the metrics."""
+        if self.recipe.data_weights is None:
+            return {}
+        epochs = self.data.blocks.epochs(self.state.step * self.sequences_per_step)
+        named = zip(self.recipe.data, epochs, strict=True)
+        return {f"epochs/{name}": round(times, 3) for name, times in named}
 
     def _skipped(self, loss: float, norm: float) -> None:
         """Note a step that changed no weight, and end the run where there were too many in a row."""
