@@ -153,7 +153,9 @@ def finetune(
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
     name = model.config.name_or_path or recipe.model
     coverage = _coverage(recipe, shape, accelerator.num_processes)
-    share = data.blocks.share_beyond(shape.trained_length) if coverage is None else coverage.tokens_beyond
+    share = data.blocks.share_beyond(shape.trained_length, recipe.steps)
+    if coverage is not None:
+        share = coverage.tokens_beyond
     with undone_on_failure(model):
         patch = _extend(model, recipe)
         try:
@@ -227,11 +229,16 @@ def _announce(run: TrainingRun, patch: Patch, share: float, coverage: Coverage |
         run.data.blocks, f"{run.tokens_per_step:,}", 100 * share,
     )  # fmt: skip
     if run.recipe.data_weights is not None:
-        epochs = run.data.blocks.epochs(run.recipe.steps * run.sequences_per_step)
+        epochs = run.data.blocks.epochs(run.recipe.steps, run.sequences_per_step)
         logger.info(
             "epochs by the last step: %s",
             ", ".join(f"{times:.2f} of {name}" for name, times in zip(run.recipe.data, epochs, strict=True)),
         )
+    if run.data.blocks.at(run.recipe.steps - 1).length < run.recipe.length:
+        logger.warning(
+            "curriculum: the run ends after %d steps, before any block of %d tokens",
+            run.recipe.steps, run.recipe.length,
+        )  # fmt: skip
     if share == 0 and run.recipe.packing == RESTART:
         logger.warning(
             "packing restart: no document reaches beyond the pretrained window, so nothing is taught about "

@@ -109,6 +109,12 @@ def _weights(value: Any) -> tuple[float, ...]:
     return tuple(_number(0, above=True).parse(item) for item in _items(value))
 
 
+def _stages(value: Any) -> tuple[tuple[int, int], ...]:
+    pairs = [(parse_length(length), _whole(1).parse(steps)) for length, steps in value]
+    _check(bool(pairs))
+    return tuple(pairs)
+
+
 def _sources(value: Any) -> str | tuple[str, ...]:
     return _text(value) if isinstance(value, str | PathLike) else tuple(map(_text, _items(value)))
 
@@ -136,6 +142,7 @@ _LENGTHS = _Kind("a list of token counts, such as [4k, 8k]", _lengths)
 _BETAS = _Kind("two numbers, each at least 0 and below 1", _betas)
 _SOURCES = _Kind("a path, a glob, a hub id, or a list of these", _sources, plain=True)
 _WEIGHTS = _Kind("a list of numbers above 0, such as [0.7, 0.3]", _weights)
+_STAGES = _Kind("a list of block lengths and steps, such as [[8k, 100], [16k, 100]]", _stages)
 _TARGETS = _Kind("attention, all-linear, or a list of module names", _targets)
 _PARAMETERS = _Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
 _DTYPE = _choice("auto", "float32", "bfloat16")
@@ -176,6 +183,12 @@ class Recipe:
     ] = None
     block_length: Annotated[
         int | None, _optional(_LENGTH), "tokens per training sequence; target_length if not given"
+    ] = None
+    curriculum: Annotated[
+        tuple[tuple[int, int], ...] | None,
+        _optional(_STAGES),
+        "shorter blocks to begin with, each length for so many steps, as in [[8k, 100], [16k, 100]]; "
+        "block_length after that; with as many tokens in each step",
     ] = None
     positions: Annotated[
         str,
@@ -287,6 +300,17 @@ class Recipe:
                     f"recipe: positions {self.positions} and packing {self.packing} do not go together: "
                     "positions are spread over a window that one document is meant to fill; leave one out"
                 )
+        for length, _ in self.curriculum or ():
+            if not 2 <= length < self.length or self.length % length:
+                raise RopeExtendError(
+                    f"recipe: curriculum has blocks of {length} tokens, and block_length is {self.length}: "
+                    "every step has as many tokens, so give lengths that divide it, shorter ones, 2 at least"
+                )
+        if self.curriculum and self.positions != CONSECUTIVE:
+            raise RopeExtendError(
+                f"recipe: positions {self.positions} and curriculum do not go together: every sampled block "
+                "reaches all of target_length, however short; leave one out"
+            )
         if self.data_weights is not None:
             count = 1 if isinstance(self.data, str) else len(self.data)
             if len(self.data_weights) != count or count == 1:
@@ -349,12 +373,15 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values of JSON and YAML; `from_dict` is the exact inverse."""
-        plain = asdict(self).items()
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain}
+        return {name: _plain(value) for name, value in asdict(self).items()}
 
     def to_yaml(self) -> str:
         """All fields as YAML, in the order of the class."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 @cache

@@ -26,12 +26,12 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from rope_extend.curriculum import Curriculum
 from rope_extend.data import Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
 from rope_extend.learned import learned_parameters
 from rope_extend.loss import NextTokenLoss
-from rope_extend.mixing import Mixture
 from rope_extend.packing import RESTART, UNPACKED, check_apart, document_inputs, scored
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
@@ -62,7 +62,7 @@ class RunData:
         lengths: the windows it is evaluated at, in tokens.
     """
 
-    blocks: Mixture
+    blocks: Curriculum
     held_out: Sequence[Document]
     lengths: Sequence[int]
 
@@ -224,7 +224,7 @@ class TrainingRun:
 
     @property
     def sequences_per_step(self) -> int:
-        """Blocks that one optimizer step sees, over all processes."""
+        """Blocks of `block_length` that one optimizer step sees, or as many tokens, over all processes."""
         recipe = self.recipe
         return recipe.batch_size * recipe.gradient_accumulation * self.accelerator.num_processes
 
@@ -269,14 +269,15 @@ class TrainingRun:
 
     def _sequences(self, forward: int) -> tuple[int, list[dict[str, torch.Tensor]]]:
         """This process's sequences for one forward pass of the present step, and the number of the first."""
-        recipe, accelerator = self.recipe, self.accelerator
-        forwards = self.state.step * recipe.gradient_accumulation + forward
-        first = (forwards * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
-        positions = range(first, first + recipe.batch_size)
-        return first, [self.data.blocks[position] for position in positions]
+        recipe, accelerator, step = self.recipe, self.accelerator, self.state.step
+        stage = self.data.blocks.at(step)
+        rows = recipe.batch_size * stage.rows
+        forwards = (step - stage.first_step) * recipe.gradient_accumulation + forward
+        first = (forwards * accelerator.num_processes + accelerator.process_index) * rows
+        return first, [stage.blocks[position] for position in range(first, first + rows)]
 
     def _batch(self, forward: int) -> Mapping[str, Any]:
-        """What the model is given in one forward pass of the present step, `[batch_size, length]`."""
+        """What the model is given in one forward pass of the present step, each `[rows, length]`."""
         recipe, accelerator = self.recipe, self.accelerator
         first, chosen = self._sequences(forward)
         collate: Callable[..., Mapping[str, torch.Tensor]] = default_collate
@@ -354,16 +355,19 @@ class TrainingRun:
                 tokens=state.tokens,
                 tokens_per_second=round(speed, 1),
                 seconds=round(state.seconds, 3),
-                **self._epochs(),
+                **self._reading(state.step),
             )
 
-    def _epochs(self) -> dict[str, float]:
-        """How often each of several sources was read so far, for the metrics."""
-        if self.recipe.data_weights is None:
-            return {}
-        epochs = self.data.blocks.epochs(self.state.step * self.sequences_per_step)
-        named = zip(self.recipe.data, epochs, strict=True)
-        return {f"epochs/{name}": round(times, 3) for name, times in named}
+    def _reading(self, steps: int) -> dict[str, float]:
+        """For the metrics: how long blocks are, and how often each of several sources was read so far."""
+        values: dict[str, float] = {}
+        if self.recipe.curriculum:
+            values["block_length"] = self.data.blocks.at(steps - 1).length
+        if self.recipe.data_weights:
+            epochs = self.data.blocks.epochs(steps, self.sequences_per_step)
+            named = zip(self.recipe.data, epochs, strict=True)
+            values |= {f"epochs/{name}": round(times, 3) for name, times in named}
+        return values
 
     def _skipped(self, loss: float, norm: float) -> None:
         """Note a step that changed no weight, and end the run where there were too many in a row."""
