@@ -44,6 +44,7 @@ from rope_extend.resume import (
     read_state,
     step_of,
 )
+from rope_extend.shifted_sparse import check_shifted_sparse
 from rope_extend.training import (
     FinetuneInterrupted,
     RunData,
@@ -234,6 +235,12 @@ def _announce(run: TrainingRun, patch: Patch, share: float, coverage: Coverage |
             "epochs by the last step: %s",
             ", ".join(f"{times:.2f} of {name}" for name, times in zip(run.recipe.data, epochs, strict=True)),
         )
+    if run.recipe.shifted_sparse is not None:
+        logger.info(
+            "shifted sparse attention (2309.12307) while it trains, an approximation: no token sees more "
+            "than the %d of its group directly; evaluation and what is saved attend to all",
+            run.recipe.shifted_sparse,
+        )
     if run.data.blocks.at(run.recipe.steps - 1).length < run.recipe.length:
         logger.warning(
             "curriculum: the run ends after %d steps, before any block of %d tokens",
@@ -327,6 +334,8 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeS
             check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
         if recipe.packing != UNPACKED:
             check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
+        if recipe.shifted_sparse is not None:
+            check_shifted_sparse(model, patch.encoding)
         return patch.shape
 
 

@@ -227,6 +227,13 @@ class Recipe:
     train_norm_embed: Annotated[
         bool, _FLAG, "also train norms and embeddings, which helps beyond about 4x (2309.12307)"
     ] = False
+    shifted_sparse: Annotated[
+        int | None,
+        _optional(_LENGTH),
+        "train with attention within groups of so many tokens, shifted in half of the heads: cheaper, and an "
+        "approximation (2309.12307, there a quarter of block_length); evaluation and what is saved attend to "
+        "all",
+    ] = None
     dtype: Annotated[
         str, _DTYPE, "of the frozen weights; auto is bfloat16 on a GPU that has it, and float32 elsewhere"
     ] = "auto"
@@ -300,6 +307,7 @@ class Recipe:
                     f"recipe: positions {self.positions} and packing {self.packing} do not go together: "
                     "positions are spread over a window that one document is meant to fill; leave one out"
                 )
+        self._check_groups()
         for length, _ in self.curriculum or ():
             if not 2 <= length < self.length or self.length % length:
                 raise RopeExtendError(
@@ -321,6 +329,22 @@ class Recipe:
         if self.eval_data is None and (self.eval_every or self.eval_lengths):
             given = "eval_every" if self.eval_every else "eval_lengths"
             raise RopeExtendError(f"recipe: {given} needs eval_data; name documents to evaluate on")
+
+    def _check_groups(self) -> None:
+        group = self.shifted_sparse
+        if group is None:
+            return
+        if self.packing != UNPACKED:
+            raise RopeExtendError(
+                f"recipe: shifted_sparse and packing {self.packing} do not go together: groups of tokens "
+                "know nothing of documents; leave one out"
+            )
+        for length in [length for length, _ in self.curriculum or ()] + [self.length]:
+            if group % 2 or length % group or group == length:
+                raise RopeExtendError(
+                    f"recipe: shifted_sparse has groups of {group} tokens for blocks of {length}; give an "
+                    "even number that divides every block length and is less, such as a quarter of it"
+                )
 
     @property
     def length(self) -> int:

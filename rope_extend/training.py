@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -36,6 +36,7 @@ from rope_extend.packing import RESTART, UNPACKED, check_apart, document_inputs,
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
+from rope_extend.shifted_sparse import shifted_sparse
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +234,7 @@ class TrainingRun:
 
         Raises:
             RopeExtendError: loss or gradient stayed not finite for more steps than the recipe allows, the
-                disk is full, or the model does not keep packed documents apart.
+                disk is full, or the model's attention does not do what the recipe asks for.
             FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
         """
         recipe, accelerator = self.recipe, self.accelerator
@@ -249,7 +250,7 @@ class TrainingRun:
         bar = tqdm(
             total=recipe.steps, initial=self.state.step, unit="step", disable=not accelerator.is_main_process
         )
-        with bar, _Signals() as signals:
+        with bar, self._attention(), _Signals() as signals:
             while self.state.step < recipe.steps:
                 self._step(bar)
                 last = self.state.step == recipe.steps
@@ -306,6 +307,15 @@ class TrainingRun:
         # Trained weights are float32 over a bfloat16 base; this multiplies and keeps them in bfloat16.
         enabled = self.dtype == torch.bfloat16
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
+
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Attention in groups while the model trains, if the recipe asks for it."""
+        with ExitStack() as stack:
+            if self.recipe.shifted_sparse is not None:
+                with self._autocast():  # it reads a few tokens to try itself
+                    stack.enter_context(shifted_sparse(self.model, self.recipe.shifted_sparse))
+            yield
 
     def _step(self, bar: Any) -> None:
         """One optimizer step, and its line of metrics."""
