@@ -26,9 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint import save, undone_on_failure
 from rope_extend.checkpoint.card import add_card
-from rope_extend.data import Document, blocks, fingerprint, load_documents
+from rope_extend.data import Document, load_documents
 from rope_extend.encodings import RopeShape, encoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.packing import RESTART, UNPACKED, check_packing
 from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.pretrained import default_dtype, empty_model, pretrained
@@ -43,6 +44,7 @@ from rope_extend.resume import (
     read_state,
     step_of,
 )
+from rope_extend.shifted_sparse import check_shifted_sparse
 from rope_extend.training import (
     FinetuneInterrupted,
     RunData,
@@ -50,6 +52,7 @@ from rope_extend.training import (
     lora_config,
     set_gradient_checkpointing,
 )
+from rope_extend.training_data import load_training_data
 
 __all__ = [
     "FinetuneInterrupted",
@@ -139,17 +142,9 @@ def finetune(
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the others then find the tokens in the cache
-        documents = load_documents(
-            recipe.data,
-            tokenizer,
-            text_column=recipe.text_column,
-            split=recipe.split,
-            min_tokens=recipe.length,
-            max_documents=recipe.max_documents,
-            max_tokens=recipe.max_tokens,
-        )
-        data = RunData(blocks(documents, recipe.length, shuffle=False), *_held_out(recipe, tokenizer, shape))
-    state = _first_state(recipe, documents, accelerator, checkpoint)
+        blocks, content = load_training_data(recipe, tokenizer)
+        data = RunData(blocks, *_held_out(recipe, tokenizer, shape))
+    state = _first_state(recipe, content, accelerator, checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         _prepare_directory(directory, recipe, state.step, fresh=resume is False)
@@ -159,7 +154,9 @@ def finetune(
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
     name = model.config.name_or_path or recipe.model
     coverage = _coverage(recipe, shape, accelerator.num_processes)
-    share = data.blocks.share_beyond(shape.trained_length) if coverage is None else coverage.tokens_beyond
+    share = data.blocks.share_beyond(shape.trained_length, recipe.steps)
+    if coverage is not None:
+        share = coverage.tokens_beyond
     with undone_on_failure(model):
         patch = _extend(model, recipe)
         try:
@@ -232,6 +229,28 @@ def _announce(run: TrainingRun, patch: Patch, share: float, coverage: Coverage |
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
         run.data.blocks, f"{run.tokens_per_step:,}", 100 * share,
     )  # fmt: skip
+    if run.recipe.data_weights is not None:
+        epochs = run.data.blocks.epochs(run.recipe.steps, run.sequences_per_step)
+        logger.info(
+            "epochs by the last step: %s",
+            ", ".join(f"{times:.2f} of {name}" for name, times in zip(run.recipe.data, epochs, strict=True)),
+        )
+    if run.recipe.shifted_sparse is not None:
+        logger.info(
+            "shifted sparse attention (2309.12307) while it trains, an approximation: no token sees more "
+            "than the %d of its group directly; evaluation and what is saved attend to all",
+            run.recipe.shifted_sparse,
+        )
+    if run.data.blocks.at(run.recipe.steps - 1).length < run.recipe.length:
+        logger.warning(
+            "curriculum: the run ends after %d steps, before any block of %d tokens",
+            run.recipe.steps, run.recipe.length,
+        )  # fmt: skip
+    if share == 0 and run.recipe.packing == RESTART:
+        logger.warning(
+            "packing restart: no document reaches beyond the pretrained window, so nothing is taught about "
+            "what lies there; add longer texts"
+        )
     if coverage is not None:
         logger.info(
             "positions by %s (%s): %.1f %% of the query-key pairs are further apart than the pretrained "
@@ -313,6 +332,10 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeS
     with _extend(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
             check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
+        if recipe.packing != UNPACKED:
+            check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
+        if recipe.shifted_sparse is not None:
+            check_shifted_sparse(model, patch.encoding)
         return patch.shape
 
 
@@ -351,11 +374,9 @@ def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Do
     return documents, lengths
 
 
-def _first_state(
-    recipe: Recipe, documents: Sequence[Document], accelerator: Accelerator, checkpoint: Path | None
-) -> RunState:
+def _first_state(recipe: Recipe, content: str, accelerator: Accelerator, checkpoint: Path | None) -> RunState:
     """Where the run starts: step 0, or the checkpoint's state, if data and processes are still the same."""
-    state = RunState(0, 0, 0.0, fingerprint(documents), accelerator.num_processes, recipe.to_dict())
+    state = RunState(0, 0, 0.0, content, accelerator.num_processes, recipe.to_dict())
     if checkpoint is None:
         return state
     saved = read_state(checkpoint)

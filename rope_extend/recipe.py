@@ -19,6 +19,7 @@ import yaml
 from rope_extend.data import parse_length
 from rope_extend.encodings import encodings, method_named
 from rope_extend.errors import RopeExtendError
+from rope_extend.packing import PACKINGS, UNPACKED
 from rope_extend.positions import SAMPLERS
 
 CONSECUTIVE = "consecutive"
@@ -104,6 +105,16 @@ def _betas(value: Any) -> tuple[float, float]:
     return beta.parse(first), beta.parse(second)
 
 
+def _weights(value: Any) -> tuple[float, ...]:
+    return tuple(_number(0, above=True).parse(item) for item in _items(value))
+
+
+def _stages(value: Any) -> tuple[tuple[int, int], ...]:
+    pairs = [(parse_length(length), _whole(1).parse(steps)) for length, steps in value]
+    _check(bool(pairs))
+    return tuple(pairs)
+
+
 def _sources(value: Any) -> str | tuple[str, ...]:
     return _text(value) if isinstance(value, str | PathLike) else tuple(map(_text, _items(value)))
 
@@ -130,10 +141,13 @@ _LENGTH = _Kind("a number of tokens, such as 32768 or 32k", parse_length)
 _LENGTHS = _Kind("a list of token counts, such as [4k, 8k]", _lengths)
 _BETAS = _Kind("two numbers, each at least 0 and below 1", _betas)
 _SOURCES = _Kind("a path, a glob, a hub id, or a list of these", _sources, plain=True)
+_WEIGHTS = _Kind("a list of numbers above 0, such as [0.7, 0.3]", _weights)
+_STAGES = _Kind("a list of block lengths and steps, such as [[8k, 100], [16k, 100]]", _stages)
 _TARGETS = _Kind("attention, all-linear, or a list of module names", _targets)
 _PARAMETERS = _Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
 _DTYPE = _choice("auto", "float32", "bfloat16")
 _POSITIONS = _choice(CONSECUTIVE, *SAMPLERS)
+_PACKING = _choice(*PACKINGS)
 
 
 @dataclass(frozen=True)
@@ -170,12 +184,24 @@ class Recipe:
     block_length: Annotated[
         int | None, _optional(_LENGTH), "tokens per training sequence; target_length if not given"
     ] = None
+    curriculum: Annotated[
+        tuple[tuple[int, int], ...] | None,
+        _optional(_STAGES),
+        "shorter blocks to begin with, each length for so many steps, as in [[8k, 100], [16k, 100]]; "
+        "block_length after that; with as many tokens in each step",
+    ] = None
     positions: Annotated[
         str,
         _POSITIONS,
         "of a block's tokens; pose (2309.10400), cream (2406.07138) and random (2305.16843) spread a short "
         "block over target_length, as in a 2k block_length for a 32k target",
     ] = CONSECUTIVE
+    packing: Annotated[
+        str,
+        _PACKING,
+        "of short documents into one block, where none sees another: positions restart in each, or continue "
+        "through the block; none drops what is shorter than a block",
+    ] = UNPACKED
     steps: Annotated[int, _POSITIVE_COUNT, "optimizer steps"] = 1000
     batch_size: Annotated[int, _POSITIVE_COUNT, "sequences per device in one forward pass"] = 1
     gradient_accumulation: Annotated[int, _POSITIVE_COUNT, "forward passes per optimizer step"] = 8
@@ -201,6 +227,13 @@ class Recipe:
     train_norm_embed: Annotated[
         bool, _FLAG, "also train norms and embeddings, which helps beyond about 4x (2309.12307)"
     ] = False
+    shifted_sparse: Annotated[
+        int | None,
+        _optional(_LENGTH),
+        "train with attention within groups of so many tokens, shifted in half of the heads: cheaper, and an "
+        "approximation (2309.12307, there a quarter of block_length); evaluation and what is saved attend to "
+        "all",
+    ] = None
     dtype: Annotated[
         str, _DTYPE, "of the frozen weights; auto is bfloat16 on a GPU that has it, and float32 elsewhere"
     ] = "auto"
@@ -232,8 +265,15 @@ class Recipe:
     text_column: Annotated[str, _TEXT, "column of the text, in tabular data"] = "text"
     split: Annotated[str, _TEXT, "split to train on, of a hub dataset"] = "train"
     eval_split: Annotated[str, _TEXT, "split to evaluate on, of a hub dataset"] = "train"
+    data_weights: Annotated[
+        tuple[float, ...] | None,
+        _optional(_WEIGHTS),
+        "how often a block is read from each entry of data, in any unit; by their sizes if not given",
+    ] = None
     max_documents: Annotated[
-        int | None, _optional(_POSITIVE_COUNT), "how many documents of data to use; all if not given"
+        int | None,
+        _optional(_POSITIVE_COUNT),
+        "how many documents of data to use, of each entry where they have weights; all if not given",
     ] = None
     max_tokens: Annotated[
         int | None, _optional(_POSITIVE_COUNT), "tokens to use of each document; all if not given"
@@ -262,9 +302,49 @@ class Recipe:
                     f"{self.target_length}, and block_length is {self.length}; set block_length to less, "
                     f"such as the pretrained window, and to {shortest} tokens or more"
                 )
+            if self.packing != UNPACKED:
+                raise RopeExtendError(
+                    f"recipe: positions {self.positions} and packing {self.packing} do not go together: "
+                    "positions are spread over a window that one document is meant to fill; leave one out"
+                )
+        self._check_groups()
+        for length, _ in self.curriculum or ():
+            if not 2 <= length < self.length or self.length % length:
+                raise RopeExtendError(
+                    f"recipe: curriculum has blocks of {length} tokens, and block_length is {self.length}: "
+                    "every step has as many tokens, so give lengths that divide it, shorter ones, 2 at least"
+                )
+        if self.curriculum and self.positions != CONSECUTIVE:
+            raise RopeExtendError(
+                f"recipe: positions {self.positions} and curriculum do not go together: every sampled block "
+                "reaches all of target_length, however short; leave one out"
+            )
+        if self.data_weights is not None:
+            count = 1 if isinstance(self.data, str) else len(self.data)
+            if len(self.data_weights) != count or count == 1:
+                raise RopeExtendError(
+                    f"recipe: data_weights has {len(self.data_weights)} numbers and data {count} entries; "
+                    "give a list of two sources or more as data, and one weight for each"
+                )
         if self.eval_data is None and (self.eval_every or self.eval_lengths):
             given = "eval_every" if self.eval_every else "eval_lengths"
             raise RopeExtendError(f"recipe: {given} needs eval_data; name documents to evaluate on")
+
+    def _check_groups(self) -> None:
+        group = self.shifted_sparse
+        if group is None:
+            return
+        if self.packing != UNPACKED:
+            raise RopeExtendError(
+                f"recipe: shifted_sparse and packing {self.packing} do not go together: groups of tokens "
+                "know nothing of documents; leave one out"
+            )
+        for length in [length for length, _ in self.curriculum or ()] + [self.length]:
+            if group % 2 or length % group or group == length:
+                raise RopeExtendError(
+                    f"recipe: shifted_sparse has groups of {group} tokens for blocks of {length}; give an "
+                    "even number that divides every block length and is less, such as a quarter of it"
+                )
 
     @property
     def length(self) -> int:
@@ -317,12 +397,15 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain values of JSON and YAML; `from_dict` is the exact inverse."""
-        plain = asdict(self).items()
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain}
+        return {name: _plain(value) for name, value in asdict(self).items()}
 
     def to_yaml(self) -> str:
         """All fields as YAML, in the order of the class."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 @cache

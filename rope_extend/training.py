@@ -11,14 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -28,14 +26,17 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from rope_extend.data import Blocks, Document
+from rope_extend.curriculum import Curriculum
+from rope_extend.data import Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
 from rope_extend.learned import learned_parameters
 from rope_extend.loss import NextTokenLoss
+from rope_extend.packing import RESTART, UNPACKED, check_apart, document_inputs, scored
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
+from rope_extend.shifted_sparse import shifted_sparse
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class RunData:
         lengths: the windows it is evaluated at, in tokens.
     """
 
-    blocks: Blocks
+    blocks: Curriculum
     held_out: Sequence[Document]
     lengths: Sequence[int]
 
@@ -166,21 +167,6 @@ def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
     method(*[{"use_reentrant": False}] if enabled else [])
 
 
-@lru_cache(maxsize=2)
-def _order(seed: int, epoch: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.random.default_rng([seed, epoch]).permutation(count)
-
-
-def block_index(position: int, seed: int, count: int) -> int:
-    """Which of `count` blocks comes at a position of the endless stream that shuffles anew every epoch.
-
-    A function of the position alone: a run that goes on needs to know its step and nothing else, and the
-    order does not depend on the number of processes.
-    """
-    epoch, place = divmod(position, count)
-    return int(_order(seed, epoch, count)[place])
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The loop
 
@@ -235,19 +221,26 @@ class TrainingRun:
     @property
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step sees, over all processes."""
+        return self.sequences_per_step * self.recipe.length
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Blocks of `block_length` that one optimizer step sees, or as many tokens, over all processes."""
         recipe = self.recipe
-        sequences = recipe.batch_size * recipe.gradient_accumulation * self.accelerator.num_processes
-        return sequences * recipe.length
+        return recipe.batch_size * recipe.gradient_accumulation * self.accelerator.num_processes
 
     def train(self, checkpoint: Path | None) -> None:
         """Run to the recipe's last step, from `checkpoint` if given, and leave the model ready to save.
 
         Raises:
-            RopeExtendError: loss or gradient stayed not finite for more steps than the recipe allows, or the
-                disk is full.
+            RopeExtendError: loss or gradient stayed not finite for more steps than the recipe allows, the
+                disk is full, or the model's attention does not do what the recipe asks for.
             FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
         """
         recipe, accelerator = self.recipe, self.accelerator
+        if recipe.packing != UNPACKED:
+            with self._autocast():
+                check_apart(self.model, restarts=recipe.packing == RESTART)
         if checkpoint is None:
             self._evaluate()
             set_seed(recipe.seed, device_specific=True)  # dropout differs between processes
@@ -257,7 +250,7 @@ class TrainingRun:
         bar = tqdm(
             total=recipe.steps, initial=self.state.step, unit="step", disable=not accelerator.is_main_process
         )
-        with bar, _Signals() as signals:
+        with bar, self._attention(), _Signals() as signals:
             while self.state.step < recipe.steps:
                 self._step(bar)
                 last = self.state.step == recipe.steps
@@ -275,33 +268,65 @@ class TrainingRun:
         self.model.eval()
         self._close_trackers()
 
-    def _batch(self, forward: int) -> Mapping[str, torch.Tensor]:
-        """This process's sequences for one forward pass of the present step, `[batch_size, length]`."""
-        recipe, accelerator, items = self.recipe, self.accelerator, self.data.blocks
-        forwards = self.state.step * recipe.gradient_accumulation + forward
-        first = (forwards * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
-        positions = range(first, first + recipe.batch_size)
-        chosen = [items[block_index(p, recipe.seed, len(items))] for p in positions]
+    def _sequences(self, forward: int) -> tuple[int, list[dict[str, torch.Tensor]]]:
+        """This process's sequences for one forward pass of the present step, and the number of the first."""
+        recipe, accelerator, step = self.recipe, self.accelerator, self.state.step
+        stage = self.data.blocks.at(step)
+        rows = recipe.batch_size * stage.rows
+        forwards = (step - stage.first_step) * recipe.gradient_accumulation + forward
+        first = (forwards * accelerator.num_processes + accelerator.process_index) * rows
+        return first, [stage.blocks[position] for position in range(first, first + rows)]
+
+    def _batch(self, forward: int) -> Mapping[str, Any]:
+        """What the model is given in one forward pass of the present step, each `[rows, length]`."""
+        recipe, accelerator = self.recipe, self.accelerator
+        first, chosen = self._sequences(forward)
         collate: Callable[..., Mapping[str, torch.Tensor]] = default_collate
         if recipe.positions != CONSECUTIVE:
             collate = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed, drawn=first)
-        batch = collate(chosen)
-        return {name: value.to(accelerator.device) for name, value in batch.items()}
+        batch = {name: value.to(accelerator.device) for name, value in collate(chosen).items()}
+        if recipe.packing == UNPACKED:
+            return batch
+        places = batch.pop("places")
+        return {**batch, **document_inputs(self.model, places, restarts=recipe.packing == RESTART)}
+
+    def _divisor(self) -> torch.Tensor | None:
+        """What each forward pass divides its sum of losses by, if not by the number of tokens it predicts.
+
+        Packed blocks predict fewer tokens the more documents they hold, and each token counts the same.
+        """
+        recipe, accelerator = self.recipe, self.accelerator
+        if recipe.packing == UNPACKED:
+            return None
+        passes = range(recipe.gradient_accumulation)
+        count = sum(scored(self._sequences(forward)[1]) for forward in passes)
+        mean = torch.tensor(count / len(passes), device=accelerator.device)
+        return accelerator.reduce(mean, "mean")
 
     def _autocast(self) -> AbstractContextManager[None]:
         # Trained weights are float32 over a bfloat16 base; this multiplies and keeps them in bfloat16.
         enabled = self.dtype == torch.bfloat16
         return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=enabled)
 
+    @contextmanager
+    def _attention(self) -> Iterator[None]:
+        """Attention in groups while the model trains, if the recipe asks for it."""
+        with ExitStack() as stack:
+            if self.recipe.shifted_sparse is not None:
+                with self._autocast():  # it reads a few tokens to try itself
+                    stack.enter_context(shifted_sparse(self.model, self.recipe.shifted_sparse))
+            yield
+
     def _step(self, bar: Any) -> None:
         """One optimizer step, and its line of metrics."""
         recipe, accelerator = self.recipe, self.accelerator
         started = time.perf_counter()
         total = torch.zeros((), device=accelerator.device)
+        divisor = self._divisor()
         for forward in range(recipe.gradient_accumulation):
             with accelerator.accumulate(self.objective):
                 with self._autocast():
-                    loss = self.objective(**self._batch(forward))
+                    loss = self.objective(**self._batch(forward), num_items_in_batch=divisor)
                 accelerator.backward(loss)
             total += loss.detach() / recipe.gradient_accumulation
         norm = float(accelerator.clip_grad_norm_(self.parameters, recipe.max_grad_norm))
@@ -340,7 +365,19 @@ class TrainingRun:
                 tokens=state.tokens,
                 tokens_per_second=round(speed, 1),
                 seconds=round(state.seconds, 3),
+                **self._reading(state.step),
             )
+
+    def _reading(self, steps: int) -> dict[str, float]:
+        """For the metrics: how long blocks are, and how often each of several sources was read so far."""
+        values: dict[str, float] = {}
+        if self.recipe.curriculum:
+            values["block_length"] = self.data.blocks.at(steps - 1).length
+        if self.recipe.data_weights:
+            epochs = self.data.blocks.epochs(steps, self.sequences_per_step)
+            named = zip(self.recipe.data, epochs, strict=True)
+            values |= {f"epochs/{name}": round(times, 3) for name, times in named}
+        return values
 
     def _skipped(self, loss: float, norm: float) -> None:
         """Note a step that changed no weight, and end the run where there were too many in a row."""

@@ -34,7 +34,8 @@ from rope_extend import training as training_module
 from rope_extend.checkpoint import RECORD_NAME, load, read_record
 from rope_extend.finetune import FinetuneInterrupted, Recipe, finetune
 from rope_extend.loss import NextTokenLoss
-from rope_extend.training import block_index, lora_config
+from rope_extend.mixing import block_index
+from rope_extend.training import lora_config
 
 TARGET = 128
 

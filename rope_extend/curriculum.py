@@ -1,0 +1,73 @@
+"""Block lengths that change in the course of a run: short ones first, which are cheap, then long ones.
+
+Every stage reads as many tokens a step, in more blocks where they are shorter. Which stage a step belongs to
+follows from the step alone, and so does what is read in it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rope_extend.data import format_length
+from rope_extend.mixing import Mixture
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive steps with blocks of one length.
+
+    Attributes:
+        first_step: the first of them, counted from 0.
+        length: tokens per block.
+        rows: how many blocks take the place of one of the run's longest.
+        blocks: what they are read from, from the start in each stage.
+    """
+
+    first_step: int
+    length: int
+    rows: int
+    blocks: Mixture
+
+
+class Curriculum:
+    """The stages of a run; one, where its block length does not change.
+
+    Args:
+        stages: in order, the first from step 0; each lasts until the next begins.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = stages
+
+    def at(self, step: int) -> Stage:
+        """The stage of a step, counted from 0."""
+        return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
+
+    def _steps(self, total: int) -> list[int]:
+        """How many of the first `total` steps are in each stage."""
+        edges = [min(stage.first_step, total) for stage in self.stages] + [total]
+        return [stop - start for start, stop in itertools.pairwise(edges)]
+
+    def share_beyond(self, window: int, steps: int) -> float:
+        """Share of the tokens of the first `steps` steps at positions `window` and above."""
+        parts = zip(self._steps(steps), self.stages, strict=True)
+        return sum(count * stage.blocks.share_beyond(window) for count, stage in parts) / steps
+
+    def epochs(self, steps: int, sequences: int) -> list[float]:
+        """How often each source was read from end to end in the first `steps` steps.
+
+        Args:
+            steps: optimizer steps.
+            sequences: blocks of the run's longest that one step has, over all processes.
+        """
+        parts = zip(self._steps(steps), self.stages, strict=True)
+        by_stage = [stage.blocks.epochs(count * sequences * stage.rows) for count, stage in parts]
+        return [sum(times) for times in zip(*by_stage, strict=True)]
+
+    def __repr__(self) -> str:
+        if len(self.stages) == 1:
+            return repr(self.stages[0].blocks)
+        parts = (f"{format_length(s.length)} from step {s.first_step}: {s.blocks}" for s in self.stages)
+        return f"Curriculum({'; '.join(parts)})"

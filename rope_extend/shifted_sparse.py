@@ -1,0 +1,230 @@
+"""Shifted sparse attention, LongLoRA's S² (2309.12307, section 3.2), to train with and never to read with.
+
+It is an approximation. Tokens attend within groups of a fixed number of them; in half of the heads the groups
+are shifted by half a group, so that what one layer cannot pass across a border the next ones can. No token
+sees more than a group directly, and so a model trained this way has not been shown attention over its window,
+only positions in it: the paper reports perplexities close to those of full attention, not equal ones. In
+return attention costs `T · group` rather than `T²`.
+
+The paper rolls the shifted heads around the text's end, where the last half group meets the first. Under a
+causal mask in rolled order the first tokens would then read the last ones, which is the future; here, as in
+the authors' flash attention code, the two half groups at the ends each attend to themselves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+
+from rope_extend.attention import PREFIX, attention_modules, own_function
+from rope_extend.encodings import Encoding
+from rope_extend.errors import RopeExtendError, UnsupportedModelError
+from rope_extend.families import adapter_for
+from rope_extend.loss import causal_lm, hidden_states
+from rope_extend.undo import UndoLog
+
+_NAME = "shifted_sparse_sdpa"
+"""The attention implementation while the option is on."""
+_OPTION = "_rope_extend_shifted_sparse"
+"""The attribute by which an attention module finds its `_Option`."""
+_BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")
+"""What families hand to their attention function that plain causal attention does not do."""
+
+
+@dataclass
+class _Option:
+    """The option as the attention modules of one model see it."""
+
+    group: int
+    tried: bool = False
+    """Whether all layers were seen to come by here."""
+    reached: set[int] = field(default_factory=set)
+    """Attention modules that have come by here."""
+
+
+def shifted_sparse_attention(
+    query: Tensor, key: Tensor, value: Tensor, group: int, *, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Causal attention within groups of tokens, which half of the heads have shifted by half a group.
+
+    Head h of the first half lets token i see token j, not after it, where `i // group = j // group`; of the
+    second half, where `(i + group / 2) // group = (j + group / 2) // group`. With an odd number of heads the
+    first half is the larger one.
+
+    Args:
+        query: `[B, H, T, D]`, rotated.
+        key: `[B, KV, T, D]`, rotated; KV divides H, and head h reads key head `h // (H / KV)`.
+        value: `[B, KV, T, V]`.
+        group: tokens per group, even; T is a multiple of it.
+        scale: of the logits; `D ** -0.5` if not given.
+        dropout: of the weights.
+
+    Returns:
+        `[B, H, T, V]` in the dtype of `value`.
+
+    Raises:
+        RopeExtendError: T is no multiple of the group, or the group is odd.
+    """
+    heads, kv_heads, tokens = query.shape[1], key.shape[1], query.shape[2]
+    if group < 2 or group % 2 or tokens % group:
+        raise RopeExtendError(
+            f"shifted sparse attention takes groups of an even number of tokens that divides the text's; got "
+            f"groups of {group} and {tokens} tokens"
+        )
+    if heads % 2 or kv_heads % 2:  # the halves would share a key head
+        key = key.repeat_interleave(heads // kv_heads, dim=1)
+        value = value.repeat_interleave(heads // kv_heads, dim=1)
+    first, first_kv = (heads + 1) // 2, (key.shape[1] + 1) // 2
+    attend = partial(_in_groups, scale=scale, dropout=dropout)
+    plain = attend(query[:, :first], key[:, :first_kv], value[:, :first_kv], group=group)
+    if heads == 1:
+        return plain
+    half = group // 2
+    shifted = [part[:, start:] for part, start in ((query, first), (key, first_kv), (value, first_kv))]
+    ends = attend(*(torch.cat([x[:, :, :half], x[:, :, -half:]], dim=2) for x in shifted), group=half)
+    middle = attend(*(x[:, :, half : tokens - half] for x in shifted), group=group)
+    return torch.cat([plain, torch.cat([ends[:, :, :half], middle, ends[:, :, half:]], dim=2)], dim=1)
+
+
+def _in_groups(
+    query: Tensor, key: Tensor, value: Tensor, *, group: int, scale: float | None, dropout: float
+) -> Tensor:
+    """Causal attention within consecutive groups, `[B, h, T, V]`."""
+
+    def cut(states: Tensor) -> Tensor:
+        batch, heads, tokens, channels = states.shape
+        groups = states.reshape(batch, heads, tokens // group, group, channels)
+        return groups.transpose(1, 2).flatten(0, 1)  # [B · T / group, heads, group, channels]
+
+    if query.shape[2] == 0:
+        return query.new_empty(*query.shape[:3], value.shape[-1])
+    found = scaled_dot_product_attention(
+        cut(query), cut(key), cut(value), dropout_p=dropout, is_causal=True, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return found.reshape(len(query), -1, *found.shape[1:]).transpose(1, 2).flatten(2, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# In a model
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls under the name `shifted_sparse_sdpa`."""
+    option: _Option | None = getattr(module, _OPTION, None)
+    if option is None or (option.tried and not module.training):
+        return own_function(module, "sdpa")(module, query, key, value, attention_mask, **kwargs)
+    option.reached.add(id(module))
+    beyond = [name for name in _BEYOND if kwargs.get(name) is not None]
+    if attention_mask is not None or key.shape[2] != query.shape[2]:
+        beyond.append("a mask or a cache, as for padding")
+    if beyond:
+        raise UnsupportedModelError(
+            f"shifted sparse attention is plain causal attention over rows without padding, and "
+            f"{type(module).__name__} was given {', '.join(beyond)}; leave shifted_sparse out to train with "
+            "full attention"
+        )
+    output = shifted_sparse_attention(
+        query, key, value, option.group, scale=kwargs.get("scaling"), dropout=kwargs.get("dropout") or 0.0
+    )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def check_shifted_sparse(model: nn.Module, encoding: Encoding) -> None:
+    """Refuse a model or an encoding whose attention is not plain causal attention over all tokens.
+
+    Args:
+        model: a causal language model, patched with the encoding; one without weights will do.
+        encoding: what it reads with.
+
+    Raises:
+        UnsupportedModelError: naming what stands in the way, and what works.
+    """
+    lm = causal_lm(model)
+    config = lm.config.get_text_config()
+    implementation = config._attn_implementation
+    modules = attention_modules(lm.base_model)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    unreachable = adapter_for(lm.config.model_type).unreachable
+    reason = None
+    if implementation.startswith(PREFIX):
+        reason = f"{encoding} acts inside attention; a static rotary method works, such as yarn"
+    elif unreachable or not modules:
+        reason = unreachable or "its attention does not go through transformers' interface"
+    elif kinds:
+        reason = f"it has layers of kind {', '.join(sorted(kinds))}, and not full attention alone"
+    elif getattr(config, "attn_logit_softcapping", None) or any(hasattr(m, "sinks") for m in modules):
+        reason = "its attention does more than a softmax over the tokens (a soft cap, or sinks)"
+    elif implementation != "sdpa":
+        reason = f"attn_implementation is {implementation!r}; load the model with 'sdpa'"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"shifted sparse attention does not work with {lm.config.model_type}: {reason}. Leave "
+            "shifted_sparse out to train with full attention"
+        )
+
+
+@contextmanager
+def shifted_sparse(model: nn.Module, group: int) -> Iterator[None]:
+    """Train with shifted sparse attention inside the block.
+
+    Outside it, and inside it in evaluation mode, attention is the model's own.
+
+    Args:
+        model: a causal language model of transformers, with or without PEFT and patch.
+        group: tokens per group, even; every text trained on has a multiple of it.
+
+    Raises:
+        UnsupportedModelError: what `check_shifted_sparse` refuses, or some layer's attention is out of reach.
+    """
+    lm = causal_lm(model)
+    modules = attention_modules(lm.base_model)
+    option, undo = _Option(group), UndoLog()
+    try:
+        for config in {id(part.config): part.config for part in (lm.base_model, *modules)}.values():
+            undo.set(config, "_attn_implementation_internal", _NAME)
+        for module in modules:
+            undo.set(module, _OPTION, option)
+        _try(model, option, modules)
+        yield
+    finally:
+        undo.unwind()
+
+
+@torch.no_grad()
+def _try(model: nn.Module, option: _Option, modules: list[Any]) -> None:
+    """Read one group, and see that every layer's attention comes by; else it would be full unnoticed."""
+    training, device = model.training, next(model.parameters()).device
+    model.eval()
+    try:
+        hidden_states(model, torch.zeros(1, option.group, dtype=torch.int64, device=device))
+    finally:
+        model.train(training)
+    option.tried = True
+    if missing := [m for m in modules if id(m) not in option.reached]:
+        raise UnsupportedModelError(
+            f"shifted sparse attention does not reach {type(missing[0]).__name__} of layer "
+            f"{missing[0].layer_idx}; leave shifted_sparse out to train with full attention"
+        )

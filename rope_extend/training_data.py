@@ -1,0 +1,71 @@
+"""What a recipe trains on: its sources read, cut into blocks, and put in order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rope_extend.curriculum import Curriculum, Stage
+from rope_extend.data import Blocks, Document, blocks, fingerprint, load_documents
+from rope_extend.errors import RopeExtendError
+from rope_extend.mixing import Mixture
+from rope_extend.packing import RESTART, UNPACKED, PackedBlocks, packed_blocks
+from rope_extend.recipe import Recipe
+
+
+def load_training_data(recipe: Recipe, tokenizer: Any) -> tuple[Curriculum, str]:
+    """The blocks that a run reads, stage by stage, and the fingerprint of the documents they are from.
+
+    Raises:
+        RopeExtendError: what `load_documents` and `blocks` refuse, naming the source if there are several.
+    """
+    weighted = recipe.data_weights is not None
+    names = list(recipe.data) if weighted else [recipe.data]
+    sources: list[list[Document]] = []
+    for name in names:
+        with _naming(name, weighted):
+            sources.append(_documents(recipe, name, tokenizer))
+    stages, first = [], 0
+    for length, steps in [*(recipe.curriculum or ()), (recipe.length, recipe.steps)]:
+        parts = []
+        for name, documents in zip(names, sources, strict=True):
+            with _naming(name, weighted):
+                parts.append(_blocks(documents, length, recipe))
+        mixture = Mixture(parts, recipe.data_weights or (1.0,), seed=recipe.seed)
+        stages.append(Stage(first, length, recipe.length // length, mixture))
+        first += steps
+    content = [fingerprint(documents) for documents in sources]
+    joined = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
+    return Curriculum(stages), joined if weighted else content[0]
+
+
+@contextmanager
+def _naming(source: str | Sequence[str], several: bool) -> Iterator[None]:
+    """Say which of several sources an error is about."""
+    try:
+        yield
+    except RopeExtendError as error:
+        if not several:
+            raise
+        raise RopeExtendError(f"the source {source!r} of data: {error}") from error
+
+
+def _documents(recipe: Recipe, source: str | Sequence[str], tokenizer: Any) -> list[Document]:
+    shortest = min(length for length, _ in [*(recipe.curriculum or ()), (recipe.length, 0)])
+    return load_documents(
+        source,
+        tokenizer,
+        text_column=recipe.text_column,
+        split=recipe.split,
+        min_tokens=shortest if recipe.packing == UNPACKED else 2,
+        max_documents=recipe.max_documents,
+        max_tokens=recipe.max_tokens,
+    )
+
+
+def _blocks(documents: Sequence[Document], length: int, recipe: Recipe) -> Blocks | PackedBlocks:
+    if recipe.packing == UNPACKED:
+        return blocks(documents, length, shuffle=False)
+    return packed_blocks(documents, length, restarts=recipe.packing == RESTART)
