@@ -29,6 +29,7 @@ from rope_extend.checkpoint.card import add_card
 from rope_extend.data import Document, blocks, fingerprint, load_documents
 from rope_extend.encodings import RopeShape, encoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.launch import check_launch, check_variables
 from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.pretrained import default_dtype, empty_model, pretrained
@@ -128,7 +129,8 @@ def finetune(
 
     Raises:
         RopeExtendError: whatever of the above does not hold; a disk that is full; or more steps in a row
-            than `recipe.max_skipped` whose loss or gradient is not finite.
+            than `recipe.max_skipped` whose loss or gradient is not finite. Also a launch that came apart into
+            processes which do not know of each other.
         FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
     """
     directory = Path(recipe.output_dir)
@@ -284,12 +286,16 @@ def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
         raise RopeExtendError(
             "recipe: tensorboard is true but the package is missing; pip install 'rope_extend[tensorboard]'"
         )
-    return Accelerator(
+    if not torch.distributed.is_initialized():
+        check_variables()
+    accelerator = Accelerator(
         mixed_precision="no",  # the loop casts, in the same way for training and for evaluation
         gradient_accumulation_steps=recipe.gradient_accumulation,
         log_with="tensorboard" if recipe.tensorboard else None,
         project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
     )
+    check_launch(accelerator.num_processes)
+    return accelerator
 
 
 def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
