@@ -7,7 +7,6 @@ goes on bit for bit, and the adapter is saved with the encoding that it was trai
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import math
 import shutil
@@ -44,6 +43,7 @@ from rope_extend.resume import (
     read_state,
     step_of,
 )
+from rope_extend.tracking import check_trackers
 from rope_extend.training import (
     FinetuneInterrupted,
     RunData,
@@ -51,6 +51,7 @@ from rope_extend.training import (
     lora_config,
     set_gradient_checkpointing,
 )
+from rope_extend.training_report import add_training_report
 
 __all__ = [
     "FinetuneInterrupted",
@@ -65,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 _RUN_FILES = (
     "recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors",
-    "positions.json", "positions.png",
+    "positions.json", "positions.png", "report",
 )  # fmt: skip
 """What makes a directory that of a run; `overwrite` removes these and leaves all else."""
 
@@ -173,7 +174,9 @@ def finetune(
                 save(run.model, directory, overwrite=True, base_model=name)
                 if coverage is not None:
                     _report_positions(coverage, directory)
-                add_card(directory, perplexity=run.metrics.perplexity)
+                add_card(directory, perplexity=run.metrics.perplexity, before=run.metrics.before)
+                if data.held_out:
+                    add_training_report(directory, trained_length=shape.trained_length)
                 logger.info("saved the adapter and its record in %s", directory)
             accelerator.wait_for_everyone()
         except BaseException:
@@ -282,16 +285,12 @@ def _starting_point(
 
 
 def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
-    if recipe.tensorboard and not any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
-        raise RopeExtendError(
-            "recipe: tensorboard is true but the package is missing; pip install 'rope_extend[tensorboard]'"
-        )
+    check_trackers(recipe.tracked_by)
     if not torch.distributed.is_initialized():
         check_variables()
     accelerator = Accelerator(
         mixed_precision="no",  # the loop casts, in the same way for training and for evaluation
         gradient_accumulation_steps=recipe.gradient_accumulation,
-        log_with="tensorboard" if recipe.tensorboard else None,
         project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
     )
     check_launch(accelerator.num_processes)

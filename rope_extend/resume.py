@@ -44,7 +44,8 @@ MANIFEST_NAME = "manifest.json"
 
 MAY_CHANGE = frozenset({
     "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
-    "eval_lengths", "eval_documents", "eval_split", "tensorboard", "output_dir",
+    "eval_lengths", "eval_documents", "eval_split", "tensorboard", "trackers", "peak_flops",
+    "output_dir",
 })  # fmt: skip
 """Fields of the recipe that do not change what a step computes, and so may differ when a run goes on."""
 

@@ -29,13 +29,18 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from rope_extend.data import Blocks, Document
+from rope_extend.encodings import KernelEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
+from rope_extend.evaluation.perplexity import peak_memory_bytes
 from rope_extend.learned import learned_parameters
 from rope_extend.loss import NextTokenLoss
+from rope_extend.patching import current_patch
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
+from rope_extend.tracking import start_trackers
+from rope_extend.utilisation import device_peak, training_flops
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +217,10 @@ class TrainingRun:
             parameter.requires_grad_(True)
         set_gradient_checkpointing(model, recipe.gradient_checkpointing)
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
+        self.peak = recipe.peak_flops or device_peak(accelerator.device, self.dtype)
+        self.flops = (
+            training_flops(self.model, recipe.length, quadratic=_quadratic(model)) if self.peak else None
+        )
         for parameter in self.parameters:  # bfloat16's 8 bits would lose steps of 1e-4
             parameter.data = parameter.data.float()
         optimizer = torch.optim.AdamW(
@@ -220,12 +229,13 @@ class TrainingRun:
         # The loss is part of what is wrapped: DistributedDataParallel synchronises in its own forward only.
         self.objective, self.optimizer = accelerator.prepare(NextTokenLoss(self.model), optimizer)
         self.metrics = Metrics(self.directory / "metrics.jsonl", accelerator, state.step)
-        if recipe.tensorboard:
-            accelerator.init_trackers(
-                "tensorboard",
-                config={name: str(value) for name, value in recipe.to_dict().items()},
-                init_kwargs={"tensorboard": {"purge_step": state.step + 1}},
-            )
+        start_trackers(accelerator, recipe.tracked_by, self.directory, recipe.to_dict(), state.step)
+
+    def _utilisation(self, speed: float) -> dict[str, float]:
+        """The share of all devices' peak that a speed in tokens per second comes to, where it is known."""
+        if not self.peak or not self.flops:
+            return {}
+        return {"mfu": round(speed * self.flops / (self.peak * self.accelerator.num_processes), 4)}
 
     def _rate(self) -> float:
         """Learning rate of this step: linear from a tenth, then constant (2306.15595, section 3.1)."""
@@ -339,6 +349,8 @@ class TrainingRun:
                 grad_norm=norm,
                 tokens=state.tokens,
                 tokens_per_second=round(speed, 1),
+                **self._utilisation(speed),
+                peak_memory_bytes=peak_memory_bytes(accelerator.device),
                 seconds=round(state.seconds, 3),
             )
 
@@ -364,7 +376,11 @@ class TrainingRun:
         with self._autocast():
             result = perplexity(self.model, self.data.held_out, self.data.lengths, progress=main)
         self.model.train()
+        if self.accelerator.device.type == "cuda":  # what follows is of training steps alone
+            torch.cuda.reset_peak_memory_stats(self.accelerator.device)
         self.metrics.perplexity = result.ppl
+        if not self.state.step:
+            self.metrics.before = result.ppl
         self.metrics.write(step=self.state.step, perplexity=result.ppl)
         if main:
             curve = ", ".join(f"{value:.2f} at {length}" for length, value in result.ppl.items())
@@ -401,6 +417,12 @@ class TrainingRun:
         raise FinetuneInterrupted(signum, checkpoint)
 
 
+def _quadratic(model: Any) -> bool:
+    """Whether attention compares all pairs of a query and a key."""
+    patch = current_patch(model)
+    return patch is None or not isinstance(patch.encoding, KernelEncoding)
+
+
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -413,11 +435,12 @@ class Metrics:
     Attributes:
         loss: of the last step that was not skipped, in nats.
         perplexity: of the last evaluation, by length in tokens.
+        before: of the one before the first step.
     """
 
     def __init__(self, path: Path, accelerator: Accelerator, step: int) -> None:
         self.path, self.accelerator = path, accelerator
-        self.loss, self.perplexity = math.nan, dict[int, float]()
+        self.loss, self.perplexity, self.before = math.nan, dict[int, float](), dict[int, float]()
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []:
             try:
@@ -429,6 +452,8 @@ class Metrics:
                 self.loss = values.get("loss", self.loss)
                 curve = values.get("perplexity", self.perplexity)
                 self.perplexity = {int(length): value for length, value in curve.items()}
+                if not values["step"]:
+                    self.before = self.perplexity
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             with self._writing():

@@ -99,7 +99,7 @@ def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(recipe: Recipe, 
     directory = Path(recipe.output_dir)
     assert {path.name for path in directory.iterdir()} == {
         "adapter_model.safetensors", "adapter_config.json", RECORD_NAME, "recipe.yaml", "metrics.jsonl",
-        "checkpoints", "README.md",
+        "checkpoints", "README.md", "report",
     }  # fmt: skip
     assert Recipe.from_yaml(directory / "recipe.yaml") == replace(
         recipe, eval_data=str(work / "data" / "a.txt"), eval_every=4
