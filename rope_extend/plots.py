@@ -257,13 +257,15 @@ def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = 
     known = np.isfinite(norms) & (norms > 0)
     picture = _Picture(path, title or "Training", subtitle, panels=2 if known.any() else 1)
     axes = picture.axes
-    axes.plot(steps, losses, color=PALETTE[0], alpha=0.35, linewidth=1)
+    marker = "o" if len(steps) < 3 else ""  # one point is no line
+    axes.plot(steps, losses, color=PALETTE[0], alpha=0.35, linewidth=1, marker=marker)
     axes.plot(steps, means, color=PALETTE[0], linewidth=2)
     axes.set_ylabel("loss, nats per token", color=INK)
     if known.any():
         axes = picture.panels[1]
-        axes.plot(steps[known], norms[known], color=PALETTE[1], linewidth=1)
+        axes.plot(steps[known], norms[known], color=PALETTE[1], linewidth=1, marker=marker)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
         axes.set_ylabel("norm of the gradient", color=INK)
     axes.set_xlabel("step", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
