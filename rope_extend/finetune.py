@@ -7,6 +7,7 @@ goes on bit for bit, and the adapter is saved with the encoding that it was trai
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import shutil
@@ -43,6 +44,7 @@ from rope_extend.resume import (
     read_state,
     step_of,
 )
+from rope_extend.sharding import Sharding
 from rope_extend.tracking import check_trackers
 from rope_extend.training import (
     FinetuneInterrupted,
@@ -87,7 +89,8 @@ class FinetuneResult:
         perplexity: at the end, by length in tokens; empty where the recipe has no `eval_data`.
         share_beyond: share of the training tokens that lie beyond the pretrained window.
         skipped: steps that changed no weight, because loss or gradient was not finite.
-        model: the patched model with its adapter, in evaluation mode.
+        model: the patched model with its adapter, in evaluation mode; under FSDP with weights that are
+            spread over the processes, for which `rope_extend.load(output_dir)` is the way to read with it.
         patch: the patch that is active on it.
     """
 
@@ -138,7 +141,8 @@ def finetune(
     checkpoint = _starting_point(directory, recipe, resume, overwrite)
     accelerator = _accelerator(recipe, directory)
     dtype = _dtype(recipe, accelerator.device)
-    shape = _check_model(recipe, model, dtype)
+    sharding = Sharding.of(accelerator)
+    shape = _check_model(recipe, model, dtype, sharding)
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the others then find the tokens in the cache
@@ -152,7 +156,7 @@ def finetune(
             max_tokens=recipe.max_tokens,
         )
         data = RunData(blocks(documents, recipe.length, shuffle=False), *_held_out(recipe, tokenizer, shape))
-    state = _first_state(recipe, documents, accelerator, checkpoint)
+    state = _first_state(recipe, documents, sharding, checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         _prepare_directory(directory, recipe, state.step, fresh=resume is False)
@@ -160,8 +164,8 @@ def finetune(
 
     if model is None:
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
-    name = model.config.name_or_path or recipe.model
-    coverage = _coverage(recipe, shape, accelerator.num_processes)
+    config = copy.deepcopy(model.config)
+    coverage = _coverage(recipe, shape, sharding.replicas)
     share = data.blocks.share_beyond(shape.trained_length) if coverage is None else coverage.tokens_beyond
     with undone_on_failure(model):
         patch = _extend(model, recipe)
@@ -170,8 +174,9 @@ def finetune(
             if accelerator.is_main_process:
                 _announce(run, patch, share, coverage)
             run.train(checkpoint)
+            trained = run.to_save(config)
             if accelerator.is_main_process:
-                save(run.model, directory, overwrite=True, base_model=name)
+                save(trained, directory, overwrite=True, record=run.record)
                 if coverage is not None:
                     _report_positions(coverage, directory)
                 add_card(directory, perplexity=run.metrics.perplexity, before=run.metrics.before)
@@ -303,7 +308,7 @@ def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
 
 
-def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeShape:
+def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding: Sharding) -> RopeShape:
     """Try the recipe on the model, or on one without weights that has the config of `recipe.model`."""
     if model is None:
         model = empty_model(recipe.model)
@@ -318,6 +323,7 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeS
     with _extend(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
             check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
+        sharding.check(patch, model, length=recipe.length, sampled=recipe.positions != CONSECUTIVE)
         return patch.shape
 
 
@@ -357,10 +363,12 @@ def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Do
 
 
 def _first_state(
-    recipe: Recipe, documents: Sequence[Document], accelerator: Accelerator, checkpoint: Path | None
+    recipe: Recipe, documents: Sequence[Document], sharding: Sharding, checkpoint: Path | None
 ) -> RunState:
     """Where the run starts: step 0, or the checkpoint's state, if data and processes are still the same."""
-    state = RunState(0, 0, 0.0, fingerprint(documents), accelerator.num_processes, recipe.to_dict())
+    state = RunState(
+        0, 0, 0.0, fingerprint(documents), sharding.ranks, recipe.to_dict(), parts=sharding.parts
+    )
     if checkpoint is None:
         return state
     saved = read_state(checkpoint)
@@ -373,6 +381,11 @@ def _first_state(
         raise RopeExtendError(
             f"cannot resume: {checkpoint} is of {saved.processes} processes and this is a run of "
             f"{state.processes}; launch {saved.processes}"
+        )
+    if saved.parts != state.parts:
+        raise RopeExtendError(
+            f"cannot resume: the sequences of {checkpoint} were cut into {saved.parts} parts and would "
+            f"now be into {state.parts}; launch it with the same cp_size or sp_size"
         )
     return replace(saved, recipe=state.recipe)
 

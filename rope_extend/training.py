@@ -28,17 +28,19 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from rope_extend.checkpoint import Record
 from rope_extend.data import Blocks, Document
 from rope_extend.encodings import KernelEncoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation import perplexity
+from rope_extend.evaluation import PerplexityResult, perplexity
 from rope_extend.evaluation.perplexity import peak_memory_bytes
 from rope_extend.learned import learned_parameters
-from rope_extend.loss import NextTokenLoss
-from rope_extend.patching import current_patch
+from rope_extend.loss import causal_lm
+from rope_extend.patching import current_patch, patch_model
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
+from rope_extend.sharding import Objective, Sharding, whole
 from rope_extend.tracking import start_trackers
 from rope_extend.utilisation import device_peak, training_flops
 
@@ -197,6 +199,7 @@ class TrainingRun:
         model: the `PeftModel`.
         state: where the run stands.
         metrics: what was measured last, and the file it is written to.
+        record: what the adapter reads with, and which base model it belongs to.
     """
 
     def __init__(
@@ -208,11 +211,13 @@ class TrainingRun:
         accelerator: Accelerator,
     ) -> None:
         self.recipe, self.data, self.state, self.accelerator = recipe, data, state, accelerator
+        self.sharding = Sharding.of(accelerator)
         self.directory = Path(recipe.output_dir)
         self.dtype = model.dtype
 
         set_seed(recipe.seed)
         self.model = get_peft_model(model, lora_config(model, recipe))
+        self.record = Record.of(self.model, model.config.name_or_path or recipe.model)
         for parameter in learned_parameters(model).values():  # peft froze all that is not the adapter's
             parameter.requires_grad_(True)
         set_gradient_checkpointing(model, recipe.gradient_checkpointing)
@@ -227,7 +232,9 @@ class TrainingRun:
             self.parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
         # The loss is part of what is wrapped: DistributedDataParallel synchronises in its own forward only.
-        self.objective, self.optimizer = accelerator.prepare(NextTokenLoss(self.model), optimizer)
+        self.objective, self.optimizer = accelerator.prepare(Objective(self.model), optimizer)
+        # FSDP has put parts in the place of the parameters.
+        self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         self.metrics = Metrics(self.directory / "metrics.jsonl", accelerator, state.step)
         start_trackers(accelerator, recipe.tracked_by, self.directory, recipe.to_dict(), state.step)
 
@@ -246,7 +253,7 @@ class TrainingRun:
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step sees, over all processes."""
         recipe = self.recipe
-        sequences = recipe.batch_size * recipe.gradient_accumulation * self.accelerator.num_processes
+        sequences = recipe.batch_size * recipe.gradient_accumulation * self.sharding.replicas
         return sequences * recipe.length
 
     def train(self, checkpoint: Path | None) -> None:
@@ -280,16 +287,42 @@ class TrainingRun:
                     bar.close()
                     self._interrupt(stop, saved)
         for name, parameter in self.model.named_parameters():
-            if "modules_to_save" in name:  # as loading the adapter onto such a base will have it
+            # As loading the adapter onto such a base will have it; of parts, FSDP keeps the dtype.
+            if "modules_to_save" in name and not self.sharding.weights:
                 parameter.data = parameter.data.to(self.dtype)
         self.model.eval()
         self._close_trackers()
+
+    def to_save(self, config: Any) -> Any:
+        """The model with its trained weights whole, for the main process to save; every process calls this.
+
+        Where the weights are spread it is a twin without those of the base, which an adapter does not need.
+
+        Args:
+            config: the model's, as it was before the patch.
+        """
+        if not self.sharding.weights:
+            return self.model
+        named = self.model.named_parameters(remove_duplicate=False)  # a tied head by its own name as well
+        trained = whole({name: value for name, value in named if value.requires_grad})
+        with torch.device("meta"):
+            base = type(causal_lm(self.model))(config)
+        patch: Any = current_patch(self.model)
+        patch_model(
+            base, patch.encoding, trained_length=patch.shape.trained_length, target_length=patch.target_length
+        )
+        twin = get_peft_model(base, lora_config(base, self.recipe))
+        for name, value in trained.items():
+            parent, _, leaf = name.rpartition(".")
+            dtype = self.dtype if "modules_to_save" in name else value.dtype
+            twin.get_submodule(parent)._parameters[leaf] = nn.Parameter(value.to(dtype))
+        return twin
 
     def _batch(self, forward: int) -> Mapping[str, torch.Tensor]:
         """This process's sequences for one forward pass of the present step, `[batch_size, length]`."""
         recipe, accelerator, items = self.recipe, self.accelerator, self.data.blocks
         forwards = self.state.step * recipe.gradient_accumulation + forward
-        first = (forwards * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
+        first = (forwards * self.sharding.replicas + self.sharding.replica) * recipe.batch_size
         positions = range(first, first + recipe.batch_size)
         chosen = [items[block_index(p, recipe.seed, len(items))] for p in positions]
         collate: Callable[..., Mapping[str, torch.Tensor]] = default_collate
@@ -309,12 +342,13 @@ class TrainingRun:
         started = time.perf_counter()
         total = torch.zeros((), device=accelerator.device)
         for forward in range(recipe.gradient_accumulation):
-            with accelerator.accumulate(self.objective):
+            batch = self._batch(forward)
+            with accelerator.accumulate(self.objective), self.sharding.cut(accelerator, batch) as part:
                 with self._autocast():
-                    loss = self.objective(**self._batch(forward))
+                    loss = self.objective(**part)
                 accelerator.backward(loss)
             total += loss.detach() / recipe.gradient_accumulation
-        norm = float(accelerator.clip_grad_norm_(self.parameters, recipe.max_grad_norm))
+        norm = float(whole(accelerator.clip_grad_norm_(self.parameters, recipe.max_grad_norm)))
         mean = float(accelerator.reduce(total, "mean"))
         finite = math.isfinite(mean) and math.isfinite(norm)
         rate = self._rate()
@@ -373,8 +407,14 @@ class TrainingRun:
             return
         main = self.accelerator.is_main_process
         self.model.eval()
-        with self._autocast():
-            result = perplexity(self.model, self.data.held_out, self.data.lengths, progress=main)
+
+        def read(model: Any) -> PerplexityResult:
+            return perplexity(model, self.data.held_out, self.data.lengths, progress=main)
+
+        with self._autocast(), torch.no_grad():
+            result = self.objective(within=read) if self.sharding.weights else read(self.model)
+        if self.sharding.weights:
+            self.objective.reshard()  # FSDP keeps what the outermost module gathered, for a backward pass
         self.model.train()
         if self.accelerator.device.type == "cuda":  # what follows is of training steps alone
             torch.cuda.reset_peak_memory_stats(self.accelerator.device)
