@@ -322,7 +322,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.report import UNFINISHED, check_output, markdown_report, write_report
     from rope_extend.evaluation.variants import AS_IS
     from rope_extend.hardware import Hardware
-    from rope_extend.processes import is_main_process, processes
+    from rope_extend.launch import check_launch
+    from rope_extend.processes import is_main_process, process_count, processes
 
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     hardware = Hardware.from_arguments(arguments)
@@ -333,6 +334,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         raise RopeExtendError("evaluate needs --data and --output; only --plan does without")
     output = check_output(arguments.output, overwrite=arguments.overwrite, resume=arguments.resume)
     unfinished = output / UNFINISHED
+    check_launch(process_count())
     together = processes(hardware.place)
     if together:  # all have looked into the directory before anything in it changes
         together.wait_for_everyone()

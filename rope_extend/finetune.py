@@ -7,7 +7,7 @@ goes on bit for bit, and the adapter is saved with the encoding that it was trai
 
 from __future__ import annotations
 
-import importlib.util
+import copy
 import logging
 import math
 import shutil
@@ -29,6 +29,7 @@ from rope_extend.checkpoint.card import add_card
 from rope_extend.data import Document, load_documents
 from rope_extend.encodings import RopeShape, encoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.launch import check_launch, check_variables
 from rope_extend.packing import RESTART, UNPACKED, check_packing
 from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
@@ -44,7 +45,9 @@ from rope_extend.resume import (
     read_state,
     step_of,
 )
+from rope_extend.sharding import Sharding
 from rope_extend.shifted_sparse import check_shifted_sparse
+from rope_extend.tracking import check_trackers
 from rope_extend.training import (
     FinetuneInterrupted,
     RunData,
@@ -53,6 +56,7 @@ from rope_extend.training import (
     set_gradient_checkpointing,
 )
 from rope_extend.training_data import load_training_data
+from rope_extend.training_report import add_training_report
 
 __all__ = [
     "FinetuneInterrupted",
@@ -67,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 _RUN_FILES = (
     "recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors",
-    "positions.json", "positions.png",
+    "positions.json", "positions.png", "report",
 )  # fmt: skip
 """What makes a directory that of a run; `overwrite` removes these and leaves all else."""
 
@@ -88,7 +92,8 @@ class FinetuneResult:
         perplexity: at the end, by length in tokens; empty where the recipe has no `eval_data`.
         share_beyond: share of the training tokens that lie beyond the pretrained window.
         skipped: steps that changed no weight, because loss or gradient was not finite.
-        model: the patched model with its adapter, in evaluation mode.
+        model: the patched model with its adapter, in evaluation mode; under FSDP with weights that are
+            spread over the processes, for which `rope_extend.load(output_dir)` is the way to read with it.
         patch: the patch that is active on it.
     """
 
@@ -131,20 +136,22 @@ def finetune(
 
     Raises:
         RopeExtendError: whatever of the above does not hold; a disk that is full; or more steps in a row
-            than `recipe.max_skipped` whose loss or gradient is not finite.
+            than `recipe.max_skipped` whose loss or gradient is not finite. Also a launch that came apart into
+            processes which do not know of each other.
         FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
     """
     directory = Path(recipe.output_dir)
     checkpoint = _starting_point(directory, recipe, resume, overwrite)
     accelerator = _accelerator(recipe, directory)
     dtype = _dtype(recipe, accelerator.device)
-    shape = _check_model(recipe, model, dtype)
+    sharding = Sharding.of(accelerator)
+    shape = _check_model(recipe, model, dtype, sharding)
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the others then find the tokens in the cache
         blocks, content = load_training_data(recipe, tokenizer)
         data = RunData(blocks, *_held_out(recipe, tokenizer, shape))
-    state = _first_state(recipe, content, accelerator, checkpoint)
+    state = _first_state(recipe, content, sharding, checkpoint)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         _prepare_directory(directory, recipe, state.step, fresh=resume is False)
@@ -152,8 +159,8 @@ def finetune(
 
     if model is None:
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
-    name = model.config.name_or_path or recipe.model
-    coverage = _coverage(recipe, shape, accelerator.num_processes)
+    config = copy.deepcopy(model.config)
+    coverage = _coverage(recipe, shape, sharding.replicas)
     share = data.blocks.share_beyond(shape.trained_length, recipe.steps)
     if coverage is not None:
         share = coverage.tokens_beyond
@@ -164,11 +171,14 @@ def finetune(
             if accelerator.is_main_process:
                 _announce(run, patch, share, coverage)
             run.train(checkpoint)
+            trained = run.to_save(config)
             if accelerator.is_main_process:
-                save(run.model, directory, overwrite=True, base_model=name)
+                save(trained, directory, overwrite=True, record=run.record)
                 if coverage is not None:
                     _report_positions(coverage, directory)
-                add_card(directory, perplexity=run.metrics.perplexity)
+                add_card(directory, perplexity=run.metrics.perplexity, before=run.metrics.before)
+                if data.held_out:
+                    add_training_report(directory, trained_length=shape.trained_length)
                 logger.info("saved the adapter and its record in %s", directory)
             accelerator.wait_for_everyone()
         except BaseException:
@@ -299,16 +309,16 @@ def _starting_point(
 
 
 def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
-    if recipe.tensorboard and not any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
-        raise RopeExtendError(
-            "recipe: tensorboard is true but the package is missing; pip install 'rope_extend[tensorboard]'"
-        )
-    return Accelerator(
+    check_trackers(recipe.tracked_by)
+    if not torch.distributed.is_initialized():
+        check_variables()
+    accelerator = Accelerator(
         mixed_precision="no",  # the loop casts, in the same way for training and for evaluation
         gradient_accumulation_steps=recipe.gradient_accumulation,
-        log_with="tensorboard" if recipe.tensorboard else None,
         project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
     )
+    check_launch(accelerator.num_processes)
+    return accelerator
 
 
 def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
@@ -317,7 +327,7 @@ def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
 
 
-def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeShape:
+def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding: Sharding) -> RopeShape:
     """Try the recipe on the model, or on one without weights that has the config of `recipe.model`."""
     if model is None:
         model = empty_model(recipe.model)
@@ -336,6 +346,9 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype) -> RopeS
             check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
         if recipe.shifted_sparse is not None:
             check_shifted_sparse(model, patch.encoding)
+        masks = recipe.packing != UNPACKED or recipe.shifted_sparse is not None
+        for length in [length for length, _ in recipe.curriculum or ()] + [recipe.length]:
+            sharding.check(patch, model, length=length, sampled=recipe.positions != CONSECUTIVE, masks=masks)
         return patch.shape
 
 
@@ -374,9 +387,9 @@ def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Do
     return documents, lengths
 
 
-def _first_state(recipe: Recipe, content: str, accelerator: Accelerator, checkpoint: Path | None) -> RunState:
+def _first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: Path | None) -> RunState:
     """Where the run starts: step 0, or the checkpoint's state, if data and processes are still the same."""
-    state = RunState(0, 0, 0.0, content, accelerator.num_processes, recipe.to_dict())
+    state = RunState(0, 0, 0.0, content, sharding.ranks, recipe.to_dict(), parts=sharding.parts)
     if checkpoint is None:
         return state
     saved = read_state(checkpoint)
@@ -389,6 +402,11 @@ def _first_state(recipe: Recipe, content: str, accelerator: Accelerator, checkpo
         raise RopeExtendError(
             f"cannot resume: {checkpoint} is of {saved.processes} processes and this is a run of "
             f"{state.processes}; launch {saved.processes}"
+        )
+    if saved.parts != state.parts:
+        raise RopeExtendError(
+            f"cannot resume: the sequences of {checkpoint} were cut into {saved.parts} parts and would "
+            f"now be into {state.parts}; launch it with the same cp_size or sp_size"
         )
     return replace(saved, recipe=state.recipe)
 

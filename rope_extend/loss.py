@@ -43,6 +43,16 @@ class NextTokenLoss(torch.nn.Module):
         self.model = model
         self.chunk_bytes = chunk_bytes
 
+    @property
+    def config(self) -> Any:
+        """The model's, by which accelerate refuses what sequence parallelism cannot do."""
+        return causal_lm(self.model).config
+
+    @property
+    def _no_split_modules(self) -> Any:
+        """Classes of the model's layers, each of which FSDP shards as a unit."""
+        return causal_lm(self.model)._no_split_modules
+
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **inputs: Any
     ) -> torch.Tensor:
@@ -55,6 +65,7 @@ def next_token_loss(
     input_ids: torch.Tensor,
     labels: torch.Tensor | None = None,
     *,
+    shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     **inputs: Any,
@@ -69,6 +80,8 @@ def next_token_loss(
         model: a causal language model of transformers, with or without PEFT.
         input_ids: int64 ``[B, T]``.
         labels: int64 ``[B, T]``, not shifted, -100 where a token is not scored; ``input_ids`` if not given.
+        shift_labels: instead of ``labels``, int64 ``[B, T]``: what each position predicts, for a part of a
+            text, whose last token predicts one of the next part.
         num_items_in_batch: what to divide the sum of losses by, as in transformers: the scored tokens of all
             the forward passes that are accumulated, so that each token counts the same whichever pass it
             is in; the scored tokens of this batch if not given.
@@ -91,9 +104,10 @@ def next_token_loss(
             "because the loss does not go through its forward; wrap NextTokenLoss(model) in it instead"
         )
     hidden = hidden_states(model, input_ids, **inputs)
-    # Position t predicts token t + 1; the last position has nothing to predict.
-    targets = F.pad((input_ids if labels is None else labels)[:, 1:], (0, 1), value=IGNORED)
-    targets = targets.to(hidden.device)
+    if shift_labels is None:
+        # Position t predicts token t + 1; the last position has nothing to predict.
+        shift_labels = F.pad((input_ids if labels is None else labels)[:, 1:], (0, 1), value=IGNORED)
+    targets = shift_labels.to(hidden.device)
     if num_items_in_batch is None:
         num_items_in_batch = (targets != IGNORED).sum().clamp(min=1)
     head = output_head(model)

@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -227,6 +227,8 @@ def plot_comparison(
 def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = None) -> Path:
     """Draw the loss against the step, from a run's ``metrics.jsonl``, with its running mean.
 
+    Beneath it the norm of the gradient, before it was clipped, where the lines have it.
+
     Args:
         metrics: a file of JSON lines; those with ``step`` and ``loss`` (nats per token) are drawn.
         path: where to; the suffix says how: .png, .svg or .pdf.
@@ -242,23 +244,73 @@ def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = 
     for text in metrics.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError, KeyError):  # cut short, or a line without a loss
             line = json.loads(text)
-            points.append((line["step"], line["loss"]))
+            points.append((line["step"], line["loss"], line.get("grad_norm", math.nan)))
     if not points:
         raise RopeExtendError(f"no line of {str(metrics)!r} has a 'step' and a 'loss'")
-    steps, losses = np.array(points, dtype=np.float64).T
+    steps, losses, norms = np.array(points, dtype=np.float64).T
     width = max(1, len(losses) // 10)
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     starts = np.maximum(np.arange(1, len(losses) + 1) - width, 0)
     means = (sums[1:] - sums[starts]) / (np.arange(1, len(losses) + 1) - starts)
 
     subtitle = f"each step, and the mean of the last {width}" if width > 1 else "each step"
-    picture = _Picture(path, title or "Training", subtitle)
+    known = np.isfinite(norms) & (norms > 0)
+    picture = _Picture(path, title or "Training", subtitle, panels=2 if known.any() else 1)
     axes = picture.axes
-    axes.plot(steps, losses, color=PALETTE[0], alpha=0.35, linewidth=1)
+    marker = "o" if len(steps) < 3 else ""  # one point is no line
+    axes.plot(steps, losses, color=PALETTE[0], alpha=0.35, linewidth=1, marker=marker)
     axes.plot(steps, means, color=PALETTE[0], linewidth=2)
-    axes.set_xlabel("step", color=INK)
     axes.set_ylabel("loss, nats per token", color=INK)
+    if known.any():
+        axes = picture.panels[1]
+        axes.plot(steps[known], norms[known], color=PALETTE[1], linewidth=1, marker=marker)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+        axes.set_ylabel("norm of the gradient", color=INK)
+    axes.set_xlabel("step", color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    return picture.save()
+
+
+def plot_course(
+    curves: Mapping[int, Mapping[int, float]],
+    trained_length: int,
+    path: str | Path,
+    *,
+    title: str | None = None,
+) -> Path:
+    """Draw perplexity against length before a run, at each evaluation within it, and after.
+
+    Args:
+        curves: perplexity by length in tokens, by the step after which it was measured; 0 is before training.
+        trained_length: the window the model was pretrained with, in tokens.
+        path: where to; the suffix says how: .png, .svg or .pdf.
+        title: heading.
+
+    Raises:
+        RopeExtendError: if there is nothing to draw, or no such format.
+    """
+    if not any(curves.values()):
+        raise RopeExtendError("nothing to draw: no perplexity was measured")
+    order = sorted(step for step, curve in curves.items() if curve)
+    subtitle = "dashed: before training; thin: during it" if len(order) > 2 else ""
+    picture = _Picture(path, title or "Perplexity before and after training", subtitle, room=16)
+    axes = picture.axes
+    ends = []
+    for step in order:
+        lengths, values = np.array(sorted(curves[step].items()), dtype=np.float64).T
+        if step not in (order[0], order[-1]):
+            axes.plot(lengths, values, color=PALETTE[0], alpha=0.3, linewidth=1)
+            continue
+        dashes = _DASHES["fine-tuned" if step else "untrained"][0]
+        ends += _line(
+            axes, lengths, values, f"step {step:,}" if step else "before", marker="o", markersize=5.5,
+            color=PALETTE[0] if step else PLAIN, linestyle=dashes,
+        )  # fmt: skip
+    _perplexity_axis(axes)
+    _length_axis(axes, sorted({length for curve in curves.values() for length in curve}), "length, tokens")
+    _mark_window(axes, trained_length)
+    _name_ends(axes, ends)
     return picture.save()
 
 

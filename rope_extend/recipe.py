@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 
 import yaml
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from rope_extend.data import parse_length
 from rope_extend.encodings import encodings, method_named
@@ -119,6 +120,12 @@ def _sources(value: Any) -> str | tuple[str, ...]:
     return _text(value) if isinstance(value, str | PathLike) else tuple(map(_text, _items(value)))
 
 
+def _trackers(value: Any) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(map(_text, _items(value)))) if value else ()
+    _check(all(name in LOGGER_TYPE_TO_CLASS for name in names))
+    return names
+
+
 def _targets(value: Any) -> str | tuple[str, ...]:
     if value in ("attention", "all-linear"):
         return str(value)
@@ -146,6 +153,7 @@ _STAGES = _Kind("a list of block lengths and steps, such as [[8k, 100], [16k, 10
 _TARGETS = _Kind("attention, all-linear, or a list of module names", _targets)
 _PARAMETERS = _Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
 _DTYPE = _choice("auto", "float32", "bfloat16")
+_TRACKERS = _Kind(f"a list of trackers, of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}", _trackers)
 _POSITIONS = _choice(CONSECUTIVE, *SAMPLERS)
 _PACKING = _choice(*PACKINGS)
 
@@ -262,6 +270,15 @@ class Recipe:
         bool, _FLAG, "recompute each layer in the backward pass: far less memory, about 1/3 slower"
     ] = True
     tensorboard: Annotated[bool, _FLAG, "also log to output_dir/tensorboard"] = False
+    trackers: Annotated[
+        tuple[str, ...], _TRACKERS, "of accelerate, such as [wandb, mlflow], that also get the metrics"
+    ] = ()
+    peak_flops: Annotated[
+        float | None,
+        _optional(_number(0, above=True)),
+        "operations per second of one device, of which the metrics give the share; of common GPUs in "
+        "bfloat16 it is known",
+    ] = None
     text_column: Annotated[str, _TEXT, "column of the text, in tabular data"] = "text"
     split: Annotated[str, _TEXT, "split to train on, of a hub dataset"] = "train"
     eval_split: Annotated[str, _TEXT, "split to evaluate on, of a hub dataset"] = "train"
@@ -345,6 +362,11 @@ class Recipe:
                     f"recipe: shifted_sparse has groups of {group} tokens for blocks of {length}; give an "
                     "even number that divides every block length and is less, such as a quarter of it"
                 )
+
+    @property
+    def tracked_by(self) -> tuple[str, ...]:
+        """All trackers: `trackers`, and TensorBoard where `tensorboard` asks for it."""
+        return tuple(dict.fromkeys((*(["tensorboard"] if self.tensorboard else []), *self.trackers)))
 
     @property
     def length(self) -> int:

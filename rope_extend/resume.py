@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import flush
 from rope_extend.recipe import Recipe
+from rope_extend.sharding import fill, spread_state, whole
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,8 @@ MANIFEST_NAME = "manifest.json"
 
 MAY_CHANGE = frozenset({
     "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
-    "eval_lengths", "eval_documents", "eval_split", "tensorboard", "output_dir",
+    "eval_lengths", "eval_documents", "eval_split", "tensorboard", "trackers", "peak_flops",
+    "output_dir",
 })  # fmt: skip
 """Fields of the recipe that do not change what a step computes, and so may differ when a run goes on."""
 
@@ -62,6 +64,7 @@ class RunState:
         recipe: the recipe as a dictionary.
         skipped: steps that changed no weight, because loss or gradient was not finite.
         skipped_in_a_row: how many of them were the last ones.
+        parts: how many processes share each sequence.
     """
 
     step: int
@@ -72,6 +75,7 @@ class RunState:
     recipe: dict[str, Any]
     skipped: int = 0
     skipped_in_a_row: int = 0
+    parts: int = 1
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -153,12 +157,13 @@ def save_checkpoint(
     """
     final = directory / "checkpoints" / f"step-{state.step}"
     partial = final.with_name(f".{final.name}.partial")
+    weights, moments = whole((dict(_trainable(module)), optimizer.state_dict()))
     try:
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            save_file(dict(_trainable(module)), partial / "trainable.safetensors")
-            torch.save(optimizer.state_dict(), partial / "optimizer.pt")
+            save_file(weights, partial / "trainable.safetensors")
+            torch.save(moments, partial / "optimizer.pt")
             (partial / "state.json").write_text(json.dumps(asdict(state), indent=2))
         accelerator.wait_for_everyone()
         torch.save(_random_state(), partial / f"rng-{accelerator.process_index}.pt")
@@ -257,10 +262,10 @@ def load_checkpoint(
             raise RopeExtendError(
                 f"its weights are of another model; {different[0]} is only in one of the two"
             )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights[name])
+        for name, parameter in parameters.items():
+            fill(parameter, weights[name])
         optimizer.load_state_dict(state)
+        spread_state(optimizer)
     except Exception as error:  # each reader has its own kinds of error for a damaged file
         raise RopeExtendError(
             f"cannot read the checkpoint {checkpoint}: {error}. Resume from the one before it, by its path"

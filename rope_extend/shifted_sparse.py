@@ -13,7 +13,7 @@ the authors' flash attention code, the two half groups at the ends each attend t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -187,7 +187,9 @@ def check_shifted_sparse(model: nn.Module, encoding: Encoding) -> None:
 
 
 @contextmanager
-def shifted_sparse(model: nn.Module, group: int) -> Iterator[None]:
+def shifted_sparse(
+    model: nn.Module, group: int, run: Callable[[Callable[[nn.Module], None]], None] | None = None
+) -> Iterator[None]:
     """Train with shifted sparse attention inside the block.
 
     Outside it, and inside it in evaluation mode, attention is the model's own.
@@ -195,6 +197,7 @@ def shifted_sparse(model: nn.Module, group: int) -> Iterator[None]:
     Args:
         model: a causal language model of transformers, with or without PEFT and patch.
         group: tokens per group, even; every text trained on has a multiple of it.
+        run: hands the model to a function that reads with it, where its weights are not always there (FSDP).
 
     Raises:
         UnsupportedModelError: what `check_shifted_sparse` refuses, or some layer's attention is out of reach.
@@ -207,7 +210,8 @@ def shifted_sparse(model: nn.Module, group: int) -> Iterator[None]:
             undo.set(config, "_attn_implementation_internal", _NAME)
         for module in modules:
             undo.set(module, _OPTION, option)
-        _try(model, option, modules)
+        trial = partial(_try, option=option, modules=modules)
+        trial(model) if run is None else run(trial)
         yield
     finally:
         undo.unwind()

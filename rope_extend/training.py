@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -26,19 +27,28 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from rope_extend.checkpoint import Record
 from rope_extend.curriculum import Curriculum
 from rope_extend.data import Document
+from rope_extend.encodings import KernelEncoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation import perplexity
+from rope_extend.evaluation import PerplexityResult, perplexity
+from rope_extend.evaluation.perplexity import peak_memory_bytes
 from rope_extend.learned import learned_parameters
-from rope_extend.loss import NextTokenLoss
+from rope_extend.loss import causal_lm
 from rope_extend.packing import RESTART, UNPACKED, check_apart, document_inputs, scored
+from rope_extend.patching import current_patch, patch_model
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
+from rope_extend.sharding import Objective, Sharding, whole
 from rope_extend.shifted_sparse import shifted_sparse
+from rope_extend.tracking import start_trackers
+from rope_extend.utilisation import device_peak, training_flops
 
 logger = logging.getLogger(__name__)
+
+_Found = TypeVar("_Found")
 
 
 class FinetuneInterrupted(SystemExit):
@@ -178,6 +188,7 @@ class TrainingRun:
         model: the `PeftModel`.
         state: where the run stands.
         metrics: what was measured last, and the file it is written to.
+        record: what the adapter reads with, and which base model it belongs to.
     """
 
     def __init__(
@@ -189,29 +200,38 @@ class TrainingRun:
         accelerator: Accelerator,
     ) -> None:
         self.recipe, self.data, self.state, self.accelerator = recipe, data, state, accelerator
+        self.sharding = Sharding.of(accelerator)
         self.directory = Path(recipe.output_dir)
         self.dtype = model.dtype
 
         set_seed(recipe.seed)
         self.model = get_peft_model(model, lora_config(model, recipe))
+        self.record = Record.of(self.model, model.config.name_or_path or recipe.model)
         for parameter in learned_parameters(model).values():  # peft froze all that is not the adapter's
             parameter.requires_grad_(True)
         set_gradient_checkpointing(model, recipe.gradient_checkpointing)
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
+        self.peak = recipe.peak_flops or device_peak(accelerator.device, self.dtype)
+        self.flops = (
+            training_flops(self.model, recipe.length, quadratic=_quadratic(model)) if self.peak else None
+        )
         for parameter in self.parameters:  # bfloat16's 8 bits would lose steps of 1e-4
             parameter.data = parameter.data.float()
         optimizer = torch.optim.AdamW(
             self.parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
         # The loss is part of what is wrapped: DistributedDataParallel synchronises in its own forward only.
-        self.objective, self.optimizer = accelerator.prepare(NextTokenLoss(self.model), optimizer)
+        self.objective, self.optimizer = accelerator.prepare(Objective(self.model), optimizer)
+        # FSDP has put parts in the place of the parameters.
+        self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         self.metrics = Metrics(self.directory / "metrics.jsonl", accelerator, state.step)
-        if recipe.tensorboard:
-            accelerator.init_trackers(
-                "tensorboard",
-                config={name: str(value) for name, value in recipe.to_dict().items()},
-                init_kwargs={"tensorboard": {"purge_step": state.step + 1}},
-            )
+        start_trackers(accelerator, recipe.tracked_by, self.directory, recipe.to_dict(), state.step)
+
+    def _utilisation(self, speed: float) -> dict[str, float]:
+        """The share of all devices' peak that a speed in tokens per second comes to, where it is known."""
+        if not self.peak or not self.flops:
+            return {}
+        return {"mfu": round(speed * self.flops / (self.peak * self.accelerator.num_processes), 4)}
 
     def _rate(self) -> float:
         """Learning rate of this step: linear from a tenth, then constant (2306.15595, section 3.1)."""
@@ -227,7 +247,7 @@ class TrainingRun:
     def sequences_per_step(self) -> int:
         """Blocks of `block_length` that one optimizer step sees, or as many tokens, over all processes."""
         recipe = self.recipe
-        return recipe.batch_size * recipe.gradient_accumulation * self.accelerator.num_processes
+        return recipe.batch_size * recipe.gradient_accumulation * self.sharding.replicas
 
     def train(self, checkpoint: Path | None) -> None:
         """Run to the recipe's last step, from `checkpoint` if given, and leave the model ready to save.
@@ -240,7 +260,7 @@ class TrainingRun:
         recipe, accelerator = self.recipe, self.accelerator
         if recipe.packing != UNPACKED:
             with self._autocast():
-                check_apart(self.model, restarts=recipe.packing == RESTART)
+                self._with_weights(partial(check_apart, restarts=recipe.packing == RESTART))
         if checkpoint is None:
             self._evaluate()
             set_seed(recipe.seed, device_specific=True)  # dropout differs between processes
@@ -263,18 +283,44 @@ class TrainingRun:
                     bar.close()
                     self._interrupt(stop, saved)
         for name, parameter in self.model.named_parameters():
-            if "modules_to_save" in name:  # as loading the adapter onto such a base will have it
+            # As loading the adapter onto such a base will have it; of parts, FSDP keeps the dtype.
+            if "modules_to_save" in name and not self.sharding.weights:
                 parameter.data = parameter.data.to(self.dtype)
         self.model.eval()
         self._close_trackers()
 
+    def to_save(self, config: Any) -> Any:
+        """The model with its trained weights whole, for the main process to save; every process calls this.
+
+        Where the weights are spread it is a twin without those of the base, which an adapter does not need.
+
+        Args:
+            config: the model's, as it was before the patch.
+        """
+        if not self.sharding.weights:
+            return self.model
+        named = self.model.named_parameters(remove_duplicate=False)  # a tied head by its own name as well
+        trained = whole({name: value for name, value in named if value.requires_grad})
+        with torch.device("meta"):
+            base = type(causal_lm(self.model))(config)
+        patch: Any = current_patch(self.model)
+        patch_model(
+            base, patch.encoding, trained_length=patch.shape.trained_length, target_length=patch.target_length
+        )
+        twin = get_peft_model(base, lora_config(base, self.recipe))
+        for name, value in trained.items():
+            parent, _, leaf = name.rpartition(".")
+            dtype = self.dtype if "modules_to_save" in name else value.dtype
+            twin.get_submodule(parent)._parameters[leaf] = nn.Parameter(value.to(dtype))
+        return twin
+
     def _sequences(self, forward: int) -> tuple[int, list[dict[str, torch.Tensor]]]:
         """This process's sequences for one forward pass of the present step, and the number of the first."""
-        recipe, accelerator, step = self.recipe, self.accelerator, self.state.step
+        recipe, step = self.recipe, self.state.step
         stage = self.data.blocks.at(step)
         rows = recipe.batch_size * stage.rows
         forwards = (step - stage.first_step) * recipe.gradient_accumulation + forward
-        first = (forwards * accelerator.num_processes + accelerator.process_index) * rows
+        first = (forwards * self.sharding.replicas + self.sharding.replica) * rows
         return first, [stage.blocks[position] for position in range(first, first + rows)]
 
     def _batch(self, forward: int) -> Mapping[str, Any]:
@@ -314,8 +360,18 @@ class TrainingRun:
         with ExitStack() as stack:
             if self.recipe.shifted_sparse is not None:
                 with self._autocast():  # it reads a few tokens to try itself
-                    stack.enter_context(shifted_sparse(self.model, self.recipe.shifted_sparse))
+                    within = shifted_sparse(self.model, self.recipe.shifted_sparse, self._with_weights)
+                    stack.enter_context(within)
             yield
+
+    def _with_weights(self, read: Callable[[Any], _Found]) -> _Found:
+        """What a function returns for the model, while its weights are whole."""
+        if not self.sharding.weights:
+            return read(self.model)
+        with torch.no_grad():
+            found: _Found = self.objective(within=read)
+        self.objective.reshard()  # FSDP keeps what the outermost module gathered, for a backward pass
+        return found
 
     def _step(self, bar: Any) -> None:
         """One optimizer step, and its line of metrics."""
@@ -324,12 +380,13 @@ class TrainingRun:
         total = torch.zeros((), device=accelerator.device)
         divisor = self._divisor()
         for forward in range(recipe.gradient_accumulation):
-            with accelerator.accumulate(self.objective):
+            batch = self._batch(forward)
+            with accelerator.accumulate(self.objective), self.sharding.cut(accelerator, batch) as part:
                 with self._autocast():
-                    loss = self.objective(**self._batch(forward), num_items_in_batch=divisor)
+                    loss = self.objective(**{"num_items_in_batch": divisor, **part})
                 accelerator.backward(loss)
             total += loss.detach() / recipe.gradient_accumulation
-        norm = float(accelerator.clip_grad_norm_(self.parameters, recipe.max_grad_norm))
+        norm = float(whole(accelerator.clip_grad_norm_(self.parameters, recipe.max_grad_norm)))
         mean = float(accelerator.reduce(total, "mean"))
         finite = math.isfinite(mean) and math.isfinite(norm)
         rate = self._rate()
@@ -364,6 +421,8 @@ class TrainingRun:
                 grad_norm=norm,
                 tokens=state.tokens,
                 tokens_per_second=round(speed, 1),
+                **self._utilisation(speed),
+                peak_memory_bytes=peak_memory_bytes(accelerator.device),
                 seconds=round(state.seconds, 3),
                 **self._reading(state.step),
             )
@@ -398,10 +457,18 @@ class TrainingRun:
             return
         main = self.accelerator.is_main_process
         self.model.eval()
+
+        def read(model: Any) -> PerplexityResult:
+            return perplexity(model, self.data.held_out, self.data.lengths, progress=main)
+
         with self._autocast():
-            result = perplexity(self.model, self.data.held_out, self.data.lengths, progress=main)
+            result = self._with_weights(read)
         self.model.train()
+        if self.accelerator.device.type == "cuda":  # what follows is of training steps alone
+            torch.cuda.reset_peak_memory_stats(self.accelerator.device)
         self.metrics.perplexity = result.ppl
+        if not self.state.step:
+            self.metrics.before = result.ppl
         self.metrics.write(step=self.state.step, perplexity=result.ppl)
         if main:
             curve = ", ".join(f"{value:.2f} at {length}" for length, value in result.ppl.items())
@@ -438,6 +505,12 @@ class TrainingRun:
         raise FinetuneInterrupted(signum, checkpoint)
 
 
+def _quadratic(model: Any) -> bool:
+    """Whether attention compares all pairs of a query and a key."""
+    patch = current_patch(model)
+    return patch is None or not isinstance(patch.encoding, KernelEncoding)
+
+
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -450,11 +523,12 @@ class Metrics:
     Attributes:
         loss: of the last step that was not skipped, in nats.
         perplexity: of the last evaluation, by length in tokens.
+        before: of the one before the first step.
     """
 
     def __init__(self, path: Path, accelerator: Accelerator, step: int) -> None:
         self.path, self.accelerator = path, accelerator
-        self.loss, self.perplexity = math.nan, dict[int, float]()
+        self.loss, self.perplexity, self.before = math.nan, dict[int, float](), dict[int, float]()
         kept = []
         for line in path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []:
             try:
@@ -466,6 +540,8 @@ class Metrics:
                 self.loss = values.get("loss", self.loss)
                 curve = values.get("perplexity", self.perplexity)
                 self.perplexity = {int(length): value for length, value in curve.items()}
+                if not values["step"]:
+                    self.before = self.perplexity
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             with self._writing():

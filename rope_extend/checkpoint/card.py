@@ -44,6 +44,7 @@ def model_card(
     results: str | PathLike[str] | None = None,
     data: str | Sequence[str] | None = None,
     perplexity: Mapping[int, float] | None = None,
+    before: Mapping[int, float] | None = None,
     trained_in: str | PathLike[str] | None = None,
     name: str | None = None,
 ) -> str:
@@ -57,6 +58,7 @@ def model_card(
             card.
         data: what it was trained on; by default what the run's recipe says.
         perplexity: by length in tokens, where there are no `results`.
+        before: the same before training.
         trained_in: directory of the run, with `recipe.yaml`; by default `directory`.
         name: what the lines call the checkpoint; by default its directory's name, so that they work from
             the directory above it.
@@ -78,7 +80,7 @@ def model_card(
         f"{record.model_type} model pretrained on {format_length(record.shape.trained_length)}.",
         _facts(record, _recipe(Path(trained_in or directory)), data),
         "## Perplexity",
-        _measured(results, perplexity),
+        _measured(results, perplexity, before),
         "## Loading",
         f"`{title}` is this directory, seen from the one above it; put the hub id or path in its place.",
         *(_adapter_lines(record, name) if adapter else _checkpoint_lines(directory, record, name)),
@@ -214,19 +216,27 @@ def _recipe(directory: Path) -> dict[str, Any]:
 # How it was measured
 
 
-def _measured(results: str | PathLike[str] | None, perplexity: Mapping[int, float] | None) -> str:
+def _measured(
+    results: str | PathLike[str] | None,
+    perplexity: Mapping[int, float] | None,
+    before: Mapping[int, float] | None,
+) -> str:
     if results is not None:
         from rope_extend.evaluation.report import markdown_table, read_results
 
         table = markdown_table(read_results(Path(results))).strip()
         return f"{table}\n\n![Perplexity against length]({PICTURE_NAME})"
     if perplexity:
+        from rope_extend.evaluation.tables import markdown_table as aligned
+        from rope_extend.evaluation.tables import number
+
         lengths = sorted(perplexity)
-        head = " | ".join(format_length(length) for length in lengths)
-        values = " | ".join(f"{perplexity[length]:.2f}" for length in lengths)
-        return f"At the end of training, on held-out text, by length in tokens:\n\n| {head} |\n" + (
-            f"|{'---:|' * len(lengths)}\n| {values} |"
-        )
+        rows = [("before training, extended", before), ("at its end", perplexity)]
+        table = aligned([
+            ["", *map(format_length, lengths)],
+            *([name, *(number(row.get(one)) for one in lengths)] for name, row in rows if row),
+        ])  # fmt: skip
+        return f"At the end of training, on held-out text, by length in tokens:\n\n{table}"
     return (
         "Not measured yet. `rope-extend evaluate` measures it at every length, and `rope-extend card "
         "--results` puts the table and the picture here."

@@ -55,6 +55,7 @@ def save(
     base_model: str | None = None,
     max_shard_size: int | str | None = None,
     guard: bool = True,
+    record: Record | None = None,
 ) -> Path:
     """Save a patched model, with the record of its encoding; returns the directory.
 
@@ -74,12 +75,13 @@ def save(
         guard: where stock transformers has no form for the encoding, write a config of
             `model_type: rope_extend`: `AutoModelForCausalLM` reads it once rope_extend is imported, and
             otherwise stops, where it would have read it wrongly.
+        record: what to record, where the model at hand does not show all of it; by default what it shows.
 
     Raises:
         RopeExtendError: the model is not patched, the directory holds a checkpoint or cannot be written to,
             the disk is full, or a weight is not finite.
     """
-    record = Record.of(model, base_model)
+    record = record or Record.of(model, base_model)
     target = Path(directory)
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if options and isinstance(model, PeftModel):

@@ -1,0 +1,271 @@
+"""How a run is shared out over processes: each with all of it, with a part of the weights, or of each text.
+
+=====================  ==============================================  ====================================
+way                    what a process holds                            asked for by
+=====================  ==============================================  ====================================
+data parallel (DDP)    all weights, its own sequences                  several processes
+FSDP2                  a part of the weights, its own sequences        `fsdp_version: 2`
+context parallel       a part of the weights, a part of each sequence  FSDP2 with `cp_size`: ring attention
+Ulysses                a part of each sequence, outside attention      DeepSpeed with `sp_size`
+=====================  ==============================================  ====================================
+
+A part of a sequence is read at the positions that it has in the whole, and its targets are shifted before the
+sequence is cut, so that no token is left without the one that it predicts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.errors import RopeExtendError
+from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm
+from rope_extend.patching import Patch
+
+_WAYS = {
+    DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
+    DistributedType.MULTI_NPU, DistributedType.FSDP, DistributedType.DEEPSPEED,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What of a run each process has.
+
+    Attributes:
+        weights: whether the weights are spread over the processes (FSDP2).
+        context: over how many processes each sequence is spread, for ring attention (`cp_size`).
+        ulysses: the same for Ulysses (`sp_size`).
+        ranks: how many processes there are.
+        rank: which of them this one is.
+    """
+
+    weights: bool = False
+    context: int = 1
+    ulysses: int = 1
+    ranks: int = 1
+    rank: int = 0
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> Self:
+        """What `accelerate` was configured to do.
+
+        Raises:
+            RopeExtendError: it is none of the above, or what was asked for is not what came of it.
+        """
+        kind, config = accelerator.distributed_type, accelerator.parallelism_config
+        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not accelerator.is_fsdp2:
+            if kind == DistributedType.FSDP:
+                raise RopeExtendError(
+                    "FSDP is asked for in its first version; set fsdp_version: 2, as in "
+                    "configs/accelerate/fsdp2.yaml"
+                )
+            raise RopeExtendError(
+                f"FSDP is asked for, and accelerate runs without it ({kind.value}): it shards weights over "
+                "GPUs. Launch it on several GPUs, or leave the config out"
+            )
+        if kind not in _WAYS:
+            raise RopeExtendError(
+                f"fine-tuning does not run under {kind.value}; it runs on one device, and under DDP, FSDP2, "
+                "context parallelism and Ulysses"
+            )
+        context, ulysses, tensor = (
+            (config.cp_size, getattr(config, "sp_size", 1), config.tp_size) if config else (1, 1, 1)
+        )
+        if tensor > 1:
+            raise RopeExtendError(
+                "fine-tuning does not run tensor parallel; shard weights with FSDP2 instead"
+            )
+        if kind == DistributedType.DEEPSPEED and ulysses == 1:
+            raise RopeExtendError(
+                "DeepSpeed is for sequences that are spread over GPUs (sp_size above 1); to spread weights "
+                "alone, use FSDP2: configs/accelerate/fsdp2.yaml"
+            )
+        if context > 1 and not accelerator.is_fsdp2:
+            raise RopeExtendError("cp_size needs FSDP2 on GPUs: see configs/accelerate/context_parallel.yaml")
+        if ulysses > 1 and kind != DistributedType.DEEPSPEED:
+            raise RopeExtendError("sp_size needs DeepSpeed on GPUs: see configs/accelerate/ulysses.yaml")
+        ranks, rank = accelerator.num_processes, accelerator.process_index
+        return cls(bool(accelerator.is_fsdp2), context, ulysses, ranks, rank)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts each sequence is cut."""
+        return self.context * self.ulysses
+
+    @property
+    def replicas(self) -> int:
+        """How many groups of processes read sequences of their own."""
+        return self.ranks // self.parts
+
+    @property
+    def replica(self) -> int:
+        """Which group this process is in: those that share a sequence have ranks that follow each other."""
+        return self.rank // self.parts
+
+    def check(
+        self, patch: Patch, model: nn.Module, *, length: int, sampled: bool, masks: bool = False
+    ) -> None:
+        """Refuse what does not work on a part of a sequence; needs no weights.
+
+        Args:
+            patch: the model's.
+            model: patched, and also as it stands on the meta device.
+            length: tokens per sequence.
+            sampled: whether positions are sampled.
+            masks: whether attention is kept within documents or groups of tokens.
+
+        Raises:
+            RopeExtendError: with the reason, and what works.
+        """
+        if self.parts == 1:
+            return
+        way = f"cp_size {self.context}" if self.context > 1 else f"sp_size {self.ulysses}"
+        if reason := _needs_the_whole(patch.encoding, patch.shape):
+            raise RopeExtendError(
+                f"{patch.encoding} does not run on parts of a sequence ({way}): {reason}. Rotary methods "
+                "with one table do, such as yarn; or train on shorter blocks without it"
+            )
+        if sampled:
+            raise RopeExtendError(
+                f"sampled positions make short blocks stand for long ones, which need not be cut: leave "
+                f"{way} or positions out"
+            )
+        if masks:
+            raise RopeExtendError(
+                "packing and shifted_sparse keep attention within a part of each row by a function of their "
+                f"own, in whose place ring attention or Ulysses stand: leave {way} or them out"
+            )
+        config = causal_lm(model).config.get_text_config(decoder=True)
+        if config._attn_implementation != "sdpa" and self.context > 1:
+            raise RopeExtendError(
+                f"ring attention ({way}) stands in for sdpa, and this model attends by "
+                f"{config._attn_implementation}; load it with sdpa"
+            )
+        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+        if (
+            not kinds
+            and getattr(config, "layer_types", None) is None
+            and getattr(config, "sliding_window", None)
+        ):
+            kinds = {"sliding_attention"}
+        if kinds and (self.context > 1 or any("linear" in kind for kind in kinds)):
+            raise RopeExtendError(
+                f"this model has layers of {', '.join(sorted(kinds))}, which would be trained as if each "
+                f"part were a text of its own, or as full attention ({way}); only full attention can be cut"
+            )
+        # Ring attention gives each process one piece from the front and one from the back, for equal work.
+        pieces = self.parts * (2 if self.context > 1 else 1)
+        if length % pieces:
+            raise RopeExtendError(
+                f"sequences of {length} tokens do not cut into {pieces} equal pieces ({way}); set "
+                f"block_length to a multiple of {pieces}, such as {length // pieces * pieces or pieces}"
+            )
+
+    @contextmanager
+    def cut(self, accelerator: Accelerator, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+        """This process's part of a batch, for the forward and backward pass within.
+
+        Args:
+            accelerator: of the run.
+            batch: `input_ids` and `labels`, `[B, T]`, the same on all processes that share the sequences.
+
+        Returns:
+            `input_ids`, `shift_labels`, `position_ids` and `num_items_in_batch`, or the batch itself
+            where it is not cut. The mean of all parts' losses is that of the whole.
+        """
+        if self.parts == 1:
+            yield dict(batch)
+            return
+        whole = global_inputs(batch["input_ids"], batch["labels"])
+        scored = (whole["shift_labels"] != IGNORED).sum().clamp(min=1)
+        if self.context > 1:
+            buffers = list(whole.values())
+            with accelerator.maybe_context_parallel(
+                buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
+            ):
+                yield {**whole, "num_items_in_batch": scored / self.parts}
+            return
+        part = self.rank % self.parts
+        mine = {name: value.chunk(self.parts, 1)[part].contiguous() for name, value in whole.items()}
+        yield {**mine, "num_items_in_batch": scored / self.parts}
+
+
+def global_inputs(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """What can be cut anywhere: tokens, where they stand, and what each predicts, all `[B, T]` int64."""
+    return {
+        "input_ids": input_ids.clone(),
+        "position_ids": torch.arange(input_ids.shape[1], device=input_ids.device).repeat(len(input_ids), 1),
+        "shift_labels": F.pad(labels[:, 1:], (0, 1), value=IGNORED),
+    }
+
+
+def _needs_the_whole(encoding: Any, shape: RopeShape) -> str | None:
+    """Why an encoding cannot be computed on a part of a text; None if it can."""
+    if not isinstance(encoding, RopeEncoding):
+        return "it acts inside attention or on embeddings, which here are those of a part alone"
+    if encoding.depends_on_length:
+        return "its table follows the length of the text, and each process sees a part: they would differ"
+    if encoding.rotates_in_attention or encoding.decay(shape) is not None:
+        return "it rotates or scales inside attention, in whose place ring attention or Ulysses stand"
+    ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length])
+    scale = encoding.logit_scale(shape, ends)
+    if scale is not None:
+        return (
+            "it scales attention by how far a query can see, in whose place ring attention or Ulysses stand"
+        )
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Weights that are spread over processes
+
+
+class Objective(NextTokenLoss):
+    """The loss, and whatever else reads the model while its weights are gathered.
+
+    FSDP gathers the weights of the module that it was given in that module's forward, and nowhere else.
+    """
+
+    def forward(self, *args: Any, within: Callable[[nn.Module], Any] | None = None, **inputs: Any) -> Any:
+        """Return the loss; or, given a function, what it returns for the model."""
+        return super().forward(*args, **inputs) if within is None else within(self.model)
+
+
+def whole(values: Any) -> Any:
+    """The same structure with every sharded tensor gathered, on the CPU; every process calls this."""
+    return tree_map_only(DTensor, lambda value: value.full_tensor().cpu(), values)
+
+
+def fill(parameter: Tensor, value: Tensor) -> None:
+    """Put values into a parameter, of which this process may have a part."""
+    with torch.no_grad():
+        parameter.copy_(_like(value, parameter))
+
+
+def spread_state(optimizer: Any) -> None:
+    """Give each process its part of an optimizer's state that was loaded whole."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[name] = _like(value, parameter)
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
