@@ -28,6 +28,7 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from rope_extend.annealing import mix_for_step
 from rope_extend.data import Blocks, Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
@@ -296,6 +297,7 @@ class TrainingRun:
     def _step(self, bar: Any) -> None:
         """One optimizer step, and its line of metrics."""
         recipe, accelerator = self.recipe, self.accelerator
+        mix_for_step(self.model, recipe, self.state.step)
         started = time.perf_counter()
         total = torch.zeros((), device=accelerator.device)
         for forward in range(recipe.gradient_accumulation):
@@ -360,6 +362,7 @@ class TrainingRun:
         if not self.data.held_out:
             return
         main = self.accelerator.is_main_process
+        mix_for_step(self.model, self.recipe, self.recipe.steps)  # what is saved is the encoding alone
         self.model.eval()
         with self._autocast():
             result = perplexity(self.model, self.data.held_out, self.data.lengths, progress=main)

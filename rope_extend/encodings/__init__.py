@@ -5,6 +5,7 @@ from pkgutil import iter_modules
 
 from rope_extend.encodings.base import (
     AbsoluteEncoding,
+    Adaptation,
     BiasEncoding,
     ComposedRope,
     Encoding,
@@ -30,6 +31,7 @@ for _module in iter_modules(__path__):  # a new method is a new file, and nothin
 
 __all__ = [
     "AbsoluteEncoding",
+    "Adaptation",
     "BiasEncoding",
     "ComposedRope",
     "Encoding",
