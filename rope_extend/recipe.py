@@ -18,7 +18,7 @@ from typing import Annotated, Any, NamedTuple, Self, get_type_hints
 import yaml
 
 from rope_extend.data import parse_length
-from rope_extend.encodings import Adaptation, encodings, method_named
+from rope_extend.encodings import REPLACED, Adaptation, encodings, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.positions import SAMPLERS
 
@@ -385,9 +385,12 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         kind, text = _hints()[item.name]
         if item.name == "method":
             text += f"; one of {', '.join(encodings())}, or composed, resonance(yarn)"
-        usual = Adaptation().fields()
+        usual, replaced = Adaptation().fields(), REPLACED.fields()
         if item.name in usual:
-            text += f" (default: as the method has it; for rotary schedules mostly {usual[item.name]})"
+            other = f"; {replaced[item.name]} in the place of rotation"
+            text += (
+                f" (default: {usual[item.name]}{other if usual[item.name] != replaced[item.name] else ''})"
+            )
         elif item.default is not MISSING and item.default is not None:
             text += f" (default: {item.default})"
         flag, text = _flag_name(item.name), text.replace("%", "%%")

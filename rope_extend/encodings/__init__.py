@@ -4,6 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from rope_extend.encodings.base import (
+    REPLACED,
     AbsoluteEncoding,
     Adaptation,
     BiasEncoding,
@@ -30,6 +31,7 @@ for _module in iter_modules(__path__):  # a new method is a new file, and nothin
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
+    "REPLACED",
     "AbsoluteEncoding",
     "Adaptation",
     "BiasEncoding",

@@ -59,8 +59,7 @@ class Learned(AbsoluteEncoding):
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The table that reads `target_length` tokens: as the length, for rules that ask for one; for `refuse`
-        as the number of rows.
+        """The table that reads `target_length` tokens: by its `length`, for rules that have one, or its rows.
 
         Raises:
             RopeExtendError: a parameter is unknown or invalid.
