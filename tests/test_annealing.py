@@ -99,23 +99,41 @@ def test_rotation_slows_down_as_when_positions_are_interpolated(share: float) ->
         torch.testing.assert_close(logits(model), interpolated, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["t5_bias", "learned", "shaw"])
-def test_what_is_learned_acts_by_its_share(model: Any, name: str) -> None:
-    """As if rotation were interpolated and the table multiplied: both are linear in it."""
+def weakened(name: str, values: dict[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
+    """What is learned, such that the bias or the vectors are `share` of what they were."""
+    if name == "fire":  # linear in its last layer
+        return {key: value * (share if key.endswith("2") else 1) for key, value in values.items()}
+    if name == "kerple":  # -r1 ln(1 + r2 r), and the logarithm of r1 is learned
+        return {key: value + math.log(share) * key.endswith("r1") for key, value in values.items()}
+    return {key: share * value for key, value in values.items()}
+
+
+GAPS = torch.cat([torch.arange(30), torch.arange(40, 110)]).expand(2, -1)
+
+
+@pytest.mark.parametrize("inputs", [{}, {"position_ids": GAPS}], ids=["in a row", "with a gap"])
+@pytest.mark.parametrize("name", ["t5_bias", "kerple", "fire", "shaw", "learned"])
+def test_what_is_learned_acts_by_its_share(model: Any, name: str, inputs: dict[str, Any]) -> None:
+    """The other way to a share of a bias: a weaker one, under the same rotation."""
     share = 0.25
     with patched(model, name) as patch:
         assert patch.learned is not None
-        values = {key: share * value for key, value in patch.learned.state_dict().items()}
         patch.mix(share)
-        mixed = logits(model)
+        mixed = logits(model, **inputs)
         patch.mix(0.9)
-        assert (logits(model) - mixed).abs().max() > 1e-3
-        patch.learned.put(values, "test")
+        assert (logits(model, **inputs) - mixed).abs().max() > 1e-4
+        patch.mix(share)
+        patch.learned.put(weakened(name, dict(patch.learned.state_dict()), share), "test")
         patch._reader.share = 1.0  # type: ignore[union-attr]
-        for module in model.modules():
-            if hasattr(module, "mix") and module._start is not None:
-                module.mix(share, module._start)
-        torch.testing.assert_close(logits(model), mixed, rtol=0, atol=2e-5)
+        torch.testing.assert_close(logits(model, **inputs), mixed, rtol=0, atol=2e-5)
+
+
+def test_linear_attention_that_is_mixed_has_no_cache_to_go_on_from(model: Any) -> None:
+    with patched(model, "linear_attention") as patch, torch.no_grad():
+        patch.mix(0.5)
+        out = model(IDS, use_cache=True)
+        with pytest.raises(PatchError, match="mixed with softmax, which no cache goes on from"):
+            model(IDS[:, :1], past_key_values=out.past_key_values)
 
 
 def test_linear_attention_is_mixed_with_softmax_by_outputs(model: Any) -> None:
