@@ -208,6 +208,7 @@ class PositionReader:
     def __init__(self, encoding: Encoding, adapter: FamilyAdapter) -> None:
         self.encoding = encoding
         self.adapter = adapter
+        self.share = 1.0  # of what is read by the encoding while a model is annealed to it, see `Patch.mix`
         self._configs: list[tuple[Any, str]] = []
         self._past: Cache | None = None
         self._given: Tensor | None = None
@@ -396,7 +397,10 @@ class AttentionReader(PositionReader):
 
     def new_forward(self, queries: Tensor, keys: Tensor) -> _Forward:
         """A forward, cut where its tables change."""
-        return _Forward(queries, keys, self.encoding, self.shape, self._normalised)
+        forward = _Forward(queries, keys, self.encoding, self.shape, self._normalised)
+        if forward.scale is not None and self.share != 1:
+            forward.scale = 1 + self.share * (forward.scale - 1)
+        return forward
 
     def refuse_changed_rows(self, position_ids: Tensor) -> None:
         """For schedules per row: refuse to go on from a cache that was filled under other tables.
@@ -611,7 +615,7 @@ def _attention(
     """What transformers calls under the name `rope_extend_<implementation>`."""
     inner = own_function(module, implementation)
     reader: PositionReader | None = getattr(module, READER, None)
-    if reader is None or not reader.acts_on(module):
+    if reader is None or reader.share == 0 or not reader.acts_on(module):
         return inner(module, query, key, value, attention_mask, **kwargs)
     return reader.attend(inner, implementation, module, query, key, value, attention_mask, **kwargs)
 

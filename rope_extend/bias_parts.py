@@ -58,6 +58,7 @@ class PartialBias:
         places: where queries and keys stand.
         learned: the learned parameters; gradients reach them through `sources`.
         causal: whether keys after a query are shut out here; otherwise a mask does.
+        share: of the bias that acts, and of vectors on values; less than 1 while a model is annealed to it.
 
     Attributes:
         sources: the tensors that parts are made from, the table or the learned parameters.
@@ -72,11 +73,13 @@ class PartialBias:
         learned: Mapping[str, Tensor],
         *,
         causal: bool,
+        share: float = 1.0,
     ) -> None:
         self.encoding = encoding
         self.shape = shape
         self.places = places
         self.causal = causal
+        self.share = share
         self.names = tuple(learned)
         self.table = self.weighs = False
         if isinstance(encoding, RelativeEncoding):
@@ -93,7 +96,7 @@ class PartialBias:
             return
         longest = keys if places.gapless else farthest + 1
         distances = torch.arange(longest - 1, -1, -1, device=device)  # the nearest last
-        table = encoding.bias(shape, distances, torch.zeros_like(distances), learned)
+        table = self._shared(encoding.bias(shape, distances, torch.zeros_like(distances), learned))
         if places.gapless:
             # Behind the nearest there are keys after the query: as far as a part reaches, or a mask lets it.
             later = table[:, -1:].expand(-1, MOST + (0 if causal else keys))
@@ -121,14 +124,15 @@ class PartialBias:
         if isinstance(self.encoding, RelativeEncoding):
             vectors = self.encoding.of_keys(self._learned(sources))
             index = self._ranges(start, stop, first, end)
-            bias = (query.float() @ vectors.T).gather(-1, index.expand(*query.shape[:3], -1))
+            bias = self._shared(query.float() @ vectors.T).gather(-1, index.expand(*query.shape[:3], -1))
         elif self.table:
             (table,) = sources
             index = table.shape[1] - 1 - distance.clamp(min=0)
             bias = functional.embedding(index, table.T).movedim(-1, 1)
         else:
             learned = self._learned(sources)
-            bias = self.encoding.bias(self.shape, distance.clamp(min=0), queries, learned).movedim(0, 1)
+            bias = self.encoding.bias(self.shape, distance.clamp(min=0), queries, learned)
+            bias = self._shared(bias).movedim(0, 1)
         if not self.causal:
             return bias
         slots = torch.arange(first, end, device=bias.device)
@@ -148,7 +152,10 @@ class PartialBias:
         assert vectors is not None
         index = self._ranges(start, stop, first, end).expand_as(weights)
         shares = weights.new_zeros(*weights.shape[:3], len(vectors)).scatter_add(-1, index, weights)
-        return shares @ vectors.to(shares.dtype)
+        return shares @ self._shared(vectors).to(shares.dtype)
+
+    def _shared(self, values: Tensor) -> Tensor:
+        return values if self.share == 1 else self.share * values
 
     def _ranges(self, start: int, stop: int, first: int, end: int) -> Tensor:
         """`[rows, 1, stop - start, end - first]`, the range of each distance."""

@@ -133,6 +133,8 @@ class BiasReader(PositionReader):
         )
         shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
         slopes = self.encoding.slopes(shape)
+        if slopes is not None and self.share != 1:
+            slopes = self.share * slopes
         if slopes is not None and new > 1 and kwargs.get("softcap") is None:
             output, weights = self._by_channels(call, slopes, forward)
         else:
@@ -187,7 +189,9 @@ class BiasReader(PositionReader):
                 f"{type(call.module).__name__} attends with {shape}, and {self.encoding} was made for "
                 f"{self.shape}"
             )
-        bias = PartialBias(self.encoding, shape, call.places, learned, causal=call.mask is None)
+        bias = PartialBias(
+            self.encoding, shape, call.places, learned, causal=call.mask is None, share=self.share
+        )
         if bias.weighs:  # of the functions there are, this is the one that gives its weights away
             call = replace(call, inner=own_function(call.module, "eager"))
         new, keys = call.query.shape[2], call.key.shape[2]

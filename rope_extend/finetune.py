@@ -24,6 +24,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rope_extend.annealing import announce_adaptation
 from rope_extend.checkpoint import save, undone_on_failure
 from rope_extend.checkpoint.card import add_card
 from rope_extend.data import Document, load_documents
@@ -232,6 +233,7 @@ def _announce(run: TrainingRun, patch: Patch, share: float, coverage: Coverage |
         "%s: %d -> %d tokens, factor %g", patch.encoding, window, patch.target_length,
         patch.target_length / window,
     )  # fmt: skip
+    announce_adaptation(run.recipe)
     logger.info(
         "trainable parameters: %s of %s (%.2f %%)", f"{trained:,}", f"{total:,}", 100 * trained / total
     )
@@ -340,6 +342,8 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding
         raise RopeExtendError(f"the model is in {model.dtype}; load it with dtype={dtype}")
     lora_config(model, recipe)
     with _extend(model, recipe) as patch:
+        if recipe.anneal_steps:
+            patch.mix(0.5)
         if recipe.positions != CONSECUTIVE:
             check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
         if recipe.packing != UNPACKED:

@@ -28,7 +28,7 @@ from rope_extend.attention import (
 from rope_extend.encodings import KernelEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.families import FamilyAdapter
-from rope_extend.rotary import angles_of
+from rope_extend.rotary import Start, angles_of
 from rope_extend.undo import UndoLog
 
 CHUNK = 128
@@ -172,6 +172,7 @@ class LinearReader(PositionReader):
     def __init__(self, encoding: KernelEncoding, shape: RopeShape, adapter: FamilyAdapter) -> None:
         super().__init__(encoding, adapter)
         self.shape = shape
+        self.start: Start | None = None  # what softmax is rotated by while the model is annealed
         self._open = False  # whether a forward goes on, and not its layers once more for the backward pass
 
     @never_compiled
@@ -245,7 +246,15 @@ class LinearReader(PositionReader):
         if self._open:
             where = ("twice" if ("state", module.layer_idx) in forward.tables else "state", module.layer_idx)
             forward.tables[where] = tuple(each.detach() for each in state)
-        return output.to(value.dtype).transpose(1, 2).contiguous(), None
+        output = output.to(value.dtype).transpose(1, 2).contiguous()
+        if self.share != 1:
+            if layer is not None and layer.get_seq_length() > new:
+                raise PatchError(f"{self.encoding} is mixed with softmax, which no cache goes on from")
+            assert self.start is not None
+            turned = (self._turned(states, forward, self.start) for states in (query, key))
+            softmax, _ = inner(module, *turned, value, attention_mask, **kwargs)
+            output = torch.lerp(softmax, output, self.share)
+        return output, None
 
     def _layer(self, module: Any) -> Any:
         """The layer of the present cache that a module reads, if it is there yet."""
@@ -270,13 +279,16 @@ class LinearReader(PositionReader):
             )
         return last.to(torch.float32)
 
-    def _turned(self, states: Tensor, forward: Forward) -> Tensor:
-        """Features, rotated by where they stand."""
-        wanted = ("angles", states.device)
+    def _turned(self, states: Tensor, forward: Forward, start: Start | None = None) -> Tensor:
+        """Features, rotated by where they stand; or queries and keys, as softmax has them."""
+        wanted = ("angles", states.device, states.dtype, start is None)
         if wanted not in forward.tables:
             schedule, positions = self.encoding.inner, forward.queries.to(states.device)
-            angles = angles_of(schedule, self.shape, positions, schedule.inv_freq(self.shape))[:, None]
-            forward.tables[wanted] = angles.cos().float(), angles.sin().float()
+            table, factor = (schedule.inv_freq(self.shape), 1.0) if start is None else start[1:]
+            angles = angles_of(schedule, self.shape, positions, table)[:, None]
+            forward.tables[wanted] = (
+                (factor * angles.cos()).to(states.dtype), (factor * angles.sin()).to(states.dtype)
+            )  # fmt: skip
         cos, sin = forward.tables[wanted]
         sin = -sin if self.adapter.backwards else sin
         return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)

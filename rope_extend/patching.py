@@ -32,13 +32,13 @@ from rope_extend.encodings import (
     method_named,
     rotary_method,
 )
-from rope_extend.encodings.base import check_length
+from rope_extend.encodings.base import check_length, check_number
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.families import FamilyAdapter, adapter_for
 from rope_extend.inspection import CONFIG_RECORD, active_table, layer_config, rotary_part, shape_of, unwrap
 from rope_extend.learned import LEARNED, LearnedParameters
 from rope_extend.linear_attention import LinearReader
-from rope_extend.rotary import ExtendedRotaryEmbedding
+from rope_extend.rotary import ExtendedRotaryEmbedding, Start
 from rope_extend.stock_forms import CARRIED, nested, softmax_scale_of, stock_forms, stock_parameters
 from rope_extend.undo import UndoLog
 from rope_extend.vectors import VectorReader
@@ -92,6 +92,7 @@ class Patch:
         self.learned: LearnedParameters | None = None
         self._undo = UndoLog()
         self._reader: PositionReader | None = None
+        self._starts: dict[str, Start | None] = {}
         self._active = False
 
     def _apply(self, tokenizer: Any | None) -> None:
@@ -102,6 +103,7 @@ class Patch:
             self._act_beside_tables(base, adapter)
             for path, module in modules.items():
                 before = active_table(module, base.config, self.target_length)
+                self._starts[path] = self._start(base, module, *before)
                 self._replace(base, path, module, adapter)
                 installed = base.base_model.get_submodule(path)
                 after = active_table(installed, base.config, self.target_length)
@@ -284,6 +286,63 @@ class Patch:
             self.learned.put(values, source, partial=partial)
         elif values:
             raise RopeExtendError(f"{source} has values for {min(values)!r}, and {self.encoding} learns none")
+
+    def mix(self, share: float) -> None:
+        """Read by a mix of the model's own rotation and the encoding: on the way from the one to the other.
+
+        Rotary frequencies, and factors on cos, sin and logits, go in a straight line from the model's own to
+        the encoding's; where that does not rotate, this is interpolation of positions by a factor that grows
+        without end. Biases and added vectors are multiplied by `share`; of linear attention and softmax it
+        is the outputs that are mixed. 0 is the model as it was, and 1, which a new patch begins with, is the
+        encoding, each bit for bit.
+
+        Config and record are the encoding's all the while, and a cache that was filled under one share is
+        wrong under another.
+
+        Raises:
+            RopeExtendError: `share` is not from 0 to 1.
+            PatchError: the patch is not the one that acts, or there is no such way to its encoding.
+        """
+        share = check_number("mix", "share", share, minimum=0, maximum=1)
+        if current_patch(self.model) is not self:
+            raise PatchError(
+                f"cannot mix in {self.encoding}: its patch was removed, or another acts on the model"
+            )
+        base, rotary, why = unwrap(self.model), self.rotary, ""
+        if rotary.depends_on_length or rotary.rotates_in_attention or rotary.start_tokens:
+            why = "it does not rotate by one table"
+        elif not self.changed:
+            why = "the model reads by it already"
+        elif None in self._starts.values():
+            why = "the model's own depends on the length, or is an earlier patch's"
+        if why:
+            raise PatchError(
+                f"there is no way by degrees from the model's rotation to {self.encoding}: {why}; train "
+                f"without one (anneal_steps 0)"
+            )
+        modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
+        for path, module in modules.items():
+            start = self._starts[path]
+            assert isinstance(module, ExtendedRotaryEmbedding)
+            assert start is not None
+            if share == 0:
+                self._follow(base, start.module, module.inv_freq.device)
+            if isinstance(self._reader, LinearReader):
+                self._reader.start = start
+                module.mix(0.0 if share == 0 else 1.0, start)  # between, queries and keys turn in attention
+            else:
+                module.mix(share, start)
+        if self._reader is not None:
+            self._reader.share = share
+
+    def _start(self, base: Any, module: nn.Module, table: Tensor, factor: float) -> Start | None:
+        """What a rotary module rotates by before the patch; None if that is not one table, or not stock."""
+        if isinstance(module, ExtendedRotaryEmbedding):
+            return None
+        short, same = active_table(module, base.config, 1)
+        if not torch.equal(short, table) or same != factor:
+            return None
+        return Start(module, table[: self.shape.dim // 2], factor)
 
     def remove(self) -> None:
         """Undo the patch: modules, config and tokenizer are the objects and values they were before.

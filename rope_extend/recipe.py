@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import difflib
 import math
@@ -18,7 +19,7 @@ import yaml
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from rope_extend.data import parse_length
-from rope_extend.encodings import encodings, method_named
+from rope_extend.encodings import REPLACED, Adaptation, encodings, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.packing import PACKINGS, UNPACKED
 from rope_extend.positions import SAMPLERS
@@ -157,6 +158,9 @@ _TRACKERS = _Kind(f"a list of trackers, of {', '.join(sorted(LOGGER_TYPE_TO_CLAS
 _POSITIONS = _choice(CONSECUTIVE, *SAMPLERS)
 _PACKING = _choice(*PACKINGS)
 
+BY_METHOD: Any = None
+"""The default of fields that the method's `Adaptation` gives; in a recipe that is made, none has it."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -168,6 +172,9 @@ class Recipe:
     update is the product of two small matrices of which one starts at zero, and trains best at about ten
     times the rate of full fine-tuning. And the paper's batch is 64 sequences on 32 GPUs; here it is
     `batch_size * gradient_accumulation` = 8 per device.
+
+    An encoding that is put in the place of rotation asks for more: five fields that are not given, or null,
+    are filled in by what its class says (`Encoding.adaptation`), and so they are written down.
 
     Lengths are in tokens and take `32k` for 32,768. Every value is checked when the recipe is made.
 
@@ -210,10 +217,16 @@ class Recipe:
         "of short documents into one block, where none sees another: positions restart in each, or continue "
         "through the block; none drops what is shorter than a block",
     ] = UNPACKED
-    steps: Annotated[int, _POSITIVE_COUNT, "optimizer steps"] = 1000
+    steps: Annotated[int, _POSITIVE_COUNT, "optimizer steps"] = BY_METHOD
+    anneal_steps: Annotated[
+        int,
+        _COUNT,
+        "first steps, in which the model goes over from its own rotation to the encoding by degrees; it is "
+        "evaluated, and saved, with the encoding alone",
+    ] = BY_METHOD
     batch_size: Annotated[int, _POSITIVE_COUNT, "sequences per device in one forward pass"] = 1
     gradient_accumulation: Annotated[int, _POSITIVE_COUNT, "forward passes per optimizer step"] = 8
-    learning_rate: Annotated[float, _number(0, above=True), "after warm-up, constant"] = 2e-4
+    learning_rate: Annotated[float, _number(0, above=True), "after warm-up, constant"] = BY_METHOD
     warmup_steps: Annotated[int, _COUNT, "linear warm-up from a tenth of the learning rate, in steps"] = 20
     weight_decay: Annotated[float, _number(0), "AdamW's decoupled weight decay"] = 0.0
     betas: Annotated[tuple[float, float], _BETAS, "AdamW's decay rates of the two moments"] = (0.9, 0.95)
@@ -231,10 +244,10 @@ class Recipe:
     lora_dropout: Annotated[float, _number(0, below=1), "dropout on the input of the LoRA matrices"] = 0.0
     lora_targets: Annotated[
         str | tuple[str, ...], _TARGETS, "layers with LoRA: attention, all-linear, or module names"
-    ] = "attention"
+    ] = BY_METHOD
     train_norm_embed: Annotated[
         bool, _FLAG, "also train norms and embeddings, which helps beyond about 4x (2309.12307)"
-    ] = False
+    ] = BY_METHOD
     shifted_sparse: Annotated[
         int | None,
         _optional(_LENGTH),
@@ -297,8 +310,11 @@ class Recipe:
     ] = None
 
     def __post_init__(self) -> None:
+        by_method = _by_method(self.method, self.steps)
         for name, kind in _kinds().items():
             value = getattr(self, name)
+            if value is BY_METHOD and name in by_method:
+                value = by_method[name]
             try:
                 object.__setattr__(self, name, kind.parse(value))
             except (ValueError, TypeError) as error:
@@ -306,6 +322,11 @@ class Recipe:
                     f"recipe: {name} must be {kind.expected}; got {value!r} ({type(value).__name__})"
                 ) from error
         method_named(self.method).shared_out(self.method_parameters)
+        if self.anneal_steps >= self.steps:
+            raise RopeExtendError(
+                f"recipe: anneal_steps {self.anneal_steps} leaves none of {self.steps} steps to train with "
+                "the encoding alone, which is what is saved; lower anneal_steps, or raise steps"
+            )
         if self.length > self.target_length:
             raise RopeExtendError(
                 f"recipe: block_length {self.length} is beyond target_length {self.target_length}; "
@@ -369,6 +390,11 @@ class Recipe:
         return tuple(dict.fromkeys((*(["tensorboard"] if self.tensorboard else []), *self.trackers)))
 
     @property
+    def default(self) -> dict[str, Any]:
+        """What the method's default recipe says, by field."""
+        return method_named(self.method).adaptation.fields(self.steps)
+
+    @property
     def length(self) -> int:
         """Tokens per training sequence: `block_length`, or else `target_length`."""
         return self.target_length if self.block_length is None else self.block_length
@@ -430,6 +456,14 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
+def _by_method(method: object, steps: object) -> dict[str, Any]:
+    """The method's default recipe by field, as far as it can be told before the two are checked."""
+    adaptation = Adaptation()
+    with contextlib.suppress(RopeExtendError):
+        adaptation = method_named(str(method)).adaptation
+    return adaptation.fields(int(steps) if isinstance(steps, Integral) else None)
+
+
 @cache
 def _hints() -> dict[str, tuple[_Kind, str]]:
     """Each field's kind and its line of documentation."""
@@ -456,7 +490,13 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         kind, text = _hints()[item.name]
         if item.name == "method":
             text += f"; one of {', '.join(encodings())}, or composed, resonance(yarn)"
-        if item.default is not MISSING and item.default is not None:
+        usual, replaced = Adaptation().fields(), REPLACED.fields()
+        if item.name in usual:
+            other = f"; {replaced[item.name]} in the place of rotation"
+            text += (
+                f" (default: {usual[item.name]}{other if usual[item.name] != replaced[item.name] else ''})"
+            )
+        elif item.default is not MISSING and item.default is not None:
             text += f" (default: {item.default})"
         flag, text = _flag_name(item.name), text.replace("%", "%%")
         if kind is _FLAG:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,17 @@ def widen(cos: Tensor, sin: Tensor, form: Widening) -> tuple[Tensor, Tensor] | T
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
+class Start(NamedTuple):
+    """What a model that is annealed to an encoding rotated by before."""
+
+    module: nn.Module
+    """Its own rotary module."""
+    table: Tensor
+    """Its frequencies `[dim/2]` float64, radians per token."""
+    factor: float
+    """On cos and sin."""
+
+
 class ExtendedRotaryEmbedding(nn.Module):
     """Stands in for a model's rotary module and computes cos and sin for any `RopeEncoding`.
 
@@ -126,6 +137,7 @@ class ExtendedRotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
     original_inv_freq: Tensor
+    _start: Start | None
 
     def __init__(
         self,
@@ -151,6 +163,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         self.pairs = pairs or shape.dim // 2
         self.sections = tuple(sections)
         self.dtype = dtype
+        self._share, self._start = 1.0, None
         if layer_type is not None:
             self.original = original
             self.layer_types = list(getattr(original, "layer_types", ()))  # LFM3 asks for it
@@ -183,6 +196,20 @@ class ExtendedRotaryEmbedding(nn.Module):
         target = torch.device("cpu") if device.type == "meta" else device
         return inv_freq.to(target) if has_float64(target) else split_turns(inv_freq).to(target)
 
+    def mix(self, share: float, start: Start) -> None:
+        """Rotate by `share` of the encoding's frequencies and factor, and the rest of the model's own.
+
+        At 0 the model's own module rotates, at 1 the encoding alone does, each bit for bit. What other code
+        reads off the module stays the encoding's.
+        """
+        self._share, self._start = share, None if share == 1 else start
+        with torch.device("cpu"):
+            table = self._mixed(self.encoding.inv_freq(self.shape))
+        self._table = self._for_device(table, self.inv_freq.device)
+
+    def _mixed(self, table: Tensor) -> Tensor:
+        return table if self._start is None else torch.lerp(self._start.table, table, self._share)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExtendedRotaryEmbedding:
         """Follow the model to its device, but not to its dtype; refill what `to_empty` leaves undefined."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -191,7 +218,7 @@ class ExtendedRotaryEmbedding(nn.Module):
             table = self.encoding.inv_freq(self.shape)
         self.inv_freq = self._buffer(table, device)
         self.original_inv_freq = self._buffer(table, device)
-        self._table = self._for_device(table, device)
+        self._table = self._for_device(self._mixed(table), device)
         return self
 
     def _angles(self, position_ids: Tensor, table: Tensor) -> Tensor:
@@ -231,9 +258,13 @@ class ExtendedRotaryEmbedding(nn.Module):
         else:
             if self.reader is not None:
                 self.reader.begin(position_ids)
+            if self._start is not None and self._share == 0:
+                return self._rotated_by_start(x, position_ids if parts is None else parts)
             # A model dispatched over several devices by hooks never calls `_apply`.
             table = self._table.to(x.device) if self._table.device != x.device else self._table
             angles, factor = self._angles(position_ids, table), self.attention_scaling
+            if self._start is not None:
+                factor = self._start.factor + self._share * (factor - self._start.factor)
             if parts is not None:
                 angles = self._in_sections(self._angles(parts, table))
         if self.pairs > self.shape.dim // 2:
@@ -241,6 +272,13 @@ class ExtendedRotaryEmbedding(nn.Module):
         dtype = self.dtype or x.dtype
         cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
         return widen(cos, sin, self.widened)
+
+    def _rotated_by_start(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        """What the model's own module gives."""
+        assert self._start is not None
+        of_kind = () if self.layer_type is None else (self.layer_type,)
+        given: tuple[Tensor, Tensor] | Tensor = self._start.module(x, position_ids, *of_kind)
+        return given
 
     def _in_sections(self, angles: Tensor) -> Tensor:
         """Of the angles by each part of a position, `[3, batch, T, dim/2]`, those that each pair turns by.

@@ -27,6 +27,7 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from rope_extend.annealing import mix_for_step
 from rope_extend.checkpoint import Record
 from rope_extend.curriculum import Curriculum
 from rope_extend.data import Document
@@ -376,6 +377,7 @@ class TrainingRun:
     def _step(self, bar: Any) -> None:
         """One optimizer step, and its line of metrics."""
         recipe, accelerator = self.recipe, self.accelerator
+        mix_for_step(self.model, recipe, self.state.step)
         started = time.perf_counter()
         total = torch.zeros((), device=accelerator.device)
         divisor = self._divisor()
@@ -456,6 +458,7 @@ class TrainingRun:
         if not self.data.held_out:
             return
         main = self.accelerator.is_main_process
+        mix_for_step(self.model, self.recipe, self.recipe.steps)  # what is saved is the encoding alone
         self.model.eval()
 
         def read(model: Any) -> PerplexityResult:

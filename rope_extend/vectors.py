@@ -69,7 +69,7 @@ class VectorReader(PositionReader):
             PatchError: there are no such states, or nobody has told where the tokens stand.
             RopeExtendError: a position that has no vector.
         """
-        if getattr(layer, READER, None) is not self:
+        if getattr(layer, READER, None) is not self or self.share == 0:
             return None
         position_ids = kwargs.get("position_ids")
         if self._forward is None and position_ids is not None:
@@ -89,6 +89,7 @@ class VectorReader(PositionReader):
         learned = {} if self.learned is None else self.learned.of()
         learned = {name: value.to(states.device) for name, value in learned.items()}
         vectors = self.encoding.vectors(self.shape, places.to(states.device), learned)
+        vectors = vectors if self.share == 1 else self.share * vectors
         states = states + vectors.to(states.dtype)
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
 

@@ -208,8 +208,11 @@ def xpos_of_linear(query: int, position: int) -> tuple[list[float], list[float]]
 
 
 def dropped(query: int, position: int) -> tuple[list[float], float]:
-    scale = 1 + rx.encoding("drope", factor=FACTOR).coefficient * math.log(FACTOR)  # type: ignore[attr-defined]
-    return [0.0] * PAIRS, math.sqrt(scale)
+    return [0.0] * PAIRS, math.sqrt(1 + 0.103 * math.log(FACTOR))
+
+
+def dropped_by_query(query: int, position: int) -> tuple[list[float], float]:
+    return [0.0] * PAIRS, math.sqrt(1 + 0.103 * math.log(max(1.0, (query + 1) / TRAINED)))
 
 
 LINEAR = {"name": "linear", "factor": FACTOR}
@@ -223,9 +226,10 @@ LINEAR = {"name": "linear", "factor": FACTOR}
         (INSIDE["longrope-start"], longrope_with_start),
         ({"name": "logn", "inner": LINEAR}, logn_of_linear),
         ({"name": "xpos", "inner": LINEAR, "scale_base": 8.0}, xpos_of_linear),
-        (INSIDE["drope"], dropped),
+        (INSIDE["drope"], dropped_by_query),
+        ({"name": "drope", "factor": FACTOR, "per": "target"}, dropped),
     ],
-    ids=["dynamic_ntk", "dynamic_linear", "longrope", "logn", "xpos", "drope"],
+    ids=["dynamic_ntk", "dynamic_linear", "longrope", "logn", "xpos", "drope", "drope-target"],
 )
 def test_logits_equal_attention_written_out(encoding: dict[str, Any], rotation: Any) -> None:
     model = llama(head_dim=16)

@@ -200,6 +200,7 @@ def test_other_bad_numbers_are_refused(name: str, field: str, value: Any) -> Non
             r"dynamic_linear\(per=row\) does not do",
         ),
         (lambda: rx.encoding("drope", factor=8.0, coefficient=-0.1), "coefficient must be"),
+        (lambda: rx.encoding("drope", factor=8.0, per="row"), "per must be 'query' or 'target', got 'row'"),
         (lambda: rx.encoding("nope", factor=8.0), "takes no parameters"),
         (lambda: rx.encoding("logn", inner="yarn"), "inner must be a rotary schedule"),
         (lambda: Encoding.from_dict({"factor": 8.0}), "a mapping such as"),
@@ -418,13 +419,18 @@ def test_logit_scales() -> None:
     torch.testing.assert_close(logn, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
     assert logn[1, 2].item() == pytest.approx(2.0, rel=1e-12)  # 4096 = 64 squared
     # 2512.12167: 1 + 0.103 ln s for SmolLM, 1 + 0.412 ln s for the model trained from scratch.
-    drope = rotary("drope", factor=4.0).logit_scale(shape, positions)
+    drope = rotary("drope", factor=4.0, per="target").logit_scale(shape, positions)
     assert drope is not None
     assert drope.dtype == torch.float64
     assert drope.shape == positions.shape
     assert set(drope.flatten().tolist()) == {1 + 0.103 * math.log(4)}
     assert rotary("drope", factor=4.0, coefficient=0).logit_scale(shape, positions) is None
-    scratch = rotary("drope", factor=2.0, coefficient=0.412)
+    # By the text that each query ends: 63, 64, 65 and 4,096 tokens on 64, and no further than the factor.
+    by_query = rotary("drope", factor=4.0).logit_scale(shape, torch.tensor([62, 63, 64, 255, 4095]))
+    assert by_query is not None
+    expected = [1.0, 1.0, *(1 + 0.103 * math.log(s) for s in (65 / 64, 4.0, 4.0))]
+    torch.testing.assert_close(by_query, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=0)
+    scratch = rotary("drope", factor=2.0, coefficient=0.412, per="target")
     both = rotary("logn", inner=scratch).logit_scale(shape, positions)
     assert both is not None
     torch.testing.assert_close(both, logn * (1 + 0.412 * math.log(2)), rtol=1e-12, atol=0)

@@ -152,6 +152,15 @@ def test_a_trained_table_is_extended_by_each_rule() -> None:
                 assert torch.equal(whole, table["shared.table"][[0, -1]])
 
 
+def test_a_table_for_a_target_has_a_row_for_each_of_its_positions() -> None:
+    model = llama()
+    with rx.extend(model, TARGET, "learned") as patch:
+        assert patch.encoding.to_dict()["rows"] == TARGET
+        assert logits(model, tokens(1, TARGET)).isfinite().all()
+    with rx.extend(model, TARGET, "learned", rows=TARGET + 5) as patch:
+        assert patch.encoding.to_dict()["rows"] == TARGET + 5
+
+
 def test_values_that_do_not_fit_are_refused() -> None:
     model = llama()
     before = logits(model, tokens(1, 20))

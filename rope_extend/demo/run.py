@@ -76,7 +76,7 @@ def run_demo(
         tokens = recipe.steps * recipe.batch_size * recipe.length
         _step(number, len(runs) + 1, f"LoRA, {name}: {tokens:,} tokens in windows of {recipe.length}")
         _command("finetune", str(RECIPE), *_flags(overrides))
-        _finetune(recipe)
+        finetune_once(recipe)
         adapters.append(directory)
     lengths = [trained // 2 * 2**power for power in range(int(math.log2(target / trained)) + 2)]
     _step(len(runs) + 1, len(runs) + 1, "perplexity at every length, untrained and fine-tuned")
@@ -99,15 +99,19 @@ def run_demo(
     return rows
 
 
-def _finetune(recipe: Recipe) -> None:
-    """Run a recipe, go on with it where it stopped, or leave it where it is done."""
+def finetune_once(recipe: Recipe) -> None:
+    """Run a recipe, go on with it where it stopped, or leave it where it is done.
+
+    Raises:
+        RopeExtendError: what is there was made by another recipe.
+    """
     directory = Path(recipe.output_dir)
     if (directory / RECORD_NAME).exists():
         found = checkpoints(directory)
         if not found:
             raise RopeExtendError(
-                f"{directory} holds an adapter but no checkpoint that says how it was made; --overwrite runs "
-                "the demonstration again"
+                f"{directory} holds an adapter but no checkpoint that says how it was made; remove it, or "
+                "--overwrite the demonstration"
             )
         check_continues(read_state(found[-1]), recipe)
         print(f"  done before: {directory}")
@@ -115,7 +119,7 @@ def _finetune(recipe: Recipe) -> None:
     try:
         finetune(recipe, resume=(directory / "recipe.yaml").exists())
     except FinetuneInterrupted:
-        print("\nThe same demo command goes on from here.")
+        print("\nThe same command goes on from here.")
         raise
 
 

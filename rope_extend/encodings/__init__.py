@@ -4,7 +4,9 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from rope_extend.encodings.base import (
+    REPLACED,
     AbsoluteEncoding,
+    Adaptation,
     BiasEncoding,
     ComposedRope,
     Encoding,
@@ -29,7 +31,9 @@ for _module in iter_modules(__path__):  # a new method is a new file, and nothin
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
+    "REPLACED",
     "AbsoluteEncoding",
+    "Adaptation",
     "BiasEncoding",
     "ComposedRope",
     "Encoding",

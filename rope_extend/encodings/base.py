@@ -164,6 +164,37 @@ def _brief(value: object) -> str:
     return str(value)
 
 
+@dataclass(frozen=True)
+class Adaptation:
+    """What a model needs to get used to an encoding: the fields of a recipe that leaves them open.
+
+    The defaults are for a rotary schedule, which leaves a model most of what it knows. An encoding in the
+    place of rotation is `REPLACED` instead.
+
+    Attributes:
+        steps: optimizer steps.
+        learning_rate: after warm-up.
+        lora_targets: layers with LoRA, `attention` or `all-linear`.
+        train_norm_embed: whether norms and embeddings are trained as well.
+        anneal: share of the steps in which the model goes over to the encoding by degrees.
+    """
+
+    steps: int = 1000
+    learning_rate: float = 2e-4
+    lora_targets: str = "attention"
+    train_norm_embed: bool = False
+    anneal: float = 0.0
+
+    def fields(self, steps: int | None = None) -> dict[str, Any]:
+        """Values by the names of a recipe's fields; `steps` are the recipe's own, if it has them."""
+        values = dataclasses.asdict(self) | ({} if steps is None else {"steps": steps})
+        return values | {"anneal_steps": int(values.pop("anneal") * values["steps"])}
+
+
+REPLACED = Adaptation(steps=2000, lora_targets="all-linear", train_norm_embed=True, anneal=0.5)
+"""For what is put in the place of rotation: the model has to learn anew how to tell places apart."""
+
+
 class Encoding(ABC):
     """A position encoding: frozen, validated when it is made, hashable, and found by name.
 
@@ -180,6 +211,8 @@ class Encoding(ABC):
     """Whether what a token reads changes with the length of its text, as in dynamic NTK."""
     per_row: bool = False
     """Whether every token of a row is read by the row's whole length, later tokens included."""
+    adaptation: ClassVar[Adaptation] = Adaptation()
+    """The default recipe."""
     per_layer: bool = False
     """Whether each layer has learned parameters of its own, where there are any."""
 
@@ -668,6 +701,15 @@ class RotaryMethod:
         assert made is not None
         return made
 
+    @property
+    def adaptation(self) -> Adaptation:
+        """The default recipe: the innermost's, which says what is left of rotation.
+
+        Around another, not by degrees: not every schedule lets that be.
+        """
+        inner = self.classes[-1].adaptation
+        return inner if len(self.classes) == 1 else dataclasses.replace(inner, anneal=0.0)
+
     def shared_out(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Parameters by the schedule that they go to, the outermost that has them.
 
@@ -726,6 +768,11 @@ class OtherMethod:
         """
         return self.cls.for_target(shape, target_length, **parameters)
 
+    @property
+    def adaptation(self) -> Adaptation:
+        """The default recipe."""
+        return self.cls.adaptation
+
     def shared_out(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The parameters themselves.
 
@@ -769,6 +816,8 @@ class BiasEncoding(Encoding):
 
     The logits keep the model's own scale, and the bias is added to what is scaled.
     """
+
+    adaptation = REPLACED
 
     @abstractmethod
     def bias(
@@ -821,6 +870,8 @@ class RelativeEncoding(BiasEncoding):
 class AbsoluteEncoding(Encoding):
     """Vectors added to the token embeddings, by position; rotary becomes the identity."""
 
+    adaptation = REPLACED
+
     @abstractmethod
     def vectors(self, shape: ModelShape, position_ids: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
         """`[..., hidden_size]` float32 for `position_ids` `[...]`, whole tokens from 0.
@@ -840,6 +891,8 @@ class PositionRemap(Encoding):
 
 class KernelEncoding(Encoding):
     """Attention by a feature map in place of softmax, in time linear in the length."""
+
+    adaptation = REPLACED
 
     inner: RopeEncoding
     """What features are rotated by: a static schedule."""

@@ -59,13 +59,16 @@ class Learned(AbsoluteEncoding):
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The table that reads `target_length` tokens: for rules that ask for one, that is the length.
+        """The table that reads `target_length` tokens: by its `length`, for rules that have one, or its rows.
 
         Raises:
             RopeExtendError: a parameter is unknown or invalid.
         """
-        if parameters.get("beyond") in ("interpolate", "fresh"):
+        beyond = parameters.get("beyond", "refuse")
+        if beyond in ("interpolate", "fresh"):
             parameters = {"length": target_length, **parameters}
+        elif beyond == "refuse":
+            parameters = {"rows": target_length, **parameters}
         return cls._made(parameters)
 
     def target_length(self, shape: RopeShape) -> int | None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeEncoding, RopeShape
+from rope_extend.encodings.base import REPLACED, RopeEncoding, RopeShape
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class NoPE(RopeEncoding):
 
     name: ClassVar[str] = "nope"
     paper: ClassVar[str] = "2305.19466"
+    adaptation = REPLACED
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """Zeros, `[dim/2]` float64, radians per token."""

@@ -1,0 +1,201 @@
+"""Write docs/alternatives.md: what each encoding in the place of rotation reaches after the same training.
+
+    python scripts/compare_alternatives.py                      # train every row, write table and picture
+    python scripts/compare_alternatives.py --rows alibi,yarn    # only these
+    python scripts/compare_alternatives.py --page               # from results that are there
+
+Rows are trained one after the other into `--runs`; one that was interrupted goes on, and one that is done is
+left alone. Each is the bundled model under `configs/demo_alternatives.yaml`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from rope_extend import RopeExtendError
+from rope_extend.data import format_length
+from rope_extend.demo.run import finetune_once
+from rope_extend.evaluation.tables import markdown_table
+from rope_extend.plots import INK, PALETTE, PLAIN, QUIET
+from rope_extend.recipe import Recipe
+
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "demo_alternatives.yaml"
+
+
+class Row(NamedTuple):
+    label: str
+    changes: dict[str, Any]
+
+
+ANNEALED = {"anneal_steps": 12}
+ROWS = (
+    Row("none", {"method": "none"}),
+    Row("yarn", {"method": "yarn"}),
+    Row("alibi", {"method": "alibi"}),
+    Row("nope", {"method": "nope"}),
+    Row("drope", {"method": "drope", "block_length": 256, "batch_size": 8}),
+    Row("linear_attention", {"method": "linear_attention"}),
+    Row("t5_bias", {"method": "t5_bias"}),
+    Row("kerple", {"method": "kerple"}),
+    Row("fire", {"method": "fire"}),
+    Row("sandwich", {"method": "sandwich"}),
+    Row("shaw", {"method": "shaw"}),
+    Row("sinusoidal", {"method": "sinusoidal", "method_parameters": {"scale": 0.1}}),
+    Row("learned", {"method": "learned", "method_parameters": {"rows": 2048, "start": "zeros"}}),
+    Row("alibi annealed", {"method": "alibi", **ANNEALED}),
+    Row("linear_attention annealed", {"method": "linear_attention", **ANNEALED}),
+    Row("nope annealed", {"method": "nope", **ANNEALED}),
+)
+"""The controls first; drope by its own recipe, in blocks of the trained window."""
+
+PAGE = """\
+# Encodings in the place of rotation, after the same training
+
+<!-- written by scripts/compare_alternatives.py -->
+
+The bundled model was trained with RoPE on 256 tokens. Each row puts another encoding in the place of the
+rotation and trains for {steps} steps of {per_step:,} tokens ({tokens:,} in all) in blocks of {block:,}, by
+`configs/demo_alternatives.yaml`, with what the encoding's default recipe says of the rest: all linear layers
+by LoRA, norms and embeddings, and the first half of the steps annealed, that is, going over from RoPE by
+degrees ("at once": without). `drope` is recalibrated in blocks of 256, as its paper has it, for as many
+tokens. `none` and `yarn` are the controls, trained in the same way. Perplexity on {documents} held-out
+files, by length.
+
+{table}
+
+![perplexity inside and beyond the trained window](alternatives/perplexity.png)
+
+{says}
+"""
+
+SAYS = """\
+"""
+
+
+def trained(row: Row, runs: Path, steps: int | None) -> dict[str, Any]:
+    """Train a row, or go on with it; and what came of it."""
+    directory = runs / row.label.replace(" ", "-")
+    changes = {**row.changes, "output_dir": str(directory)} | ({} if steps is None else {"steps": steps})
+    recipe = Recipe.from_yaml(CONFIG, changes)
+    finetune_once(recipe)
+    lines = [json.loads(text) for text in (directory / "metrics.jsonl").read_text().splitlines()]
+    first, *_, last = (line["perplexity"] for line in lines if "perplexity" in line)
+    record = json.loads((directory / "rope_extend.json").read_text())
+    done = [line for line in lines if "loss" in line][-1]
+    return {
+        "label": row.label, "encoding": record["encoding"], "steps": done["step"], "tokens": done["tokens"],
+        "block": recipe.length, "anneal_steps": recipe.anneal_steps, "documents": recipe.eval_documents,
+        "seconds": round(done["seconds"]), "before": first, "after": last,
+    }  # fmt: skip
+
+
+def table(results: list[dict[str, Any]]) -> list[list[str]]:
+    lengths = list(results[0]["after"])
+    return [
+        ["", *(format_length(int(length)) for length in lengths), "untrained, 256", "untrained, 2k"],
+        *(
+            [one["label"], *(f"{one['after'][length]:.1f}" for length in lengths)]
+            + [f"{one['before'][length]:,.0f}" for length in (lengths[0], lengths[-1])]
+            for one in results
+        ),
+    ]
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    first = results[0]
+    return PAGE.format(
+        steps=first["steps"], tokens=first["tokens"], per_step=first["tokens"] // first["steps"],
+        block=first["block"], documents=first["documents"], table=markdown_table(table(results)).strip(),
+        says=SAYS.strip(),
+    )  # fmt: skip
+
+
+def draw(results: list[dict[str, Any]], path: Path) -> None:
+    """For each row the perplexity inside the trained window and at its longest, on one axis."""
+    ranked = sorted(results, key=lambda one: -list(one["after"].values())[-1])
+    figure = Figure(figsize=(8, 1.4 + 0.3 * len(ranked)), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for place, one in enumerate(ranked):
+        inside, *_, beyond = one["after"].values()
+        control = one["label"] in ("none", "yarn")
+        axes.plot([inside, beyond], [place, place], color=QUIET, linewidth=1.5, zorder=1)
+        axes.plot(inside, place, "o", color=PALETTE[0], markersize=6)
+        axes.plot(beyond, place, "D", color=PALETTE[1], markersize=6)
+        axes.annotate(
+            one["label"], (0, place), (-8, 0), xycoords=axes.get_yaxis_transform(), ha="right", va="center",
+            textcoords="offset points", color=PLAIN if control else INK, annotation_clip=False,
+            style="italic" if control else "normal",
+        )  # fmt: skip
+    axes.set_xscale("log")
+    values = [value for one in results for value in one["after"].values()]
+    ticks = [tick for tick in (8, 10, 12, 15, 20, 30, 50, 100, 200, 500, 1000) if tick < 1.1 * max(values)]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_locator(NullLocator())
+    axes.set_xlabel("perplexity (● at 256 tokens, the trained window; ◆ at 2,048)", color=INK)
+    axes.set_title("After the same training", loc="left", color=INK, fontweight="bold")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="x", color="#E4E4E4")
+    figure.savefig(path, dpi=130)
+
+
+def write(results: list[dict[str, Any]], docs: Path) -> None:
+    """The page, and beside it the results and the picture."""
+    beside = docs / "alternatives"
+    beside.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(one) + "\n" for one in results)
+    (beside / "results.jsonl").write_text(text, encoding="utf-8")
+    with (beside / "results.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows(table(results))
+    draw(results, beside / "perplexity.png")
+    (docs / "alternatives.md").write_text(page(results), encoding="utf-8")
+
+
+def read(docs: Path) -> list[dict[str, Any]]:
+    lines = (docs / "alternatives" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=Path("runs/alternatives"), help="where rows are trained")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where alternatives.md is written")
+    parser.add_argument("--rows", help="labels, separated by commas (default: all)")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each row (default: the recipe's)")
+    parser.add_argument("--page", action="store_true", help="only write the page again")
+    given = parser.parse_args(words)
+    if given.page:
+        write(read(given.docs), given.docs)
+        return
+    wanted = None if given.rows is None else given.rows.split(",")
+    rows = [row for row in ROWS if wanted is None or row.label in wanted]
+    if not rows or (wanted and len(rows) < len(wanted)):
+        parser.error(f"--rows takes some of: {','.join(row.label for row in ROWS)}")
+    results = []
+    for number, row in enumerate(rows, start=1):
+        print(f"\n[{number}/{len(rows)}] {row.label}", flush=True)
+        results.append(trained(row, given.runs, given.steps))
+    write(results, given.docs)
+    print(markdown_table(table(results)))
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("rope_extend").setLevel(logging.INFO)
+    try:
+        main()
+    except RopeExtendError as error:
+        sys.exit(f"error: {error}")
