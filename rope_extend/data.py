@@ -328,14 +328,14 @@ def _column(table: Any, column: str, source: object, kind: str) -> Iterator[str]
 
 
 def tokenised(
-    texts: Iterable[tuple[str, str]], tokenizer: Any, cache: TokenCache, *, first: int | None = None
+    texts: Iterable[tuple[str, str]], tokenizer: Any, cache: TokenCache | None, *, first: int | None = None
 ) -> Iterator[tuple[str, Ids]]:
     """Yield the name and the token ids, int32 `[T]`, of each text, a few texts at a time.
 
     Args:
         texts: names and texts; read as far as is asked for.
         tokenizer: a transformers tokenizer.
-        cache: where tokens are kept.
+        cache: where tokens are kept; nowhere if None.
         first: how many texts are enough to begin with; a caller who wants the first ten long books of a
             library need not wait for all of it.
     """
@@ -343,10 +343,12 @@ def tokenised(
     size = min(first or _AT_ONCE, _AT_ONCE)
     while chunk := list(itertools.islice(pairs, size)):
         size = min(2 * size, _AT_ONCE)
-        key = cache_key([text for _, text in chunk], content)
-        if (found := cache.get(key)) is None:
+        key = cache_key([text for _, text in chunk], content) if cache else ""
+        found = cache.get(key) if cache else None
+        if found is None:
             found = _encode([text for _, text in chunk], tokenizer)
-            cache.put(key, found)
+            if cache:
+                cache.put(key, found)
         yield from zip((name for name, _ in chunk), found, strict=True)
 
 
@@ -436,7 +438,9 @@ def blocks(
         raise RopeExtendError(f"a block needs 2 tokens or more, one to read and one to predict; got {length}")
     if max_blocks is not None and max_blocks < 1:
         raise RopeExtendError(f"max_blocks must be at least 1, or None for all of them; got {max_blocks!r}")
-    spans = [(i, start) for i, document in enumerate(documents) for start in _starts(len(document), length)]
+    spans = [
+        (i, start) for i, document in enumerate(documents) for start in block_starts(len(document), length)
+    ]
     if not spans:
         raise RopeExtendError(_nothing_long_enough(documents, length))
     if shuffle:
@@ -446,7 +450,8 @@ def blocks(
     return Blocks(documents, length, spans[:max_blocks], dropped)
 
 
-def _starts(tokens: int, length: int) -> list[int]:
+def block_starts(tokens: int, length: int) -> list[int]:
+    """Where in a document of so many tokens its blocks begin, as `blocks` cuts it."""
     starts = list(range(0, tokens - length + 1, length))
     rest = tokens % length
     if starts and rest * 2 >= length:

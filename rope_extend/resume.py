@@ -62,6 +62,7 @@ class RunState:
         recipe: the recipe as a dictionary.
         skipped: steps that changed no weight, because loss or gradient was not finite.
         skipped_in_a_row: how many of them were the last ones.
+        stream: where streamed data go on; None where all were loaded before.
     """
 
     step: int
@@ -72,6 +73,7 @@ class RunState:
     recipe: dict[str, Any]
     skipped: int = 0
     skipped_in_a_row: int = 0
+    stream: dict[str, Any] | None = None
 
 
 def checkpoints(directory: Path) -> list[Path]:
