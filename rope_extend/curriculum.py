@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rope_extend.data import format_length
 from rope_extend.mixing import Mixture
+from rope_extend.streaming import Cursor, Stream
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Stage:
     first_step: int
     length: int
     rows: int
-    blocks: Mixture
+    blocks: Mixture | Stream
 
 
 class Curriculum:
@@ -56,15 +58,30 @@ class Curriculum:
         return sum(count * stage.blocks.share_beyond(window) for count, stage in parts) / steps
 
     def epochs(self, steps: int, sequences: int) -> list[float]:
-        """How often each source was read from end to end in the first `steps` steps.
+        """How often each source of a mixture was read from end to end in the first `steps` steps.
 
         Args:
             steps: optimizer steps.
             sequences: blocks of the run's longest that one step has, over all processes.
         """
         parts = zip(self._steps(steps), self.stages, strict=True)
-        by_stage = [stage.blocks.epochs(count * sequences * stage.rows) for count, stage in parts]
+        by_stage = [
+            stage.blocks.epochs(count * sequences * stage.rows)
+            for count, stage in parts
+            if isinstance(stage.blocks, Mixture)
+        ]
         return [sum(times) for times in zip(*by_stage, strict=True)]
+
+    def cursor(self, position: int) -> dict[str, Any] | None:
+        """Where the block at a position begins, for a checkpoint; None unless the data are streamed."""
+        blocks = self.stages[0].blocks
+        return asdict(blocks.cursor(position)) if isinstance(blocks, Stream) else None
+
+    def restore(self, position: int, cursor: dict[str, Any] | None) -> None:
+        """Go on at a position, with what `cursor` gave for it; what is not streamed needs no such thing."""
+        blocks = self.stages[0].blocks
+        if isinstance(blocks, Stream):
+            blocks.restore(position, Cursor(**(cursor or {})))
 
     def __repr__(self) -> str:
         if len(self.stages) == 1:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import json
+import itertools
 import logging
 import operator
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -25,6 +25,7 @@ import torch
 
 from rope_extend.demo import evaluation_files, finetuning_files
 from rope_extend.errors import RopeExtendError
+from rope_extend.token_cache import Ids, TokenCache, cache_key, tokenizer_content
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,10 @@ _TEXT_SUFFIXES = frozenset({
 _TABLE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # A directory of texts often has a .json beside them that is no text; one that is named outright is read.
 _SUFFIXES = _TEXT_SUFFIXES | {".jsonl", ".parquet"}
+_HEAD = 5
+"""By how many rows of a table its columns are known."""
+_AT_ONCE = 64
+"""How many texts are tokenised, and kept in one file, at once: documents are long."""
 _UNITS = {"": 1, "k": 1024, "m": 1024**2}
 _DEMO: dict[str | Path, Callable[[], list[Path]]] = {
     "demo:finetuning": finetuning_files,
@@ -105,7 +110,7 @@ def load_documents(
     max_tokens: int | None = None,
     cache_dir: str | Path | None = None,
 ) -> list[Document]:
-    """Read documents from files or the hub and tokenise them, once: a second call reads the cache.
+    """Read documents from files or the hub and tokenise them, once: the cache is keyed by their content.
 
     Args:
         source: a directory (searched for text, source code, JSONL and Parquet; hidden ones are skipped), a
@@ -120,7 +125,7 @@ def load_documents(
         min_tokens: skip documents with fewer tokens than this.
         max_documents: stop after this many documents; what comes after them is not tokenised.
         max_tokens: cut each document to its first ``max_tokens`` tokens.
-        cache_dir: where ``datasets`` keeps its cache; its own default if not given.
+        cache_dir: where tokens and hub datasets are kept; the cache of ``datasets`` if not given.
 
     Returns:
         Documents in a stable order: files by path, rows by number.
@@ -132,16 +137,16 @@ def load_documents(
     for name, limit in (("max_documents", max_documents), ("max_tokens", max_tokens)):
         if limit is not None and limit < 1:
             raise RopeExtendError(f"{name} must be at least 1, or None for no limit; got {limit!r}")
-    source = _with_demo_files(source)
     documents: list[Document] = []
     lengths: dict[str, int] = {}
-    for names, table in _tables(source, text_column, split, cache_dir):
-        for name, ids in _tokenised(names, table, text_column, tokenizer, max_documents):
-            lengths[name] = len(ids)
-            if len(ids) and len(ids) >= min_tokens:
-                documents.append(Document(name, torch.from_numpy(ids[:max_tokens].astype(np.int64))))
-            if len(documents) == max_documents:
-                return documents
+    texts = read_texts(source, text_column, split, cache_dir)
+    for name, ids in tokenised(texts, tokenizer, TokenCache(cache_dir), first=max_documents):
+        lengths[name] = len(ids)
+        if len(ids) and len(ids) >= min_tokens:
+            documents.append(Document(name, torch.from_numpy(ids[:max_tokens].astype(np.int64))))
+        if len(documents) == max_documents:
+            return documents
+    source = _with_demo_files(source)
     if not any(lengths.values()):
         raise RopeExtendError(f"every document in {_describe(source)} is empty ({len(lengths)} read)")
     if not documents:
@@ -181,35 +186,63 @@ def _describe(source: str | Path | Sequence[str | Path]) -> str:
     return repr(str(source)) if isinstance(source, str | Path) else f"{len(source)} sources"
 
 
-def _tables(
-    source: str | Path | Sequence[str | Path], column: str, split: str, cache_dir: str | Path | None
-) -> Iterator[tuple[list[str], datasets.Dataset]]:
-    """Yield each kind of file as one table with a ``column`` of text, and a name for each of its rows."""
+def read_texts(
+    source: str | Path | Sequence[str | Path],
+    column: str,
+    split: str,
+    cache_dir: str | Path | None,
+    *,
+    streaming: bool = False,
+) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of each document of a source, one at a time, in a stable order.
+
+    Files are read where they lie, and nothing of them is kept. A hub dataset is downloaded first, unless it
+    is streamed.
+
+    Args:
+        source: as for `load_documents`.
+        column: of a table, that holds the text.
+        split: of a hub dataset.
+        cache_dir: where hub datasets are kept.
+        streaming: read a hub dataset over the network as it is needed.
+
+    Raises:
+        RopeExtendError: nothing to read, no such column, or a file that is not what its name says.
+    """
+    source = _with_demo_files(source)
     if isinstance(source, str) and not _is_path(source):
         dataset, _, config = source.partition(":")
-        table = _load(source, dataset, config or None, split=split, cache_dir=cache_dir)
-        yield [f"{source}#{row}" for row in range(len(table))], _with_text(table, column, source)
+        options = {"streaming": True} if streaming else {}
+        table = _load(source, dataset, config or None, split=split, cache_dir=cache_dir, **options)
+        for row, text in enumerate(_column(table, column, source, dataset)):
+            yield f"{source}#{row}", text
         return
-
     files: dict[str, dict[Path, str]] = {}
     for one in [source] if isinstance(source, str | Path) else source:
         for path, name in _files(one):
             files.setdefault(_TABLE_BUILDERS.get(path.suffix.lower(), "text"), {})[path] = name
     if not files:
         raise RopeExtendError("nothing to read: the list of sources is empty")
-    for builder, names in sorted(files.items(), reverse=True):  # plain text first
-        options: dict[str, Any] = {}
-        if builder == "text":
-            # A stray byte in one file of a directory must not stop the run.
-            options = {"sample_by": "document", "encoding_errors": "replace"}
-        # A data file is a pattern to `datasets`; a bracket in its name is not meant as one.
-        options["data_files"] = [glob.escape(str(path)) for path in names]
-        table = _load(source, builder, split="train", cache_dir=cache_dir, **options)
-        if builder == "text":
-            yield list(names.values()), table.rename_column("text", column) if column != "text" else table
-        else:
-            label = next(iter(names.values())) if len(names) == 1 else builder
-            yield [f"{label}#{row}" for row in range(len(table))], _with_text(table, column, source)
+    for path, name in files.pop("text", {}).items():  # plain text first
+        yield name, _text_of(path)
+    for builder, names in sorted(files.items(), reverse=True):
+        # A data file is a pattern to `datasets`; a bracket in its name is not meant as one. Streamed, because
+        # what `datasets` keeps of a file it knows by path and time, not by content.
+        paths = [glob.escape(str(path)) for path in names if path.stat().st_size]  # `datasets` fails on none
+        if not paths:
+            continue
+        table = _load(source, builder, split="train", cache_dir=cache_dir, data_files=paths, streaming=True)
+        label = next(iter(names.values())) if len(names) == 1 else builder
+        for row, text in enumerate(_column(table, column, source, builder)):
+            yield f"{label}#{row}", text
+
+
+def _text_of(path: Path) -> str:
+    try:
+        # A stray byte in one file of a directory must not stop the run.
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise RopeExtendError(f"cannot read {str(path)!r}: {error.strerror}") from error
 
 
 def _files(source: str | Path) -> list[tuple[Path, str]]:
@@ -247,90 +280,82 @@ def _is_path(source: str) -> bool:
     )
 
 
-def _load(source: object, *args: Any, cache_dir: str | Path | None, **options: Any) -> datasets.Dataset:
+def _load(source: object, *args: Any, cache_dir: str | Path | None, **options: Any) -> Any:
     cache = None if cache_dir is None else str(cache_dir)
-    try:
+    with _explained(source, args[0]):
         return datasets.load_dataset(*args, cache_dir=cache, **options)
+
+
+@contextmanager
+def _explained(source: object, name: str) -> Iterator[None]:
+    """Say in one line what the datasets library could not read."""
+    try:
+        yield
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise RopeExtendError(
-            f"cannot read {str(source)!r}, taken as {args[0]!r} by the datasets library, which says: "
+            f"cannot read {str(source)!r}, taken as {name!r} by the datasets library, which says: "
             f"{error.__cause__ or error}. Give a directory, a file, a glob, or a hub dataset as 'owner/name' "
             "or 'owner/name:config'"
         ) from error
 
 
-def _with_text(table: datasets.Dataset, column: str, source: object) -> datasets.Dataset:
-    texts = [
-        name for name, feature in table.features.items() if "string" in str(getattr(feature, "dtype", ""))
-    ]
-    if column not in texts:
-        problem = "holds no text" if column in table.column_names else "does not exist"
+def _column(table: Any, column: str, source: object, kind: str) -> Iterator[str]:
+    """The texts of a table's column, of a dataset or a streamed one; an empty text where there is none.
+
+    Raises:
+        RopeExtendError: there is no such column, or it holds something else.
+    """
+    with _explained(source, kind):
+        head = list(table.take(_HEAD))
+    names = list(dict.fromkeys(name for row in head for name in row))
+    texts = [name for name in names if all(isinstance(row.get(name), str | None) for row in head)]
+    if head and column not in texts:
+        problem = "holds no text" if column in names else "does not exist"
         raise RopeExtendError(
-            f"the column {column!r} {problem} in {str(source)!r}; its columns are {table.column_names}, and "
+            f"the column {column!r} {problem} in {str(source)!r}; its columns are {names}, and "
             f"those with text are {texts}: name one of these as text_column"
         )
-    return table
+    rows = iter(table.select_columns([column]) if head else ())
+    for number in itertools.count():
+        with _explained(source, kind):
+            row = next(rows, None)
+        if row is None:
+            return
+        text = row[column]
+        if not isinstance(text, str | None):
+            raise RopeExtendError(f"row {number} of {str(source)!r} holds no text in {column!r}: {text!r}")
+        yield text or ""
 
 
-def _tokenised(
-    names: list[str], table: datasets.Dataset, column: str, tokenizer: Any, max_documents: int | None
-) -> Iterator[tuple[str, np.ndarray[Any, np.dtype[np.int32]]]]:
-    """Yield each row's name and token ids, int32 ``[T]``, tokenising in cached steps as far as asked for."""
+def tokenised(
+    texts: Iterable[tuple[str, str]], tokenizer: Any, cache: TokenCache | None, *, first: int | None = None
+) -> Iterator[tuple[str, Ids]]:
+    """Yield the name and the token ids, int32 `[T]`, of each text, a few texts at a time.
 
-    def encode(batch: dict[str, list[str | None]]) -> dict[str, Any]:
-        texts = [text or "" for text in batch[column]]
-        encoded = tokenizer(texts, verbose=False)["input_ids"]  # not verbose: long is what we want
-        # An empty text stays empty, also if the tokenizer adds a BOS to it.
-        return {"input_ids": [ids if text else [] for text, ids in zip(texts, encoded, strict=True)]}
-
-    content = _tokenizer_content(tokenizer)
-    # A caller who wants the first ten long books of a library need not wait for all of it: steps double.
-    rows, step = range(0), max_documents or len(table)
-    while rows.stop < len(table):
-        rows = range(rows.stop, min(rows.stop + step, len(table)))
-        step *= 2
-        key = hashlib.sha256(f"{table._fingerprint}|{column}|{rows}|{content}".encode()).hexdigest()[:32]
-        encoded = (table if len(rows) == len(table) else table.select(rows)).map(
-            encode,
-            batched=True,
-            batch_size=64,  # documents are long: a thousand of them would not fit
-            writer_batch_size=64,
-            remove_columns=table.column_names,
-            features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
-            # Without this, the key is a pickle of `encode` and with it of the tokenizer object, whose inner
-            # state changes as it is used: then no later process would find what this one has done.
-            new_fingerprint=key,
-            cache_file_name=_cache_file(table, key),
-            desc="tokenising",
-        )
-        for row, encoded_row in zip(rows, encoded.with_format("numpy"), strict=True):
-            yield names[row], encoded_row["input_ids"]
+    Args:
+        texts: names and texts; read as far as is asked for.
+        tokenizer: a transformers tokenizer.
+        cache: where tokens are kept; nowhere if None.
+        first: how many texts are enough to begin with; a caller who wants the first ten long books of a
+            library need not wait for all of it.
+    """
+    content, pairs = tokenizer_content(tokenizer), iter(texts)
+    size = min(first or _AT_ONCE, _AT_ONCE)
+    while chunk := list(itertools.islice(pairs, size)):
+        size = min(2 * size, _AT_ONCE)
+        key = cache_key([text for _, text in chunk], content) if cache else ""
+        found = cache.get(key) if cache else None
+        if found is None:
+            found = _encode([text for _, text in chunk], tokenizer)
+            if cache:
+                cache.put(key, found)
+        yield from zip((name for name, _ in chunk), found, strict=True)
 
 
-def _cache_file(table: datasets.Dataset, key: str) -> str | None:
-    """Where the tokens of a table go: beside its text, also for a slice, which has no file of its own."""
-    if not table.cache_files or not datasets.is_caching_enabled():
-        return None
-    return str(Path(table.cache_files[0]["filename"]).with_name(f"cache-{key}.arrow"))
-
-
-def _tokenizer_content(tokenizer: Any) -> str:
-    """Digest of what decides how a tokenizer splits text, equal in every process that loads the same one."""
-    digest = hashlib.sha256(type(tokenizer).__name__.encode())
-    if getattr(tokenizer, "is_fast", False):
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        # Left behind by whichever call came last, and overridden by the next one.
-        state.pop("truncation", None)
-        state.pop("padding", None)
-        digest.update(json.dumps(state, sort_keys=True).encode())
-        digest.update(str(getattr(tokenizer, "split_special_tokens", False)).encode())
-    else:
-        with tempfile.TemporaryDirectory() as directory:
-            tokenizer.save_pretrained(directory)
-            for file in sorted(Path(directory).rglob("*")):
-                if file.is_file():
-                    digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()
+def _encode(texts: Sequence[str], tokenizer: Any) -> list[Ids]:
+    # Not verbose: long is what we want. An empty text stays empty, also if the tokenizer adds a BOS to it.
+    ids = iter(tokenizer([text for text in texts if text], verbose=False)["input_ids"] if any(texts) else [])
+    return [np.asarray(next(ids) if text else [], dtype=np.int32) for text in texts]
 
 
 # ---------------------------------------------------------------------------------------------- blocks
@@ -413,7 +438,9 @@ def blocks(
         raise RopeExtendError(f"a block needs 2 tokens or more, one to read and one to predict; got {length}")
     if max_blocks is not None and max_blocks < 1:
         raise RopeExtendError(f"max_blocks must be at least 1, or None for all of them; got {max_blocks!r}")
-    spans = [(i, start) for i, document in enumerate(documents) for start in _starts(len(document), length)]
+    spans = [
+        (i, start) for i, document in enumerate(documents) for start in block_starts(len(document), length)
+    ]
     if not spans:
         raise RopeExtendError(_nothing_long_enough(documents, length))
     if shuffle:
@@ -423,7 +450,8 @@ def blocks(
     return Blocks(documents, length, spans[:max_blocks], dropped)
 
 
-def _starts(tokens: int, length: int) -> list[int]:
+def block_starts(tokens: int, length: int) -> list[int]:
+    """Where in a document of so many tokens its blocks begin, as `blocks` cuts it."""
     starts = list(range(0, tokens - length + 1, length))
     rest = tokens % length
     if starts and rest * 2 >= length:

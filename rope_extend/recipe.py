@@ -300,6 +300,12 @@ class Recipe:
         _optional(_WEIGHTS),
         "how often a block is read from each entry of data, in any unit; by their sizes if not given",
     ] = None
+    streaming: Annotated[
+        bool,
+        _FLAG,
+        "read data while training, in its own order, rather than all of it before: for more text than memory "
+        "holds",
+    ] = False
     max_documents: Annotated[
         int | None,
         _optional(_POSITIVE_COUNT),
@@ -346,6 +352,7 @@ class Recipe:
                     "positions are spread over a window that one document is meant to fill; leave one out"
                 )
         self._check_groups()
+        self._check_stream()
         for length, _ in self.curriculum or ():
             if not 2 <= length < self.length or self.length % length:
                 raise RopeExtendError(
@@ -382,6 +389,18 @@ class Recipe:
                 raise RopeExtendError(
                     f"recipe: shifted_sparse has groups of {group} tokens for blocks of {length}; give an "
                     "even number that divides every block length and is less, such as a quarter of it"
+                )
+
+    def _check_stream(self) -> None:
+        reasons = {
+            "data_weights": "a stream is one source in its own order",
+            "curriculum": "what a stream has read it cannot cut again into longer blocks",
+            "max_documents": "a stream is read as far as the steps need",
+        }
+        for name, reason in reasons.items():
+            if self.streaming and getattr(self, name) is not None:
+                raise RopeExtendError(
+                    f"recipe: streaming and {name} do not go together: {reason}; leave one out"
                 )
 
     @property

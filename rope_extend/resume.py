@@ -65,6 +65,7 @@ class RunState:
         skipped: steps that changed no weight, because loss or gradient was not finite.
         skipped_in_a_row: how many of them were the last ones.
         parts: how many processes share each sequence.
+        stream: where streamed data go on; None where all were loaded before.
     """
 
     step: int
@@ -76,6 +77,7 @@ class RunState:
     skipped: int = 0
     skipped_in_a_row: int = 0
     parts: int = 1
+    stream: dict[str, Any] | None = None
 
 
 def checkpoints(directory: Path) -> list[Path]:

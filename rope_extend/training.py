@@ -267,6 +267,7 @@ class TrainingRun:
             set_seed(recipe.seed, device_specific=True)  # dropout differs between processes
         else:
             load_checkpoint(checkpoint, self.model, self.optimizer, accelerator)
+            self.data.blocks.restore(self.state.step * self.sequences_per_step, self.state.stream)
         self.objective.train()
         bar = tqdm(
             total=recipe.steps, initial=self.state.step, unit="step", disable=not accelerator.is_main_process
@@ -407,6 +408,7 @@ class TrainingRun:
             seconds=before.seconds + seconds,
             skipped=before.skipped + (not finite),
             skipped_in_a_row=0 if finite else before.skipped_in_a_row + 1,
+            stream=self.data.blocks.cursor((before.step + 1) * self.sequences_per_step),
         )
         bar.update()
         if not finite:

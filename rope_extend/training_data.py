@@ -5,22 +5,30 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rope_extend.curriculum import Curriculum, Stage
-from rope_extend.data import Blocks, Document, blocks, fingerprint, load_documents
+from rope_extend.data import Blocks, Document, blocks, fingerprint, load_documents, read_texts
 from rope_extend.errors import RopeExtendError
 from rope_extend.mixing import Mixture
 from rope_extend.packing import RESTART, UNPACKED, PackedBlocks, packed_blocks
 from rope_extend.recipe import Recipe
+from rope_extend.streaming import Stream
 
 
-def load_training_data(recipe: Recipe, tokenizer: Any) -> tuple[Curriculum, str]:
+def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> tuple[Curriculum, str]:
     """The blocks that a run reads, stage by stage, and the fingerprint of the documents they are from.
+
+    A stream has none: where a run stands in it says what was read before.
 
     Raises:
         RopeExtendError: what `load_documents` and `blocks` refuse, naming the source if there are several.
     """
+    if recipe.streaming:
+        stream = _stream(recipe, tokenizer, processes)
+        stream[0]  # nothing else is lost yet if it cannot be read
+        return Curriculum([Stage(0, recipe.length, 1, stream)]), "stream"
     weighted = recipe.data_weights is not None
     names = list(recipe.data) if weighted else [recipe.data]
     sources: list[list[Document]] = []
@@ -39,6 +47,18 @@ def load_training_data(recipe: Recipe, tokenizer: Any) -> tuple[Curriculum, str]
     content = [fingerprint(documents) for documents in sources]
     joined = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
     return Curriculum(stages), joined if weighted else content[0]
+
+
+def _stream(recipe: Recipe, tokenizer: Any, processes: int) -> Stream:
+    return Stream(
+        partial(read_texts, recipe.data, recipe.text_column, recipe.split, None, streaming=True),
+        tokenizer,
+        recipe.length,
+        name=str(recipe.data),
+        packing=recipe.packing,
+        max_tokens=recipe.max_tokens,
+        step=recipe.batch_size * recipe.gradient_accumulation * processes,
+    )
 
 
 @contextmanager
