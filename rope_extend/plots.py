@@ -314,6 +314,45 @@ def plot_course(
     return picture.save()
 
 
+def plot_by_step(
+    runs: Mapping[str, Mapping[int, float]],
+    level: tuple[str, float],
+    path: str | Path,
+    *,
+    title: str | None = None,
+    subtitle: str = "",
+) -> Path:
+    """Draw the perplexity of several runs against the step, and a level that they are held against.
+
+    Args:
+        runs: perplexity by step, by name; the first is drawn in the foreground.
+        level: what the horizontal line is, and where.
+        path: where to; the suffix says how: .png, .svg or .pdf.
+        title: heading.
+        subtitle: the line below it.
+
+    Raises:
+        RopeExtendError: if there is nothing to draw, or no such format.
+    """
+    if not any(runs.values()):
+        raise RopeExtendError("nothing to draw: no perplexity was measured")
+    picture = _Picture(path, title or "Perplexity by step", subtitle, room=24)
+    axes = picture.axes
+    ends = []
+    for colour, (name, course) in zip([*PALETTE, *[PLAIN] * len(runs)], runs.items(), strict=False):
+        steps, values = np.array(sorted(course.items()), dtype=np.float64).T
+        ends += _line(axes, steps, values, name, marker="o", markersize=4.5, color=colour)
+    axes.axhline(level[1], color=PLAIN, linewidth=1, linestyle=":")
+    axes.annotate(
+        level[0], (0, level[1]), xytext=(4, -4), textcoords="offset points", va="top", color=QUIET, fontsize=9
+    )
+    _perplexity_axis(axes)
+    axes.set_xlabel("step", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    _name_ends(axes, ends)
+    return picture.save()
+
+
 def plot_distances(positions: str | Path, path: str | Path, *, title: str | None = None) -> Path:
     """Draw how often a run with sampled positions saw each distance between a query and a key.
 

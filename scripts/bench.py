@@ -13,6 +13,7 @@ import logging
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ from rope_extend.evaluation import perplexity
 from rope_extend.evaluation.memory import LiveBytes
 from rope_extend.evaluation.plan import operations_of
 from rope_extend.loss import next_token_loss
+from rope_extend.plots import plot_by_step
+from rope_extend.training_report import RunLog
 
 Row = dict[str, Any]
 
@@ -567,6 +570,43 @@ def linear_attention(repetitions: int) -> Iterator[Row]:
     yield row("linear attention: time to read a token of 16k", "of 4k", "s", long / 16_384, short / 4096)
 
 
+def interpolation_curve(
+    repetitions: int, steps: int | None = None, pictures: Path | None = None, **changes: Any
+) -> Iterator[Row]:
+    """Position interpolation at 4x the window by step, and the same training without it (2306.15595).
+
+    Runs configs/demo_1k_linear.yaml twice; `changes` are to its fields. Draws both into `pictures`.
+    """
+    config = Path(__file__).parent.parent / "configs" / "demo_1k_linear.yaml"
+    changes |= {"steps": steps} if steps else {}
+    curves = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for method in ("linear", "none"):
+            output = f"{directory}/{method}"
+            recipe = rx.Recipe.from_yaml(config, {**changes, "method": method, "output_dir": output})
+            rx.finetune(recipe)
+            curves[method] = RunLog.read(Path(output) / "metrics.jsonl").curves
+    inside, beyond = recipe.eval_lengths or ()
+    base = curves["none"][0][inside]
+    ours, direct = ({step: at[beyond] for step, at in found.items()} for found in curves.values())
+    last = max(ours)
+    name, peer = f"interpolation: perplexity at {beyond}", f"the base model's at its {inside}"
+    yield row(f"{name} after {last} steps", peer, "ppl", ours[last], base, 1.0)
+    below = min((step for step, value in ours.items() if value < base), default=math.inf)
+    yield row("interpolation: steps until then", "the target", "steps", below, 200, 1.0)
+    peer = "the same training without it"
+    yield row(f"{name} before training", peer, "ppl", ours[0], direct[0])
+    yield row(f"{name} after {last} steps", peer, "ppl", ours[last], direct[last], 1.0)
+    if pictures:
+        plot_by_step(
+            {"interpolated": ours, "direct": direct},
+            (f"the base model at {inside}: {base:.1f}", base),
+            pictures / "interpolation_curve.png",
+            title=f"Perplexity at {beyond} tokens by step",
+            subtitle=f"LoRA on blocks of {beyond}, with and without position interpolation",
+        )
+
+
 BENCHMARKS = {
     "evaluator-memory": evaluator_memory,
     "evaluator-agreement": evaluator_agreement,
@@ -577,7 +617,10 @@ BENCHMARKS = {
     "dynamic-cache": dynamic_cache,
     "attention-biases": attention_biases,
     "linear-attention": linear_attention,
+    "interpolation-curve": interpolation_curve,
 }
+DRAWN = {"interpolation-curve"}
+"""Those of them that draw what they found."""
 
 
 def main() -> None:
@@ -589,6 +632,12 @@ def main() -> None:
         "--repetitions", type=int, default=7, help="timed repetitions of each side (default: 7)"
     )
     parser.add_argument("--output", type=Path, help="also write the rows to this JSON lines file")
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="DIR",
+        help=f"draw the curves of {', '.join(DRAWN)} into this directory",
+    )
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
@@ -600,7 +649,8 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}, transformers {transformers.__version__}", file=sys.stderr)
     print(f"{'benchmark':<84} {'ours':>12} {'peer':>12}  ratio  target  peer")
     for name in arguments.names or BENCHMARKS:
-        for result in BENCHMARKS[name](arguments.repetitions):
+        options = {"pictures": arguments.pictures} if name in DRAWN else {}
+        for result in BENCHMARKS[name](arguments.repetitions, **options):
             print(line(result), flush=True)
             if arguments.output:
                 versions = {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -94,3 +95,20 @@ def test_the_operations_of_the_8b_shape_are_those_of_its_matrices(bench: ModuleT
     tokens = 131_072
     attention = 4 * 4096 * 32 * tokens * (tokens + 1) / 2
     assert bench.operations_of(model).of(tokens) == pytest.approx(2 * matrices * tokens + attention, rel=1e-6)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_the_interpolation_curve_is_measured_and_drawn(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    changes = {"eval_every": 1, "eval_documents": 1, "max_documents": 4, "batch_size": 1, "warmup_steps": 0}
+    found = list(bench.interpolation_curve(1, steps=2, pictures=tmp_path, **changes))
+    after, until, before, direct = found
+    assert "after 2 steps" in after["name"]
+    assert before["ours"] > after["theirs"]  # untrained, interpolation is far above the base model
+    assert after["ours"] < before["ours"]
+    assert after["theirs"] < before["theirs"]  # and without it the model is lost beyond its window
+    assert until["ours"] in (1, 2, math.inf)
+    assert direct["ours"] == after["ours"]
+    assert (tmp_path / "interpolation_curve.png").stat().st_size > 10_000
