@@ -299,6 +299,9 @@ def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
         project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
     )
     check_launch(accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = (
+        recipe.gradient_accumulation
+    )  # whatever a launcher's variables say
     return accelerator
 
 
@@ -323,7 +326,10 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding
     with _extend(model, recipe) as patch:
         if recipe.positions != CONSECUTIVE:
             check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
-        sharding.check(patch, model, length=recipe.length, sampled=recipe.positions != CONSECUTIVE)
+        sharding.check(
+            patch, model, length=recipe.length, sampled=recipe.positions != CONSECUTIVE,
+            trains_base=recipe.train_norm_embed,
+        )  # fmt: skip
         return patch.shape
 
 
