@@ -68,7 +68,7 @@ class Sharding:
         Raises:
             RopeExtendError: it is none of the above, or what was asked for is not what came of it.
         """
-        kind, config = accelerator.distributed_type, accelerator.parallelism_config
+        kind, config = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not accelerator.is_fsdp2:
             if kind == DistributedType.FSDP:
                 raise RopeExtendError(

@@ -139,7 +139,22 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": {},
     "all": {"train_norm_embed": True, "gradient_checkpointing": True, "lora_targets": "all-linear"},
     "learned": {"method": "t5_bias", "eval_data": None, "eval_every": 0},
+    "bfloat16": {"dtype": "bfloat16"},
 }
+
+
+@pytest.mark.slow
+def test_processes_with_sequences_of_their_own_train_as_one(recipe: Recipe, tmp_path: Path) -> None:
+    """DDP: the loss, the norm of the gradient, the weights and the perplexity are those of one process."""
+    ones, twos = [], []
+    for way, changes in WAYS.items():
+        ones.append(replace(recipe, **changes, output_dir=str(tmp_path / way)))
+        twos.append(replace(ones[-1], gradient_accumulation=2, output_dir=str(tmp_path / f"{way}-2")))
+        finetune(ones[-1])
+    paths = [written(two, tmp_path) for two in twos]
+    launch(TRAIN, *paths, where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"})
+    for one, two in zip(ones, twos, strict=True):
+        assert_close(two, one)
 
 
 @pytest.mark.slow
@@ -160,7 +175,7 @@ def test_weights_that_are_spread_train_as_whole_ones(recipe: Recipe, tmp_path: P
         where=tmp_path, environment=FSDP,
     )  # fmt: skip
     lines = [line for line in said.splitlines() if line.startswith("sharded")]
-    assert len(lines) == 2 * 5
+    assert len(lines) == 2 * (len(twos) + 2)
     assert all(line.split()[1] == line.split()[3] for line in lines)
     for one, two in zip(ones, twos, strict=True):
         assert_close(two, one)
