@@ -34,7 +34,7 @@ from rope_extend.launch import check_launch, check_variables
 from rope_extend.packing import RESTART, UNPACKED, check_packing
 from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
-from rope_extend.pretrained import default_dtype, empty_model, pretrained
+from rope_extend.pretrained import default_dtype, empty_model, one_error, pretrained
 from rope_extend.recipe import CONSECUTIVE, Recipe, add_recipe_arguments, recipe_from_arguments
 from rope_extend.resume import (
     RunState,
@@ -314,12 +314,16 @@ def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
     check_trackers(recipe.tracked_by)
     if not torch.distributed.is_initialized():
         check_variables()
-    accelerator = Accelerator(
-        mixed_precision="no",  # the loop casts, in the same way for training and for evaluation
-        gradient_accumulation_steps=recipe.gradient_accumulation,
-        project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
-    )
+    with one_error("accelerate does not start as it was launched"):
+        accelerator = Accelerator(
+            mixed_precision="no",  # the loop casts, in the same way for training and for evaluation
+            gradient_accumulation_steps=recipe.gradient_accumulation,
+            project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
+        )
     check_launch(accelerator.num_processes)
+    accelerator.gradient_accumulation_steps = (
+        recipe.gradient_accumulation
+    )  # whatever a launcher's variables say
     return accelerator
 
 
@@ -352,7 +356,10 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding
             check_shifted_sparse(model, patch.encoding)
         masks = recipe.packing != UNPACKED or recipe.shifted_sparse is not None
         for length in [length for length, _ in recipe.curriculum or ()] + [recipe.length]:
-            sharding.check(patch, model, length=length, sampled=recipe.positions != CONSECUTIVE, masks=masks)
+            sharding.check(
+                patch, model, length=length, sampled=recipe.positions != CONSECUTIVE, masks=masks,
+                trains_base=recipe.train_norm_embed,
+            )  # fmt: skip
         return patch.shape
 
 

@@ -15,6 +15,7 @@ sequence is cut, so that no token is left without the one that it predicts.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ class Sharding:
         weights: whether the weights are spread over the processes (FSDP2).
         context: over how many processes each sequence is spread, for ring attention (`cp_size`).
         ulysses: the same for Ulysses (`sp_size`).
+        loaded_once: whether only the first process reads the weights, and the others get them from it.
         ranks: how many processes there are.
         rank: which of them this one is.
     """
@@ -55,6 +57,7 @@ class Sharding:
     weights: bool = False
     context: int = 1
     ulysses: int = 1
+    loaded_once: bool = False
     ranks: int = 1
     rank: int = 0
 
@@ -65,7 +68,7 @@ class Sharding:
         Raises:
             RopeExtendError: it is none of the above, or what was asked for is not what came of it.
         """
-        kind, config = accelerator.distributed_type, accelerator.parallelism_config
+        kind, config = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not accelerator.is_fsdp2:
             if kind == DistributedType.FSDP:
                 raise RopeExtendError(
@@ -97,8 +100,20 @@ class Sharding:
             raise RopeExtendError("cp_size needs FSDP2 on GPUs: see configs/accelerate/context_parallel.yaml")
         if ulysses > 1 and kind != DistributedType.DEEPSPEED:
             raise RopeExtendError("sp_size needs DeepSpeed on GPUs: see configs/accelerate/ulysses.yaml")
-        ranks, rank = accelerator.num_processes, accelerator.process_index
-        return cls(bool(accelerator.is_fsdp2), context, ulysses, ranks, rank)
+        if ulysses > 1 and accelerator.state.deepspeed_plugin.zero_stage:
+            raise RopeExtendError(
+                "with sp_size each process has all weights: set zero_stage: 0, as in "
+                "configs/accelerate/ulysses.yaml; a model that is too large for one GPU trains with cp_size"
+            )
+        return cls(
+            weights=bool(accelerator.is_fsdp2),
+            context=context,
+            ulysses=ulysses,
+            loaded_once=accelerator.is_fsdp2
+            and bool(accelerator.state.fsdp_plugin.cpu_ram_efficient_loading),
+            ranks=accelerator.num_processes,
+            rank=accelerator.process_index,
+        )
 
     @property
     def parts(self) -> int:
@@ -116,9 +131,10 @@ class Sharding:
         return self.rank // self.parts
 
     def check(
-        self, patch: Patch, model: nn.Module, *, length: int, sampled: bool, masks: bool = False
-    ) -> None:
-        """Refuse what does not work on a part of a sequence; needs no weights.
+        self, patch: Patch, model: nn.Module, *, length: int, sampled: bool, masks: bool = False,
+        trains_base: bool = False,
+    ) -> None:  # fmt: skip
+        """Refuse what does not work so, most of it on a part of a sequence; needs no weights.
 
         Args:
             patch: the model's.
@@ -126,10 +142,16 @@ class Sharding:
             length: tokens per sequence.
             sampled: whether positions are sampled.
             masks: whether attention is kept within documents or groups of tokens.
+            trains_base: whether weights of the base model are trained beside the adapter.
 
         Raises:
             RopeExtendError: with the reason, and what works.
         """
+        if self.loaded_once and trains_base:
+            raise RopeExtendError(
+                "train_norm_embed does not go with fsdp_cpu_ram_efficient_loading, which tears apart a "
+                "trained embedding and the head that is tied to it; set it to false in accelerate's config"
+            )
         if self.parts == 1:
             return
         way = f"cp_size {self.context}" if self.context > 1 else f"sp_size {self.ulysses}"
@@ -149,22 +171,24 @@ class Sharding:
                 f"own, in whose place ring attention or Ulysses stand: leave {way} or them out"
             )
         config = causal_lm(model).config.get_text_config(decoder=True)
-        if config._attn_implementation != "sdpa" and self.context > 1:
+        if config._attn_implementation != "sdpa":
             raise RopeExtendError(
-                f"ring attention ({way}) stands in for sdpa, and this model attends by "
+                f"attention over parts ({way}) stands in for sdpa, and this model attends by "
                 f"{config._attn_implementation}; load it with sdpa"
             )
         kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-        if (
-            not kinds
-            and getattr(config, "layer_types", None) is None
-            and getattr(config, "sliding_window", None)
-        ):
+        if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
             kinds = {"sliding_attention"}
-        if kinds and (self.context > 1 or any("linear" in kind for kind in kinds)):
+        if kinds:
             raise RopeExtendError(
                 f"this model has layers of {', '.join(sorted(kinds))}, which would be trained as if each "
                 f"part were a text of its own, or as full attention ({way}); only full attention can be cut"
+            )
+        heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+        if heads[0] % self.ulysses or (heads[1] % self.ulysses and self.ulysses % heads[1]):
+            raise RopeExtendError(
+                f"Ulysses gives each process some of the heads, and {heads[0]} heads with {heads[1]} of keys "
+                f"do not divide by {way}; choose one that they divide by, or cp_size"
             )
         # Ring attention gives each process one piece from the front and one from the back, for equal work.
         pieces = self.parts * (2 if self.context > 1 else 1)
@@ -172,6 +196,15 @@ class Sharding:
             raise RopeExtendError(
                 f"sequences of {length} tokens do not cut into {pieces} equal pieces ({way}); set "
                 f"block_length to a multiple of {pieces}, such as {length // pieces * pieces or pieces}"
+            )
+
+    def prepare(self, accelerator: Accelerator, *, batch_size: int) -> None:
+        """Tell DeepSpeed what else it would learn from a data loader; nothing to tell the others."""
+        if self.ulysses > 1:
+            accelerator.state.deepspeed_plugin.deepspeed_config.update(
+                train_micro_batch_size_per_gpu=batch_size,
+                gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
+                gradient_clipping=0.0,  # see Clipping
             )
 
     @contextmanager
@@ -227,6 +260,29 @@ def _needs_the_whole(encoding: Any, shape: RopeShape) -> str | None:
             "it scales attention by how far a query can see, in whose place ring attention or Ulysses stand"
         )
     return None
+
+
+class Clipping:
+    """Clips gradients as an optimizer steps, and lets it change nothing where they are not finite.
+
+    For DeepSpeed, which steps within the backward pass, does not tell the norm of the gradient, and would
+    step with one that is not finite.
+
+    Attributes:
+        norm: of the last step's gradient, before it was clipped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
+        self.max_norm = max_norm
+        self.norm = math.nan
+        optimizer.register_step_pre_hook(self._clip)
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self.norm = float(nn.utils.clip_grad_norm_(parameters, self.max_norm))
+        if not math.isfinite(self.norm):
+            for parameter in parameters:
+                parameter.grad = None
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from rope_extend.patching import current_patch, patch_model
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
-from rope_extend.sharding import Objective, Sharding, whole
+from rope_extend.sharding import Clipping, Objective, Sharding, whole
 from rope_extend.shifted_sparse import shifted_sparse
 from rope_extend.tracking import start_trackers
 from rope_extend.utilisation import device_peak, training_flops
@@ -222,11 +222,20 @@ class TrainingRun:
             self.parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
         # The loss is part of what is wrapped: DistributedDataParallel synchronises in its own forward only.
+        self.sharding.prepare(accelerator, batch_size=recipe.batch_size)
+        self.clipping = Clipping(optimizer, recipe.max_grad_norm) if self.sharding.ulysses > 1 else None
         self.objective, self.optimizer = accelerator.prepare(Objective(self.model), optimizer)
         # FSDP has put parts in the place of the parameters.
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         self.metrics = Metrics(self.directory / "metrics.jsonl", accelerator, state.step)
         start_trackers(accelerator, recipe.tracked_by, self.directory, recipe.to_dict(), state.step)
+
+    def _clip(self) -> float:
+        """Clip the gradients; their norm before that."""
+        if self.clipping is not None:
+            return self.clipping.norm
+        norm = self.accelerator.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm)
+        return float(whole(norm))
 
     def _utilisation(self, speed: float) -> dict[str, float]:
         """The share of all devices' peak that a speed in tokens per second comes to, where it is known."""
@@ -380,6 +389,9 @@ class TrainingRun:
         recipe, accelerator = self.recipe, self.accelerator
         mix_for_step(self.model, recipe, self.state.step)
         started = time.perf_counter()
+        rate = self._rate()
+        for group in self.optimizer.param_groups:  # before the backward pass, in which DeepSpeed steps
+            group["lr"] = rate
         total = torch.zeros((), device=accelerator.device)
         divisor = self._divisor()
         for forward in range(recipe.gradient_accumulation):
@@ -387,15 +399,13 @@ class TrainingRun:
             with accelerator.accumulate(self.objective), self.sharding.cut(accelerator, batch) as part:
                 with self._autocast():
                     loss = self.objective(**{"num_items_in_batch": divisor, **part})
-                accelerator.backward(loss)
+                # DeepSpeed adds up the gradients of parts where all others take their mean.
+                accelerator.backward(loss / self.sharding.ulysses)
             total += loss.detach() / recipe.gradient_accumulation
-        norm = float(whole(accelerator.clip_grad_norm_(self.parameters, recipe.max_grad_norm)))
+        norm = self._clip()
         mean = float(accelerator.reduce(total, "mean"))
         finite = math.isfinite(mean) and math.isfinite(norm)
-        rate = self._rate()
         if finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
             self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started

@@ -2,7 +2,7 @@
 
 One process:        python scripts/finetune.py rope_extend/demo/recipe.yaml --output-dir runs/yarn
 One per GPU:        torchrun --nproc-per-node 8 scripts/finetune.py configs/llama_7b_32k_yarn.yaml
-With accelerate:    accelerate launch --num_processes 8 scripts/finetune.py configs/llama_7b_32k_yarn.yaml
+With accelerate:    accelerate launch --config_file configs/accelerate/fsdp2.yaml scripts/finetune.py RECIPE
 Two CPU processes:  ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 scripts/finetune.py ...
 """
 
