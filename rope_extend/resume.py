@@ -44,7 +44,8 @@ MANIFEST_NAME = "manifest.json"
 
 MAY_CHANGE = frozenset({
     "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
-    "eval_lengths", "eval_documents", "eval_split", "tensorboard", "output_dir",
+    "eval_lengths", "eval_documents", "eval_split", "tensorboard", "output_dir", "gradient_checkpointing",
+    "offload_checkpoints", "expandable_segments",
 })  # fmt: skip
 """Fields of the recipe that do not change what a step computes, and so may differ when a run goes on."""
 
@@ -62,6 +63,7 @@ class RunState:
         recipe: the recipe as a dictionary.
         skipped: steps that changed no weight, because loss or gradient was not finite.
         skipped_in_a_row: how many of them were the last ones.
+        levers: the memory levers of the run; None in a checkpoint from before they were chosen.
     """
 
     step: int
@@ -72,6 +74,7 @@ class RunState:
     recipe: dict[str, Any]
     skipped: int = 0
     skipped_in_a_row: int = 0
+    levers: dict[str, Any] | None = None
 
 
 def checkpoints(directory: Path) -> list[Path]:

@@ -22,17 +22,19 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from rope_extend.data import Blocks, Document
+from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import perplexity
 from rope_extend.learned import learned_parameters
 from rope_extend.loss import NextTokenLoss
+from rope_extend.patching import Patch, extend, patch_model
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
@@ -101,6 +103,40 @@ def lora_config(model: Any, recipe: Recipe) -> LoraConfig:
     )
 
 
+def adapted(model: Any, recipe: Recipe) -> PeftModel:
+    """The model with the recipe's adapter, trained in float32, and with nothing else trained.
+
+    Raises:
+        RopeExtendError: as `lora_config`.
+    """
+    adapter = get_peft_model(model, lora_config(model, recipe))
+    for parameter in learned_parameters(model).values():  # peft froze all that is not the adapter's
+        parameter.requires_grad_(True)
+    for parameter in adapter.parameters():
+        if parameter.requires_grad:  # bfloat16's 8 bits would lose steps of 1e-4
+            parameter.data = parameter.data.float()
+    return adapter
+
+
+def extended(model: nn.Module, recipe: Recipe) -> Patch:
+    """The model patched as the recipe says.
+
+    Raises:
+        RopeExtendError: as `extend`.
+    """
+    if recipe.method == "none":  # the control: the same run without an extension
+        return patch_model(
+            model, encoding("none"), trained_length=recipe.trained_length, target_length=recipe.target_length
+        )
+    return extend(
+        model,
+        recipe.target_length,
+        recipe.method,
+        trained_length=recipe.trained_length,
+        **recipe.method_parameters,
+    )
+
+
 def _senses(model: Any) -> list[str]:
     """Paths of the parts that read images or sound, which text gives no gradient."""
     return [
@@ -156,16 +192,6 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
-    """Recompute the layers of a transformers model in the backward pass, or stop doing so."""
-    action = "enable" if enabled else "disable"
-    # Newer releases of transformers rename the methods, and warn when the old name is called.
-    method = getattr(model, f"activation_checkpointing_{action}", None)
-    method = method or getattr(model, f"gradient_checkpointing_{action}")
-    # Not reentrant: only so do gradients reach LoRA behind a frozen embedding.
-    method(*[{"use_reentrant": False}] if enabled else [])
-
-
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.random.default_rng([seed, epoch]).permutation(count)
@@ -207,13 +233,8 @@ class TrainingRun:
         self.dtype = model.dtype
 
         set_seed(recipe.seed)
-        self.model = get_peft_model(model, lora_config(model, recipe))
-        for parameter in learned_parameters(model).values():  # peft froze all that is not the adapter's
-            parameter.requires_grad_(True)
-        set_gradient_checkpointing(model, recipe.gradient_checkpointing)
+        self.model = adapted(model, recipe)
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
-        for parameter in self.parameters:  # bfloat16's 8 bits would lose steps of 1e-4
-            parameter.data = parameter.data.float()
         optimizer = torch.optim.AdamW(
             self.parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
