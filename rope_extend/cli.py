@@ -213,6 +213,7 @@ def _names(text: str) -> list[str]:
 
 
 def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
+    from rope_extend.hardware import memory_size
     from rope_extend.recipe import add_recipe_arguments
 
     add_recipe_arguments(parser)
@@ -222,6 +223,14 @@ def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     )
     existing.add_argument("--resume-from", metavar="CHECKPOINT", help="go on from this one")
     existing.add_argument("--overwrite", action="store_true", help="replace a run in the output directory")
+    parser.add_argument(
+        "--plan", action="store_true",
+        help="print what a step takes in memory, lever by lever, and stop; nothing is loaded or written",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit-memory", type=memory_size, metavar="SIZE",
+        help="plan with this much memory of the device, such as 80GB (default: what is free)",
+    )  # fmt: skip
 
 
 def finetune(arguments: argparse.Namespace) -> None:
@@ -231,10 +240,19 @@ def finetune(arguments: argparse.Namespace) -> None:
     Runs on what accelerate finds; for several GPUs: torchrun --nproc-per-node N scripts/finetune.py ...
     """
     from rope_extend.finetune import finetune as run
+    from rope_extend.finetune import plan
     from rope_extend.recipe import recipe_from_arguments
 
     recipe = recipe_from_arguments(arguments)
-    result = run(recipe, resume=arguments.resume_from or arguments.resume, overwrite=arguments.overwrite)
+    if arguments.plan:
+        foretold = plan(recipe, limit_memory=arguments.limit_memory)
+        print(foretold)
+        foretold.check()
+        return
+    result = run(
+        recipe, resume=arguments.resume_from or arguments.resume, overwrite=arguments.overwrite,
+        limit_memory=arguments.limit_memory,
+    )  # fmt: skip
     print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s: {result.output_dir}")
     if result.skipped:
         print(f"{result.skipped} of the steps were skipped: their loss or gradient was not finite")

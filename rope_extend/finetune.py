@@ -12,27 +12,29 @@ import logging
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from peft import PeftModel
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.annealing import announce_adaptation
 from rope_extend.checkpoint import save, undone_on_failure
 from rope_extend.checkpoint.card import add_card
 from rope_extend.data import Document, load_documents
-from rope_extend.encodings import RopeShape, encoding
+from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.plan import format_bytes
+from rope_extend.hardware import Hardware
 from rope_extend.launch import check_launch, check_variables
+from rope_extend.levers import Levers, expand_segments, pull
 from rope_extend.packing import RESTART, UNPACKED, check_packing
-from rope_extend.patching import Patch, current_patch, extend, patch_model
+from rope_extend.patching import Patch, current_patch
 from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.pretrained import default_dtype, empty_model, one_error, pretrained
 from rope_extend.recipe import CONSECUTIVE, Recipe, add_recipe_arguments, recipe_from_arguments
@@ -53,10 +55,11 @@ from rope_extend.training import (
     FinetuneInterrupted,
     RunData,
     TrainingRun,
+    extended,
     lora_config,
-    set_gradient_checkpointing,
 )
 from rope_extend.training_data import load_training_data
+from rope_extend.training_plan import TrainingPlan, continued, default_levers, plan_training
 from rope_extend.training_report import add_training_report
 
 __all__ = [
@@ -117,13 +120,15 @@ def finetune(
     tokenizer: Any | None = None,
     resume: bool | str | PathLike[str] = False,
     overwrite: bool = False,
+    limit_memory: int | None = None,
 ) -> FinetuneResult:
     """Extend a model as the recipe says, train LoRA on it, and write adapter, record and metrics.
 
     Checked in this order, and so before any work is lost: the output directory, the method on the model's
-    config, the data; then the weights are loaded. Runs on what `accelerate` finds: one device, or several
-    under `torchrun` or `accelerate launch`, which then share a file system. Seeds python's, numpy's and
-    torch's global generators.
+    config, the memory that a step takes, the data; then the weights are loaded. Memory levers that the recipe
+    leaves open are chosen so that a step fits, and kept by the run when it goes on. Runs on what `accelerate`
+    finds: one device, or several under `torchrun` or `accelerate launch`, which then share a file system.
+    Seeds python's, numpy's and torch's global generators.
 
     Args:
         recipe: the run.
@@ -134,6 +139,7 @@ def finetune(
             checkpoint. On a CPU the weights then end bit for bit as without the interruption, whenever that
             was: a process that is killed, also while it saves, leaves the checkpoints before as they were.
         overwrite: remove a run that is already in `recipe.output_dir`.
+        limit_memory: bytes of the device to plan with; by default what is free.
 
     Raises:
         RopeExtendError: whatever of the above does not hold; a disk that is full; or more steps in a row
@@ -141,24 +147,32 @@ def finetune(
             processes which do not know of each other.
         FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
     """
+    expand_segments(recipe.expandable_segments)
     directory = Path(recipe.output_dir)
     checkpoint = _starting_point(directory, recipe, resume, overwrite)
     accelerator = _accelerator(recipe, directory)
     dtype = _dtype(recipe, accelerator.device)
     sharding = Sharding.of(accelerator)
     shape = _check_model(recipe, model, dtype, sharding)
+    hardware = Hardware(
+        str(accelerator.device), dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory
+    )
+    levers = _levers(recipe, model, hardware, accelerator, sharding, checkpoint)
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the others then find the tokens in the cache
         blocks, content = load_training_data(recipe, tokenizer, accelerator.num_processes)
         data = RunData(blocks, *_held_out(recipe, tokenizer, shape))
     state = _first_state(recipe, content, sharding, checkpoint)
+    state = replace(state, levers=asdict(levers))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         _prepare_directory(directory, recipe, state.step, fresh=resume is False)
     accelerator.wait_for_everyone()
 
-    if model is None:
+    if model is None and recipe.quantize is not None:
+        model = cast(Any, hardware.load(recipe.model))
+    elif model is None:
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
     config = copy.deepcopy(model.config)
     coverage = _coverage(recipe, shape, sharding.replicas)
@@ -166,12 +180,13 @@ def finetune(
     if coverage is not None:
         share = coverage.tokens_beyond
     with undone_on_failure(model):
-        patch = _extend(model, recipe)
+        patch = extended(model, recipe)
         try:
             run = TrainingRun(recipe, model, data, state, accelerator)
             if accelerator.is_main_process:
                 _announce(run, patch, share, coverage)
-            run.train(checkpoint)
+            with pull(model, levers):
+                run.train(checkpoint)
             trained = run.to_save(config)
             if accelerator.is_main_process:
                 save(trained, directory, overwrite=True, record=run.record)
@@ -185,8 +200,6 @@ def finetune(
         except BaseException:
             patch.remove()
             raise
-        finally:
-            set_gradient_checkpointing(model, False)
     return FinetuneResult(
         directory,
         run.state.step,
@@ -199,6 +212,56 @@ def finetune(
         run.model,
         patch,
     )
+
+
+def plan(recipe: Recipe, *, limit_memory: int | None = None) -> TrainingPlan:
+    """What the steps of a run take in memory, with each of the levers, before anything is loaded.
+
+    Args:
+        recipe: the run.
+        limit_memory: bytes of the device to plan with; by default what is free. Where there is no GPU, those
+            of a GPU that the run will have, and then an `auto` dtype is bfloat16.
+
+    Raises:
+        RopeExtendError: the recipe does not go with its model, or the model's family cannot be rehearsed.
+    """
+    place = Hardware().place
+    elsewhere = torch.device("cuda") if limit_memory is not None and place.type == "cpu" else None
+    dtype = torch.bfloat16 if elsewhere and recipe.dtype == "auto" else _dtype(recipe, place)
+    _check_model(recipe, None, dtype, Sharding())
+    hardware = Hardware(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
+    found = plan_training(recipe, hardware=hardware, every=True, place=elsewhere)
+    if found is None:
+        raise RopeExtendError(
+            f"what a step of {recipe.model!r} takes cannot be foretold: its family needs values to run"
+        )
+    return found
+
+
+def _levers(
+    recipe: Recipe, model: Any | None, hardware: Hardware, accelerator: Accelerator, sharding: Sharding,
+    checkpoint: Path | None,
+) -> Levers:  # fmt: skip
+    """The levers of the run: those it had, or those that its steps need."""
+    before = None if checkpoint is None else continued(recipe, read_state(checkpoint))
+    count = accelerator.num_processes
+    found = None
+    if not sharding.weights and sharding.parts == 1:  # else a process has a share that depends on the others
+        found = plan_training(recipe, hardware=hardware, model=model, levers=before, processes=count)
+    if found is not None:
+        found.check()
+        levers = found.chosen.levers
+        logger.info(
+            "memory: about %s of %s on %s; levers: %s", format_bytes(found.chosen.total),
+            format_bytes(found.available), found.place, levers,
+        )  # fmt: skip
+    else:
+        empty = empty_model(recipe.model) if model is None else model
+        levers = before or default_levers(recipe, empty, hardware.place)
+        logger.info("memory: levers: %s", levers)
+    if count > 1:  # free memory differs between devices, and all take the same steps
+        levers = broadcast_object_list([levers])[0]
+    return levers
 
 
 def _coverage(recipe: Recipe, shape: RopeShape, processes: int) -> Coverage | None:
@@ -342,10 +405,15 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding
             "finetune takes a base model without patch or adapter, because it applies the recipe's own; call "
             "patch.remove() and model.unload() first"
         )
+    elif recipe.quantize is not None:
+        raise RopeExtendError(
+            "recipe: quantize acts while weights are read, and this model is loaded already; leave the model "
+            "out, or give one that was loaded with a quantization_config and leave quantize out"
+        )
     elif model.dtype != dtype and (recipe.dtype != "auto" or model.dtype == torch.float16):
         raise RopeExtendError(f"the model is in {model.dtype}; load it with dtype={dtype}")
     lora_config(model, recipe)
-    with _extend(model, recipe) as patch:
+    with extended(model, recipe) as patch:
         if recipe.anneal_steps:
             patch.mix(0.5)
         if recipe.positions != CONSECUTIVE:
@@ -361,20 +429,6 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding
                 trains_base=recipe.train_norm_embed,
             )  # fmt: skip
         return patch.shape
-
-
-def _extend(model: nn.Module, recipe: Recipe) -> Patch:
-    if recipe.method == "none":  # the control: the same run without an extension
-        return patch_model(
-            model, encoding("none"), trained_length=recipe.trained_length, target_length=recipe.target_length
-        )
-    return extend(
-        model,
-        recipe.target_length,
-        recipe.method,
-        trained_length=recipe.trained_length,
-        **recipe.method_parameters,
-    )
 
 
 def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Document], Sequence[int]]:

@@ -24,6 +24,9 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.packing import PACKINGS, UNPACKED
 from rope_extend.positions import SAMPLERS
 
+AUTO = "auto"
+"""Of a memory lever: it is pulled where the step would not fit without."""
+
 CONSECUTIVE = "consecutive"
 """The value of `positions` that samples none: 0, 1, 2, …"""
 
@@ -80,6 +83,10 @@ def _choice(*names: str) -> _Kind:
         return str(value)
 
     return _Kind("one of " + ", ".join(names), parse, plain=True)
+
+
+def _or_auto(kind: _Kind) -> _Kind:
+    return _Kind(f"{AUTO}, or {kind.expected}", lambda value: value if value == AUTO else kind.parse(value))
 
 
 def _optional(kind: _Kind) -> _Kind:
@@ -143,6 +150,7 @@ def _parameters(value: Any) -> dict[str, Any]:
 
 _TEXT = _Kind("text", _text, plain=True)
 _FLAG = _Kind("true or false", _flag)
+_AUTO_FLAG = _or_auto(_FLAG)
 _COUNT = _whole(0)
 _POSITIVE_COUNT = _whole(1)
 _LENGTH = _Kind("a number of tokens, such as 32768 or 32k", parse_length)
@@ -153,6 +161,7 @@ _WEIGHTS = _Kind("a list of numbers above 0, such as [0.7, 0.3]", _weights)
 _STAGES = _Kind("a list of block lengths and steps, such as [[8k, 100], [16k, 100]]", _stages)
 _TARGETS = _Kind("attention, all-linear, or a list of module names", _targets)
 _PARAMETERS = _Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
+_AUTO_COUNT = _or_auto(_COUNT)
 _DTYPE = _choice("auto", "float32", "bfloat16")
 _TRACKERS = _Kind(f"a list of trackers, of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}", _trackers)
 _POSITIONS = _choice(CONSECUTIVE, *SAMPLERS)
@@ -280,8 +289,29 @@ class Recipe:
     ] = 3
     log_every: Annotated[int, _POSITIVE_COUNT, "steps between lines of metrics"] = 1
     gradient_checkpointing: Annotated[
-        bool, _FLAG, "recompute each layer in the backward pass: far less memory, about 1/3 slower"
-    ] = True
+        bool | str,
+        _AUTO_FLAG,
+        "recompute each layer in the backward pass: far less memory, about 1/3 slower; auto where the step "
+        "does not fit without",
+    ] = AUTO
+    mlp_tiles: Annotated[
+        int | str,
+        _AUTO_COUNT,
+        "tokens that an MLP takes at a time, 0 for all: less memory in long blocks; auto where they do not "
+        "fit without",
+    ] = AUTO
+    offload_checkpoints: Annotated[
+        bool | str,
+        _AUTO_FLAG,
+        "keep the inputs of recomputed layers in host memory; auto on a GPU where the step does not fit "
+        "without",
+    ] = AUTO
+    quantize: Annotated[
+        str | None, _optional(_choice("4bit")), "the frozen weights as they are read (NF4, by bitsandbytes)"
+    ] = None
+    expandable_segments: Annotated[
+        bool | str, _AUTO_FLAG, "let the CUDA allocator grow its segments; auto where there is a GPU"
+    ] = AUTO
     tensorboard: Annotated[bool, _FLAG, "also log to output_dir/tensorboard"] = False
     trackers: Annotated[
         tuple[str, ...], _TRACKERS, "of accelerate, such as [wandb, mlflow], that also get the metrics"
@@ -371,6 +401,11 @@ class Recipe:
                     f"recipe: data_weights has {len(self.data_weights)} numbers and data {count} entries; "
                     "give a list of two sources or more as data, and one weight for each"
                 )
+        if self.offload_checkpoints is True and self.gradient_checkpointing is False:
+            raise RopeExtendError(
+                "recipe: offload_checkpoints keeps the inputs of recomputed layers in host memory, and "
+                "gradient_checkpointing is false; set it to true or auto"
+            )
         if self.eval_data is None and (self.eval_every or self.eval_lengths):
             given = "eval_every" if self.eval_every else "eval_lengths"
             raise RopeExtendError(f"recipe: {given} needs eval_data; name documents to evaluate on")
@@ -518,7 +553,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         elif item.default is not MISSING and item.default is not None:
             text += f" (default: {item.default})"
         flag, text = _flag_name(item.name), text.replace("%", "%%")
-        if kind is _FLAG:
+        if kind in (_FLAG, _AUTO_FLAG):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             group.add_argument(flag, metavar=item.name.split("_")[-1].upper(), help=text)

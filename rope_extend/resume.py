@@ -46,7 +46,7 @@ MANIFEST_NAME = "manifest.json"
 MAY_CHANGE = frozenset({
     "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
     "eval_lengths", "eval_documents", "eval_split", "tensorboard", "trackers", "peak_flops",
-    "output_dir",
+    "output_dir", "gradient_checkpointing", "offload_checkpoints", "expandable_segments",
 })  # fmt: skip
 """Fields of the recipe that do not change what a step computes, and so may differ when a run goes on."""
 
@@ -66,6 +66,7 @@ class RunState:
         skipped_in_a_row: how many of them were the last ones.
         parts: how many processes share each sequence.
         stream: where streamed data go on; None where all were loaded before.
+        levers: the memory levers of the run; None in a checkpoint from before they were chosen.
     """
 
     step: int
@@ -78,6 +79,7 @@ class RunState:
     skipped_in_a_row: int = 0
     parts: int = 1
     stream: dict[str, Any] | None = None
+    levers: dict[str, Any] | None = None
 
 
 def checkpoints(directory: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import default_collate
 from tqdm.auto import tqdm
@@ -31,14 +31,14 @@ from rope_extend.annealing import mix_for_step
 from rope_extend.checkpoint import Record
 from rope_extend.curriculum import Curriculum
 from rope_extend.data import Document
-from rope_extend.encodings import KernelEncoding
+from rope_extend.encodings import KernelEncoding, encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import PerplexityResult, perplexity
 from rope_extend.evaluation.perplexity import peak_memory_bytes
 from rope_extend.learned import learned_parameters
 from rope_extend.loss import causal_lm
 from rope_extend.packing import RESTART, UNPACKED, check_apart, document_inputs, scored
-from rope_extend.patching import current_patch, patch_model
+from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.positions import PositionCollator
 from rope_extend.recipe import CONSECUTIVE, Recipe
 from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
@@ -113,6 +113,40 @@ def lora_config(model: Any, recipe: Recipe) -> LoraConfig:
     )
 
 
+def adapted(model: Any, recipe: Recipe) -> PeftModel:
+    """The model with the recipe's adapter, trained in float32, and with nothing else trained.
+
+    Raises:
+        RopeExtendError: as `lora_config`.
+    """
+    adapter = get_peft_model(model, lora_config(model, recipe))
+    for parameter in learned_parameters(model).values():  # peft froze all that is not the adapter's
+        parameter.requires_grad_(True)
+    for parameter in adapter.parameters():
+        if parameter.requires_grad:  # bfloat16's 8 bits would lose steps of 1e-4
+            parameter.data = parameter.data.float()
+    return adapter
+
+
+def extended(model: nn.Module, recipe: Recipe) -> Patch:
+    """The model patched as the recipe says.
+
+    Raises:
+        RopeExtendError: as `extend`.
+    """
+    if recipe.method == "none":  # the control: the same run without an extension
+        return patch_model(
+            model, encoding("none"), trained_length=recipe.trained_length, target_length=recipe.target_length
+        )
+    return extend(
+        model,
+        recipe.target_length,
+        recipe.method,
+        trained_length=recipe.trained_length,
+        **recipe.method_parameters,
+    )
+
+
 def _senses(model: Any) -> list[str]:
     """Paths of the parts that read images or sound, which text gives no gradient."""
     return [
@@ -168,16 +202,6 @@ def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
-    """Recompute the layers of a transformers model in the backward pass, or stop doing so."""
-    action = "enable" if enabled else "disable"
-    # Newer releases of transformers rename the methods, and warn when the old name is called.
-    method = getattr(model, f"activation_checkpointing_{action}", None)
-    method = method or getattr(model, f"gradient_checkpointing_{action}")
-    # Not reentrant: only so do gradients reach LoRA behind a frozen embedding.
-    method(*[{"use_reentrant": False}] if enabled else [])
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The loop
 
@@ -206,18 +230,13 @@ class TrainingRun:
         self.dtype = model.dtype
 
         set_seed(recipe.seed)
-        self.model = get_peft_model(model, lora_config(model, recipe))
+        self.model = adapted(model, recipe)
         self.record = Record.of(self.model, model.config.name_or_path or recipe.model)
-        for parameter in learned_parameters(model).values():  # peft froze all that is not the adapter's
-            parameter.requires_grad_(True)
-        set_gradient_checkpointing(model, recipe.gradient_checkpointing)
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         self.peak = recipe.peak_flops or device_peak(accelerator.device, self.dtype)
         self.flops = (
             training_flops(self.model, recipe.length, quadratic=_quadratic(model)) if self.peak else None
         )
-        for parameter in self.parameters:  # bfloat16's 8 bits would lose steps of 1e-4
-            parameter.data = parameter.data.float()
         optimizer = torch.optim.AdamW(
             self.parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )

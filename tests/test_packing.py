@@ -23,6 +23,7 @@ from rope_extend import RopeExtendError
 from rope_extend.data import Document
 from rope_extend.encodings import RopeShape
 from rope_extend.finetune import Recipe, finetune
+from rope_extend.levers import set_gradient_checkpointing
 from rope_extend.loss import IGNORED, next_token_loss
 from rope_extend.packing import (
     CONTINUE,
@@ -33,7 +34,6 @@ from rope_extend.packing import (
     packed,
     packed_blocks,
 )
-from rope_extend.training import set_gradient_checkpointing
 
 BY_TYPE = {case.model_type: case for case in FAMILIES}
 SIZES = (13, 1, 9, 40, 17)

@@ -123,18 +123,19 @@ class Plan:
             return
         nearest = f"up to {self.most:,} tokens fit" if self.most else "no length fits beside the weights"
         raise RopeExtendError(
-            f"{wrong.length:,} tokens need about {_bytes(wrong.memory)}, {wrong.reading}, and "
-            f"{_bytes(self.available)} are to be had on {self.place} ({_bytes(self.weights)} go to weights); "
-            f"{nearest}. A smaller dtype, quantize or a device_map make room"
+            f"{wrong.length:,} tokens need about {format_bytes(wrong.memory)}, {wrong.reading}, and "
+            f"{format_bytes(self.available)} are to be had on {self.place} ({format_bytes(self.weights)} go "
+            f"to weights); {nearest}. A smaller dtype, quantize or a device_map make room"
         )
 
     def __str__(self) -> str:
         lines = [
-            f"plan: {_bytes(self.weights)} of weights, {_bytes(self.available)} to be had on {self.place}",
+            f"plan: {format_bytes(self.weights)} of weights, {format_bytes(self.available)} to be had on "
+            f"{self.place}",
             f"{'tokens':>10}  {'memory':>9}  {'a document':>10}  read",
         ]
         lines += [
-            f"{format_length(one.length):>10}  {_bytes(one.memory):>9}  {_duration(one.seconds):>10}  "
+            f"{format_length(one.length):>10}  {format_bytes(one.memory):>9}  {_duration(one.seconds):>10}  "
             f"{one.reading if one.fits else 'does not fit'}"
             for one in self.lengths
         ]
@@ -277,14 +278,14 @@ class _Rehearsal:
 
     def _memory(self, tokens: int, size: int, encoding: RopeEncoding | None) -> tuple[int, str]:
         """With one encoding. Short windows are read as many together as the evaluator does."""
-        with _attending(self.model, maskless=self.usual.maskless), _Kernel(), self._patched(encoding):
+        with attending(self.model, maskless=self.usual.maskless), OwnCalls(), self._patched(encoding):
             reader = Reader(self.model, META, chunk=size, chunk_bytes=default_chunk_bytes(self.place))
             reader.asked, reader.long = False, _Shortened(self.model, META)
-            counter = _Counter()
+            counter = MetaBytes()
             with counter, torch.no_grad():
                 way = reader.long.way if size < tokens and reader.in_pieces(tokens, size) else WHOLE
             ids = torch.zeros(max(1, self.together // tokens), tokens, dtype=torch.int64, device=META)
-            counter = _Counter()
+            counter = MetaBytes()
             for tensor in (*self.model.parameters(), *self.model.buffers()):
                 counter.add(tensor)
             before = counter.live
@@ -321,12 +322,12 @@ def operations_of(model: nn.Module) -> Operations:
         layers.clear()
         ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
         reader = Reader(model, META, chunk=tokens)
-        with _Counter(), FlopCounterMode(display=False) as counter:
+        with MetaBytes(), FlopCounterMode(display=False) as counter:
             reader.losses(ids, ids[:, 1:], 1, tokens)
         return counter.get_total_flops()
 
     step = 256  # state-space layers fill their pieces up, which are of 256 tokens at most
-    with _attending(model, maskless=True, note=note), torch.no_grad():
+    with attending(model, maskless=True, note=note), torch.no_grad():
         one, two, three = (products(turn * step) for turn in (1, 2, 3))
     square = (three - 2 * two + one) / (2 * step**2)
     if square > 0:
@@ -386,12 +387,25 @@ def _skip(layer: Any, tokens: int) -> None:
         )
 
 
-class _Counter(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts on the meta device, and answers for the two operations that it does not have."""
+class MetaBytes(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts on the meta device, and answers for the operations that it does not have.
+
+    Attributes:
+        scored: asked which tokens are scored, it says so many; those after them take no more memory. If not
+            given, it has no answer.
+    """
+
+    def __init__(self, scored: int | None = None) -> None:
+        super().__init__()
+        self.scored = scored
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # asked whether all tokens are of one text
+        if self.scored and function is torch.ops.aten.nonzero.default and args[0].is_meta:
+            out = args[0].new_empty((min(args[0].numel(), self.scored), args[0].ndim), dtype=torch.int64)
+            self.add(out)
+            return out
         if function is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
             self.add(out)
@@ -399,7 +413,7 @@ class _Counter(LiveBytes):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
-class _Kernel(TorchFunctionMode):
+class OwnCalls(TorchFunctionMode):
     """Lets families that call torch's attention kernel by themselves take what it takes, and no more.
 
     On the meta device torch takes the way that holds the scores of all pairs.
@@ -407,15 +421,12 @@ class _Kernel(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.scaled_dot_product_attention and args[0].is_meta:
-            query, _, value = args[:3]
-            return query.new_empty(*query.shape[:-1], value.shape[-1])
+            return _Kernel.apply(*args[:3], None)  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 
 @contextmanager
-def _attending(
-    model: nn.Module, *, maskless: bool, note: Callable[..., None] | None = None
-) -> Iterator[None]:
+def attending(model: nn.Module, *, maskless: bool, note: Callable[..., None] | None = None) -> Iterator[None]:
     """Let a model on the meta device attend by a function that takes the memory which kernels take.
 
     Args:
@@ -434,8 +445,8 @@ def _attending(
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
         if attention_mask is not None:
             attention_mask = attention_mask.to(query.dtype)
-        _sums = query.new_empty(query.shape[:3], dtype=torch.float32)
-        return query.transpose(1, 2).new_empty(*query.transpose(1, 2).shape[:3], value.shape[-1]), None
+        out = _Kernel.apply(query, key, value, attention_mask)  # type: ignore[no-untyped-call]
+        return out.transpose(1, 2), None
 
     undo = UndoLog()
     decoder = unwrap(model).base_model
@@ -456,6 +467,22 @@ def _attending(
         undo.unwind()
 
 
+class _Kernel(torch.autograd.Function):
+    """Takes the memory of an attention kernel: for its backward pass it keeps inputs, mask, output, sums."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        # As kernels lay it out: heads beside each other for each token.
+        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out, sums, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *map(torch.empty_like, ctx.saved_tensors[:3]), None
+
+
 def _no_mask(*_: Any, **__: Any) -> None:
     return None
 
@@ -472,13 +499,16 @@ def weight_bytes(name: str, model: nn.Module, hardware: Hardware) -> int:
         assert file is not None
         return sum(weights.stat().st_size for weights in Path(file).parent.glob("*.safetensors"))
     total = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
-    if hardware.quantize is not None:
-        head = unwrap(model).get_output_embeddings()
-        share = 1.0 if hardware.quantize == "8bit" else 0.5 + 4 / 64  # a float32 for each 64 values
-        matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
-        total += sum(int(share * weight.numel()) - weight.nbytes for weight in matrices)
-        total += max(weight.nbytes for weight in matrices)  # one at a time is brought back to what it was
-    return total
+    return total if hardware.quantize is None else total - quantized_savings(model, hardware.quantize)
+
+
+def quantized_savings(model: nn.Module, kind: str) -> int:
+    """By how many bytes `4bit` or `8bit` makes weights smaller; `model` may be on the meta device."""
+    head = unwrap(model).get_output_embeddings()
+    share = 1.0 if kind == "8bit" else 0.5 + 4 / 64  # a float32 for each 64 values
+    matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    saved = sum(weight.nbytes - int(share * weight.numel()) for weight in matrices)
+    return saved - max(weight.nbytes for weight in matrices)  # one at a time is brought back to what it was
 
 
 def available_memory(hardware: Hardware) -> int:
@@ -542,7 +572,8 @@ def measured_rates(model: nn.Module, place: torch.device) -> Rates:
     return Rates(8.0 * rows * width**2 / products, 4.0 * heads * head * _pairs(tokens, None) / attention)
 
 
-def _bytes(count: float) -> str:
+def format_bytes(count: float) -> str:
+    """In words, with a decimal."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
 
 
