@@ -203,11 +203,11 @@ def finetune(
     )
 
 
-def _coverage(recipe: Recipe, shape: RopeShape, processes: int) -> Coverage | None:
+def _coverage(recipe: Recipe, shape: RopeShape, replicas: int) -> Coverage | None:
     """Which distances the run will have seen; None if positions are not sampled."""
     if recipe.positions == CONSECUTIVE:
         return None
-    sequences = recipe.steps * recipe.batch_size * recipe.gradient_accumulation * processes
+    sequences = recipe.steps * recipe.batch_size * recipe.gradient_accumulation * replicas
     return Coverage.of(
         PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed),
         recipe.length,
