@@ -300,9 +300,8 @@ def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
             project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
         )
     check_launch(accelerator.num_processes)
-    accelerator.gradient_accumulation_steps = (
-        recipe.gradient_accumulation
-    )  # whatever a launcher's variables say
+    # A launcher's variables go before what the constructor is given.
+    accelerator.gradient_accumulation_steps = recipe.gradient_accumulation
     return accelerator
 
 

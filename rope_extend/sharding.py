@@ -35,11 +35,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm
 from rope_extend.patching import Patch
 
-_WAYS = {
-    DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
-    DistributedType.MULTI_NPU, DistributedType.FSDP, DistributedType.DEEPSPEED,
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Sharding:
@@ -79,7 +74,7 @@ class Sharding:
                 f"FSDP is asked for, and accelerate runs without it ({kind.value}): it shards weights over "
                 "GPUs. Launch it on several GPUs, or leave the config out"
             )
-        if kind not in _WAYS:
+        if kind == DistributedType.MEGATRON_LM:
             raise RopeExtendError(
                 f"fine-tuning does not run under {kind.value}; it runs on one device, and under DDP, FSDP2, "
                 "context parallelism and Ulysses"
