@@ -264,11 +264,11 @@ def _levers(
     return levers
 
 
-def _coverage(recipe: Recipe, shape: RopeShape, processes: int) -> Coverage | None:
+def _coverage(recipe: Recipe, shape: RopeShape, replicas: int) -> Coverage | None:
     """Which distances the run will have seen; None if positions are not sampled."""
     if recipe.positions == CONSECUTIVE:
         return None
-    sequences = recipe.steps * recipe.batch_size * recipe.gradient_accumulation * processes
+    sequences = recipe.steps * recipe.batch_size * recipe.gradient_accumulation * replicas
     return Coverage.of(
         PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed),
         recipe.length,
@@ -384,9 +384,8 @@ def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
             project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
         )
     check_launch(accelerator.num_processes)
-    accelerator.gradient_accumulation_steps = (
-        recipe.gradient_accumulation
-    )  # whatever a launcher's variables say
+    # A launcher's variables go before what the constructor is given.
+    accelerator.gradient_accumulation_steps = recipe.gradient_accumulation
     return accelerator
 
 

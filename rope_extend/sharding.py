@@ -35,11 +35,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm
 from rope_extend.patching import Patch
 
-_WAYS = {
-    DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
-    DistributedType.MULTI_NPU, DistributedType.FSDP, DistributedType.DEEPSPEED,
-}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Sharding:
@@ -79,7 +74,7 @@ class Sharding:
                 f"FSDP is asked for, and accelerate runs without it ({kind.value}): it shards weights over "
                 "GPUs. Launch it on several GPUs, or leave the config out"
             )
-        if kind not in _WAYS:
+        if kind == DistributedType.MEGATRON_LM:
             raise RopeExtendError(
                 f"fine-tuning does not run under {kind.value}; it runs on one device, and under DDP, FSDP2, "
                 "context parallelism and Ulysses"
@@ -104,6 +99,12 @@ class Sharding:
             raise RopeExtendError(
                 "with sp_size each process has all weights: set zero_stage: 0, as in "
                 "configs/accelerate/ulysses.yaml; a model that is too large for one GPU trains with cp_size"
+            )
+        groups = config.dp_replicate_size * config.dp_shard_size if config else 1
+        if ulysses > 1 and groups * ulysses != accelerator.num_processes:
+            raise RopeExtendError(
+                f"{accelerator.num_processes} processes are not {groups} groups (dp_replicate_size) of "
+                f"{ulysses} (sp_size); their product has to be the number of processes"
             )
         return cls(
             weights=bool(accelerator.is_fsdp2),
@@ -222,17 +223,17 @@ class Sharding:
         if self.parts == 1:
             yield dict(batch)
             return
-        whole = global_inputs(batch["input_ids"], batch["labels"])
-        scored = (whole["shift_labels"] != IGNORED).sum().clamp(min=1)
+        text = global_inputs(batch["input_ids"], batch["labels"])
+        scored = (text["shift_labels"] != IGNORED).sum().clamp(min=1)
         if self.context > 1:
-            buffers = list(whole.values())
+            buffers = list(text.values())
             with accelerator.maybe_context_parallel(
                 buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)
             ):
-                yield {**whole, "num_items_in_batch": scored / self.parts}
+                yield {**text, "num_items_in_batch": scored / self.parts}
             return
         part = self.rank % self.parts
-        mine = {name: value.chunk(self.parts, 1)[part].contiguous() for name, value in whole.items()}
+        mine = {name: value.chunk(self.parts, 1)[part].contiguous() for name, value in text.items()}
         yield {**mine, "num_items_in_batch": scored / self.parts}
 
 
@@ -252,13 +253,9 @@ def _needs_the_whole(encoding: Any, shape: RopeShape) -> str | None:
     if encoding.depends_on_length:
         return "its table follows the length of the text, and each process sees a part: they would differ"
     if encoding.rotates_in_attention or encoding.decay(shape) is not None:
-        return "it rotates or scales inside attention, in whose place ring attention or Ulysses stand"
-    ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length])
-    scale = encoding.logit_scale(shape, ends)
-    if scale is not None:
-        return (
-            "it scales attention by how far a query can see, in whose place ring attention or Ulysses stand"
-        )
+        return "it rotates or scales inside attention, in the place of which ring attention or Ulysses stand"
+    if encoding.logit_scale(shape, torch.arange(1)) is not None:
+        return "it sharpens attention by what a query can see, and ring attention or Ulysses do not"
     return None
 
 

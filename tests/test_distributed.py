@@ -6,6 +6,7 @@ one line tells it that these are some, and all that follows is real.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -26,7 +27,7 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint import read_record
 from rope_extend.finetune import Recipe, finetune
-from rope_extend.sharding import Sharding
+from rope_extend.sharding import Clipping, Sharding
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -218,6 +219,13 @@ def test_sequences_that_are_cut_train_as_whole_ones(recipe: Recipe, tmp_path: Pa
         assert_close(two, one)
 
 
+ULYSSES = {
+    "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0", "DS_ACCELERATOR": "cpu",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2",
+    "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",  # as accelerate launch sets it; the recipe's holds
+}  # fmt: skip
+
 NOTE_LENGTHS = """
 import atexit
 from rope_extend.sharding import Objective
@@ -228,6 +236,18 @@ def noted(self, *args, **inputs):
 Objective.forward = noted
 atexit.register(lambda: print("read", *set(seen), len(seen)))
 """
+
+
+@pytest.mark.slow
+def test_ulysses_in_two_groups_trains_as_one_process(recipe: Recipe, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    finetune(recipe)
+    two = replace(recipe, gradient_accumulation=2, output_dir=str(tmp_path / "two"))
+    launch(
+        AS_IF_GPUS + TRAIN, written(two, tmp_path), where=tmp_path, processes=4,
+        environment={**ULYSSES, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
+    )  # fmt: skip
+    assert_close(two, recipe)
 
 
 @pytest.mark.slow
@@ -244,15 +264,9 @@ def test_ulysses_trains_as_one_process(recipe: Recipe, tmp_path: Path) -> None:
     half = replace(twos[0], steps=2, output_dir=str(tmp_path / "half"))
     again = replace(twos[0], output_dir=half.output_dir)
     (tmp_path / "again.yaml").write_text(again.to_yaml())
-    environment = {
-        "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0", "DS_ACCELERATOR": "cpu",
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2",
-        "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",  # as accelerate launch sets it; the recipe's holds
-    }  # fmt: skip
     for run in (*(written(one, tmp_path) for one in (*twos, half)), f"{tmp_path / 'again.yaml'}+"):
         # One run in each process: DeepSpeed makes its groups once.
-        said = launch(AS_IF_GPUS + NOTE_LENGTHS + TRAIN, run, where=tmp_path, environment=environment)
+        said = launch(AS_IF_GPUS + NOTE_LENGTHS + TRAIN, run, where=tmp_path, environment=ULYSSES)
         assert [length for length, _ in re.findall(r"read (\d+) (\d+)", said)] == ["64"] * 2
     for one, two in zip(ones, twos, strict=True):
         assert_close(two, one)
@@ -306,7 +320,7 @@ WHOLE = {
     "dynamic_ntk": "its table follows the length of the text",
     "dynamic_yarn": "its table follows the length of the text",
     "dynamic_linear": "its table follows the length of the text",
-    "logn(yarn)": "scales attention by how far a query can see",
+    "logn(yarn)": "sharpens attention by what a query can see",
     "xpos": "rotates or scales inside attention",
     "alibi": "acts inside attention or on embeddings",
     "t5_bias": "acts inside attention or on embeddings",
@@ -376,8 +390,11 @@ def test_what_else_cannot_be_cut_is_refused() -> None:
         check(once, "yarn", trains_base=True)
 
 
+SIZES = ("cp_size", "sp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
+
+
 def accelerator(kind: str = "NO", *, fsdp2: bool = False, stage: int = 0, **sizes: int) -> Any:
-    config = SimpleNamespace(**{"cp_size": 1, "sp_size": 1, "tp_size": 1, **sizes}) if sizes else None
+    config = SimpleNamespace(**(dict.fromkeys(SIZES, 1) | sizes)) if sizes else None
     state = SimpleNamespace(
         fsdp_plugin=SimpleNamespace(cpu_ram_efficient_loading=False),
         deepspeed_plugin=SimpleNamespace(zero_stage=stage),
@@ -400,6 +417,7 @@ def test_what_accelerate_came_to_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
         (accelerator("MULTI_GPU", sp_size=2), "sp_size needs DeepSpeed"),
         (accelerator("MULTI_GPU", tp_size=2), "tensor parallel"),
         (accelerator("DEEPSPEED", stage=3, sp_size=2), "zero_stage: 0"),
+        (accelerator("DEEPSPEED", sp_size=2), r"4 processes are not 1 groups .* of 2"),
         (accelerator("DEEPSPEED"), "DeepSpeed is for sequences"),
         (accelerator("MEGATRON_LM"), "does not run under MEGATRON_LM"),
     ):
@@ -417,3 +435,21 @@ def test_a_run_goes_on_with_sequences_cut_as_before(recipe: Recipe, monkeypatch:
     monkeypatch.setattr(Sharding, "of", lambda _: Sharding(ulysses=2))
     with pytest.raises(RopeExtendError, match=r"cut into 1 parts and would now be into 2.*same cp_size"):
         finetune(recipe, resume=True)
+
+
+def test_an_optimizer_that_clips_by_itself_does_as_the_loop_does() -> None:
+    """Against torch's own clipping; and with a gradient that is not finite, it changes nothing at all."""
+    ours, theirs = (torch.nn.Parameter(torch.arange(4.0)) for _ in range(2))
+    one, two = (torch.optim.AdamW([parameter], lr=0.1) for parameter in (ours, theirs))
+    clipping = Clipping(one, 0.5)
+    for scale in (1.0, 100.0, math.nan, math.inf, 3.0):
+        ours.grad, theirs.grad = (torch.tensor([1.0, 2, -3, 4]) * scale for _ in range(2))
+        one.step()
+        norm = float(torch.nn.utils.clip_grad_norm_([theirs], 0.5))
+        if math.isfinite(norm):
+            two.step()
+            assert clipping.norm == norm
+        else:
+            assert not math.isfinite(clipping.norm)
+        assert torch.equal(ours, theirs)
+        assert ours.isfinite().all()

@@ -124,7 +124,10 @@ def outcome(directory: Path) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "adapter": (directory / "adapter_model.safetensors").read_bytes(),
-        "metrics": [{k: v for k, v in line.items() if "second" not in k} for line in lines],
+        "metrics": [
+            {k: v for k, v in line.items() if "second" not in k and k != "peak_memory_bytes"}
+            for line in lines
+        ],
         "checkpoints": sorted(path.name for path in checkpoints.iterdir()),
         "files": {
             (step, name): values

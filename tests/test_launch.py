@@ -6,13 +6,15 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_finetune import settings
+from test_finetune import assert_same, settings, weights
 
 from rope_extend import RopeExtendError
-from rope_extend.finetune import Recipe
+from rope_extend.cli import main
+from rope_extend.finetune import Recipe, finetune
 from rope_extend.launch import check_launch, check_variables
 
 TORCHRUN = {
@@ -116,3 +118,26 @@ def test_a_real_launch_that_comes_apart_writes_nothing(work: Path, tmp_path: Pat
     assert ran.returncode != 0
     assert message in ran.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_in_pieces_that_do_not_know_of_each_other_is_refused(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16 --output {tmp_path / 'out'}"
+    with pytest.raises(SystemExit):
+        main(shlex.split(command))
+    assert "started 2 copies" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_recipe_says_how_often_gradients_are_added_up_whatever_a_launcher_says(
+    work: Path, tmp_path: Path, private_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch` with DeepSpeed sets this to 1, and accelerate takes it before what it is given."""
+    recipe = Recipe(**{**settings(work), "steps": 2}, output_dir=str(tmp_path / "one"))
+    finetune(recipe)
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    other = replace(recipe, output_dir=str(tmp_path / "two"))
+    finetune(other)
+    assert_same(weights(recipe.output_dir), weights(other.output_dir))
