@@ -297,6 +297,8 @@ def test_a_packed_run_trains_resumes_and_says_what_it_reads(
         result = finetune(recipe)
     assert "PackedBlocks(9 of 128 tokens, from 5 documents" in caplog.text
     assert 0 < result.share_beyond < 1
+    card = (Path(recipe.output_dir) / "README.md").read_text()
+    assert f"side by side in a block, none of which saw another; positions {mode}" in card
     other = replace(recipe, output_dir=str(tmp_path / "other"))
     finetune(replace(other, steps=2))
     finetune(other, resume=True)
