@@ -466,6 +466,6 @@ def _nothing_long_enough(documents: Sequence[Document], length: int) -> str:
     return (
         f"none of {len(documents)} documents has {length:,} tokens: the longest, {longest.name!r}, has "
         f"{len(longest):,}. A length of {len(longest):,} or less works; or give longer texts: short ones are "
-        "not glued together, because nothing in them looks back that far; a recipe's packing lays them side by "
-        "side"
+        "not glued together, because nothing in them looks back that far; a recipe's packing lays them side "
+        "by side"
     )
