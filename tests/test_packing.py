@@ -181,6 +181,15 @@ def test_flash_attention_is_told_where_documents_end() -> None:
     assert seen[0].tolist() == [0, 20, 50, 64, 69, 128]
 
 
+def test_a_mask_that_memory_does_not_hold_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("rope_extend.packing.create_masks_for_generate", allocate)
+    with pytest.raises(RopeExtendError, match=r"2 × 64² numbers; use a shorter block_length"):
+        document_inputs(tiny_llama(), torch.arange(64).expand(2, -1), restarts=True)
+
+
 # ---------------------------------------------------------------------------------------------- the blocks
 
 
