@@ -154,7 +154,7 @@ def load_documents(
         raise RopeExtendError(
             f"no document of at least {min_tokens:,} tokens in {_describe(source)}: the longest of "
             f"{len(lengths)}, {longest!r}, has {lengths[longest]:,}. Ask for min_tokens={lengths[longest]} "
-            "or less, or give longer texts"
+            "or less, or give longer texts; a recipe's packing reads short ones"
         )
     if len(documents) < len(lengths):
         logger.info("%s: %d of %d documents are empty or shorter than %d tokens",
@@ -466,5 +466,6 @@ def _nothing_long_enough(documents: Sequence[Document], length: int) -> str:
     return (
         f"none of {len(documents)} documents has {length:,} tokens: the longest, {longest.name!r}, has "
         f"{len(longest):,}. A length of {len(longest):,} or less works; or give longer texts: short ones are "
-        "never glued together, because nothing in them looks back that far"
+        "not glued together, because nothing in them looks back that far; a recipe's packing lays them side "
+        "by side"
     )

@@ -141,6 +141,9 @@ def document_inputs(model: torch.nn.Module, places: Tensor, *, restarts: bool) -
     Returns:
         `position_ids` `[B, T]`, `attention_mask` in the form that the family reads, and for flash attention
         the cumulative lengths of documents.
+
+    Raises:
+        RopeExtendError: there is no memory for the mask.
     """
     lm = causal_lm(model)
     config = lm.config.get_text_config()
@@ -159,7 +162,14 @@ def document_inputs(model: torch.nn.Module, places: Tensor, *, restarts: bool) -
     like = torch.empty(batch, length, 0, dtype=lm.dtype, device=places.device)
     # By the places, whatever the positions: to transformers, one that does not follow the one before it by 1
     # begins another text.
-    masks = create_masks_for_generate(config, like, None, None, position_ids=places)
+    try:
+        masks = create_masks_for_generate(config, like, None, None, position_ids=places)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise RopeExtendError(
+            f"out of memory: under {config._attn_implementation} attention, the mask that keeps packed "
+            f"documents apart takes {batch} × {length:,}² numbers; use a shorter block_length or a smaller "
+            "batch_size, or a model loaded with flash attention, which takes none"
+        ) from error
     return {"position_ids": positions, "attention_mask": masks}
 
 

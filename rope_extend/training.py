@@ -377,7 +377,7 @@ class TrainingRun:
         passes = range(recipe.gradient_accumulation)
         count = sum(scored(self._sequences(forward)[1]) for forward in passes)
         mean = torch.tensor(count / len(passes), device=accelerator.device)
-        return accelerator.reduce(mean, "mean")
+        return accelerator.reduce(mean, "mean").clamp(min=1)
 
     def _autocast(self) -> AbstractContextManager[None]:
         # Trained weights are float32 over a bfloat16 base; this multiplies and keeps them in bfloat16.

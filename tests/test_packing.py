@@ -181,6 +181,15 @@ def test_flash_attention_is_told_where_documents_end() -> None:
     assert seen[0].tolist() == [0, 20, 50, 64, 69, 128]
 
 
+def test_a_mask_that_memory_does_not_hold_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("rope_extend.packing.create_masks_for_generate", allocate)
+    with pytest.raises(RopeExtendError, match=r"2 × 64² numbers; use a shorter block_length"):
+        document_inputs(tiny_llama(), torch.arange(64).expand(2, -1), restarts=True)
+
+
 # ---------------------------------------------------------------------------------------------- the blocks
 
 
@@ -297,6 +306,8 @@ def test_a_packed_run_trains_resumes_and_says_what_it_reads(
         result = finetune(recipe)
     assert "PackedBlocks(9 of 128 tokens, from 5 documents" in caplog.text
     assert 0 < result.share_beyond < 1
+    card = (Path(recipe.output_dir) / "README.md").read_text()
+    assert f"side by side in a block, none of which saw another; positions {mode}" in card
     other = replace(recipe, output_dir=str(tmp_path / "other"))
     finetune(replace(other, steps=2))
     finetune(other, resume=True)

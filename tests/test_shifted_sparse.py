@@ -268,6 +268,7 @@ def test_a_run_trains_with_it_and_saves_a_model_with_full_attention(
     with caplog.at_level(logging.INFO):
         result = finetune(recipe)
     assert "shifted sparse attention (2309.12307) while it trains, an approximation" in caplog.text
+    assert "in groups of 32 tokens: an approximation" in (Path(recipe.output_dir) / "README.md").read_text()
     full = finetune(replace(recipe, shifted_sparse=None, output_dir=str(tmp_path / "full")))
     ours, theirs = (load_file(Path(r.output_dir) / "adapter_model.safetensors") for r in (result, full))
     assert any(not torch.equal(value, theirs[name]) for name, value in ours.items())

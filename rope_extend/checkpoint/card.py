@@ -194,6 +194,16 @@ def _facts(record: Record, recipe: Mapping[str, Any], data: str | Sequence[str] 
                 f"sampled ({recipe['positions']}), in blocks of {recipe.get('block_length')} tokens: no text "
                 "of the whole window was read in training"
             )
+        if recipe.get("packing", "none") != "none":
+            rows["packing"] = (
+                "short documents side by side in a block, none of which saw another; positions "
+                f"{recipe['packing']}"
+            )
+        if recipe.get("shifted_sparse"):
+            rows["attention in training"] = (
+                f"shifted and sparse ([arXiv 2309.12307](https://arxiv.org/abs/2309.12307)), in groups of "
+                f"{recipe['shifted_sparse']} tokens: an approximation of the attention that it reads with"
+            )
     rows["made with"] = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     table = "\n".join(f"| {key} | {str(value).replace('|', chr(92) + '|')} |" for key, value in rows.items())
     return f"| | |\n|---|---|\n{table}"
