@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,7 +47,7 @@ logger = logging.getLogger(__name__)
 DEPTH = 2
 """How many layers of many that are alike are rehearsed, and one more to know what each adds."""
 GRAIN = 64
-"""To how many tokens the longest block that fits is found, or to a 64th of the block asked for."""
+"""To how many tokens the longest block that fits is found, or to a 64th of it."""
 
 
 @dataclass(frozen=True)
@@ -218,14 +219,17 @@ def plan_training(
     rehearsal = _Rehearsal(recipe, empty, weights, place, processes)
     ladder, remarks = ([levers], []) if levers is not None else ladder_of(recipe, empty, place)
     pull(empty, ladder[0]).close()  # refuses what a lever named by the recipe finds nothing to act on
-    if place != hardware.place and hardware.limit_memory is not None:
-        available, host = hardware.limit_memory, sys.maxsize
-    else:
-        available, host = available_memory(hardware), available_memory(Hardware(device="cpu"))
+    limit = sys.maxsize if hardware.limit_memory is None else hardware.limit_memory
+    available = host = sys.maxsize
+    if place == hardware.place:
+        available, host = (
+            available_memory(replace(each, limit_memory=None)) for each in (hardware, Hardware(device="cpu"))
+        )
     if place.type == "cpu":
         available //= processes
     if model is not None and model.device.type == place.type:
         available += weights  # they are there already
+    available = min(available, limit)
     try:
         return _planned(rehearsal, ladder, remarks, available, host, every)
     except RopeExtendError:
@@ -279,24 +283,24 @@ def _planned(
 def _most(total: Callable[[int], float], tokens: int) -> int:
     """The longest block whose `total`, a share of the memory to be had, is 1 at most; 0 if there is none.
 
-    Found to a 64th of `tokens`, which do not fit. Memory grows in a line for the most part, so where the line
-    through the two nearest lengths says is looked first.
+    Found to a 64th, or to GRAIN tokens, below `tokens`, which do not fit. Memory grows in a line for the most
+    part, so where the line through the two nearest lengths says is looked first.
     """
-    grain = max(GRAIN, tokens // 64 // GRAIN * GRAIN)
-    low, high = 0, -(-tokens // grain)  # in grains: what fits, and what does not
-    shares = {high: total(tokens)}
-    if high > 1:
-        shares[1] = total(grain)
-        low, high = (1, high) if shares[1] <= 1 else (0, 1)
+    low, high = 1, -(-tokens // GRAIN)  # in grains: what fits, and what does not
+    if high <= low or (least := total(GRAIN)) > 1:
+        return 0
+    shares = {low: least, high: total(tokens)}
     halve = False
-    while high - low > 1:
+    while high - low > max(1, low // 64):
         slope = (shares[high] - shares[low]) / (high - low)
-        guess = (low + high) // 2 if halve or slope <= 0 else low + int((1 - shares[low]) / slope)
+        guess = low + int((1 - shares[low]) / slope) if slope > 0 else low
+        if halve:  # the line alone may creep up to a bend
+            guess = math.isqrt(low * high) if high > 4 * low else (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
-        shares[guess] = total(guess * grain)
+        shares[guess] = total(guess * GRAIN)
         low, high = (low, guess) if shares[guess] > 1 else (guess, high)
-        halve = not halve  # the line alone may creep up to a bend
-    return low * grain
+        halve = not halve
+    return low * GRAIN
 
 
 def ladder_of(recipe: Recipe, model: Any, place: torch.device) -> tuple[list[Levers], list[str]]:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 import transformers
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Cache, LlamaConfig, LlamaForCausalLM
+from transformers import Cache, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_extend as rx
@@ -33,8 +34,13 @@ from rope_extend.encodings import ModelShape
 from rope_extend.evaluation import perplexity
 from rope_extend.evaluation.memory import LiveBytes
 from rope_extend.evaluation.plan import operations_of
-from rope_extend.loss import next_token_loss
+from rope_extend.hardware import Hardware
+from rope_extend.levers import TILE, Levers, expand_segments, pull
+from rope_extend.loss import NextTokenLoss, next_token_loss
 from rope_extend.plots import plot_by_step
+from rope_extend.recipe import Recipe
+from rope_extend.training import adapted
+from rope_extend.training_plan import plan_training
 from rope_extend.training_report import RunLog
 
 Row = dict[str, Any]
@@ -175,6 +181,18 @@ PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Operations per second in bfloat16 without sparsity, by the makers' data sheets."""
 
 
+def in_bfloat16(config: LlamaConfig, device: str) -> LlamaForCausalLM:
+    """A model of random weights, made where it is used."""
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
 def evaluator_8b(
     repetitions: int, config: LlamaConfig = EIGHT_BILLION, lengths: tuple[int, int] = (131_072, 1_048_576),
     device: str | None = None,
@@ -199,14 +217,7 @@ def evaluator_8b(
         ):
             yield row(what, target, unit, None, limit, limit and 1.0)
         return
-    torch.manual_seed(0)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            lm = LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(default)
+    lm = in_bfloat16(config, device)
     weights = sum(parameter.nbytes for parameter in lm.parameters())
     text = document(second, config.vocab_size)
 
@@ -446,6 +457,157 @@ def training_loss(repetitions: int) -> Iterator[Row]:
                 yield row(f"{where}: time", name, "s", times[0], seconds)
 
 
+NO_LEVERS = Levers()
+PLAN = Recipe("model", "data", "runs/bench", 1024, lora_targets="all-linear", method="none")
+"""Of the training benchmarks: LoRA of rank 16 on all linear layers; no extension, for the peers have none."""
+
+
+class Trained:
+    """Steps of one model: LoRA as `finetune` trains it or as `Trainer` and peft do, or all weights."""
+
+    def __init__(self, lm: LlamaForCausalLM, *, full: bool = False) -> None:
+        self.lm, self.dtype = lm, lm.dtype
+        self.model = (lm if full else adapted(lm, PLAN)).train()
+        self.parameters = [value for value in self.model.parameters() if value.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
+        self.objective = NextTokenLoss(self.model)
+        self.trainer: Trainer | None = None
+
+    def ours(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.objective(ids)
+
+    def theirs(self, ids: torch.Tensor) -> torch.Tensor:
+        """The loss as Trainer computes it."""
+        if self.trainer is None:
+            with tempfile.TemporaryDirectory() as directory:
+                arguments = TrainingArguments(directory, report_to="none", use_cpu=ids.device.type == "cpu")
+                self.trainer = Trainer(self.model, arguments)
+        return self.trainer.compute_loss(self.model, {"input_ids": ids, "labels": ids})
+
+    def loss(self, how: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            return how(ids)
+
+    def step(
+        self, ids: torch.Tensor, levers: Levers = NO_LEVERS,
+        how: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        with pull(self.lm, levers):
+            self.loss(how or self.ours, ids).backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def kept(self, how: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, levers: Levers) -> float:
+        """Bytes for each token that exist at the end of the forward pass beside the weights."""
+        with pull(self.lm, levers), LiveBytes() as memory:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                memory.add(tensor)
+            before = memory.live
+            loss = self.loss(how, ids)
+            kept = memory.live - before
+        del loss
+        return kept / ids.numel()
+
+    def peak(self, how: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, levers: Levers) -> float:
+        """The most bytes in a step, the weights included; infinite where there are not so many."""
+        if ids.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            try:
+                self.step(ids, levers, how)
+            except torch.OutOfMemoryError:
+                self.optimizer.zero_grad()
+                return math.inf
+            return float(torch.cuda.max_memory_allocated())
+        with LiveBytes() as memory:
+            for tensor in (*self.model.parameters(), *self.model.buffers()):
+                memory.add(tensor)
+            self.step(ids, levers, how)
+        return float(memory.peak)
+
+
+def training_step(repetitions: int, tokens: int = 1024) -> Iterator[Row]:
+    """A step of LoRA against one of all weights, and what it keeps against Trainer with peft."""
+    lora, full = Trained(model(width=384)), Trained(model(width=384), full=True)
+    ids = document(tokens, 4096).input_ids[None].to(lora.lm.device)
+    for case in (lora, full):
+        torch.testing.assert_close(case.ours(ids), case.theirs(ids), rtol=1e-5, atol=1e-5)
+    times = timed(lambda: lora.step(ids), lambda: full.step(ids), repetitions=repetitions)
+    yield row(f"training: time of a LoRA step of {tokens} tokens", "all weights", "s", *times, 0.80)
+    peer = "Trainer + peft"
+    theirs = lora.kept(lora.theirs, ids, Levers()), lora.peak(lora.theirs, ids, Levers())
+    for levers in (Levers(), Levers(True), Levers(True, 128)):
+        ours = lora.kept(lora.ours, ids, levers), lora.peak(lora.ours, ids, levers)
+        name = f"training: %s, {levers if levers != Levers() else 'no levers'}"
+        yield row(
+            name % "bytes kept for backward per token", peer, "B", ours[0], theirs[0],
+            1 / 4 if levers.mlp_tiles else None,
+        )  # fmt: skip
+        yield row(name % "peak of a step", peer, "B", ours[1], theirs[1])
+    times = timed(
+        lambda: lora.step(ids, Levers(True, 128)), lambda: lora.step(ids, Levers(True)),
+        repetitions=repetitions,
+    )  # fmt: skip
+    yield row("training: time of a step, MLP in tiles", "checkpointing alone", "s", *times)
+
+
+def training_8b(
+    repetitions: int, config: LlamaConfig = EIGHT_BILLION, tokens: int = 32_768, device: str | None = None,
+    limit: float = math.inf, tile: int = TILE,
+) -> Iterator[Row]:  # fmt: skip
+    """LoRA of a model of 8 billion random weights in bfloat16: the longest window, and what offloading costs.
+
+    On a GPU. The peer's longest window is searched; ours is looked for from where the plan has it, downwards.
+
+    Args:
+        repetitions: of the timed steps.
+        config: of the model.
+        tokens: where offloading is timed.
+        device: by default the GPU.
+        limit: bytes to be had where the device is a CPU.
+        tile: tokens in a tile of an MLP.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else None)
+    name = f"{'8B' if config is EIGHT_BILLION else 'small'} model, bfloat16 LoRA: "
+    longest, peer = name + "longest window that trains", "transformers + peft"
+    overhead = name + f"time of a step of {tokens:,} tokens, checkpoints offloaded"
+    if device is None:
+        yield row(longest, peer, "tokens", None, None)
+        yield row(overhead, "not offloaded", "s", None, None, 1.03)
+        return
+    expand_segments("auto")
+    case = Trained(in_bfloat16(config, device))
+
+    def fits(length: int, how: Callable[[torch.Tensor], torch.Tensor], levers: Levers) -> bool:
+        ids = document(length, config.vocab_size).input_ids[None].to(device)
+        return case.peak(how, ids, levers) < limit
+
+    theirs, step, every = 0, tile, Levers(True, tile, True)
+    while fits(theirs + step, case.theirs, Levers()):  # to powers of two
+        theirs, step = theirs + step, theirs + step
+    while step > tile // 4:  # and between the last two
+        step //= 2
+        theirs += step * fits(theirs + step, case.theirs, Levers())
+    hardware = Hardware(device, dtype=torch.bfloat16, limit_memory=None if limit == math.inf else int(limit))
+    foretold = plan_training(
+        replace(PLAN, target_length=2**22), hardware=hardware, model=case.lm, levers=every
+    )
+    assert foretold is not None
+    assert foretold.most
+    ours = foretold.most
+    while ours > tile and not fits(ours, case.ours, every):
+        ours -= max(64, ours // 32)
+    yield row(longest, peer, "tokens", float(ours), float(theirs))
+    yield row(longest, "the plan", "tokens", float(ours), float(foretold.most))
+    ids = document(tokens, config.vocab_size).input_ids[None].to(device)
+    times = timed(
+        lambda: case.step(ids, every), lambda: case.step(ids, replace(every, offload_checkpoints=False)),
+        repetitions=max(2, min(repetitions, 3)) if device == "cuda" else repetitions,
+    )  # fmt: skip
+    yield row(overhead, "not offloaded", "s", *times, 1.03)
+
+
 class Biased:
     """One layer's attention with a bias: ours, plain causal, and with a dense bias as papers compute it."""
 
@@ -613,6 +775,8 @@ BENCHMARKS = {
     "evaluator-8b": evaluator_8b,
     "whole-curve": whole_curve,
     "training-loss": training_loss,
+    "training-step": training_step,
+    "training-8b": training_8b,
     "patched-forward": patched_forward,
     "dynamic-cache": dynamic_cache,
     "attention-biases": attention_biases,

@@ -73,19 +73,43 @@ def test_the_benchmark_for_a_gpu_runs_at_a_small_shape(bench: ModuleType) -> Non
     assert 2 * 64 * 256 < memory < 2**24  # more than the hidden states, in bfloat16
 
 
+def test_lora_steps_take_what_is_asked(bench: ModuleType) -> None:
+    found = rows(bench.training_step(1, tokens=256))
+    assert [row["unit"] for row in found.values()] == ["s", *["B"] * 6, "s"]
+    kept = [row for name, row in found.items() if "kept for backward" in name]
+    assert keeps(kept[-1])
+    assert kept[0]["ours"] > 4 * kept[1]["ours"]
+    assert found["training: time of a LoRA step of 256 tokens / all weights"]["target"] == 0.8
+
+
+def test_the_training_benchmark_for_a_gpu_runs_at_a_small_shape(bench: ModuleType) -> None:
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    found = list(bench.training_8b(1, config=config, tokens=256, device="cpu", limit=6e6, tile=64))
+    assert [row["unit"] for row in found] == ["tokens", "tokens", "s"]
+    longest, foretold, overhead = found
+    assert longest["name"] == "small model, bfloat16 LoRA: longest window that trains"
+    assert longest["ours"] > 1.5 * longest["theirs"] > 0
+    assert 0.9 <= foretold["ratio"] <= 1  # the plan is looked for from where it says, downwards
+    assert overhead["target"] == 1.03
+
+
 def test_without_a_gpu_nothing_is_made_up(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     output = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sys, "argv", ["bench.py", "evaluator-8b", "--output", str(output)])
+    monkeypatch.setattr(sys, "argv", ["bench.py", "evaluator-8b", "training-8b", "--output", str(output)])
     bench.main()
     lines = capsys.readouterr().out.splitlines()[1:]
-    assert len(lines) == 3
+    assert len(lines) == 5
     assert all("not measured" in line and "yet" in line for line in lines)
     made = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["ours"] for row in made] == [None] * 3
-    assert "8B model, bfloat16: time at 1,048,576 tokens" in made[-1]["name"]
+    assert [row["ours"] for row in made] == [None] * 5
+    assert "8B model, bfloat16: time at 1,048,576 tokens" in made[2]["name"]
+    assert "8B model, bfloat16 LoRA: longest window that trains" in made[3]["name"]
 
 
 def test_the_operations_of_the_8b_shape_are_those_of_its_matrices(bench: ModuleType) -> None:
