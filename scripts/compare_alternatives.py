@@ -15,6 +15,8 @@ import csv
 import json
 import logging
 import sys
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +38,9 @@ CONFIG = ROOT / "configs" / "demo_alternatives.yaml"
 class Row(NamedTuple):
     label: str
     changes: dict[str, Any]
+    annealed: bool = False
 
 
-ANNEALED = {"anneal_steps": 12}
 ROWS = (
     Row("none", {"method": "none"}),
     Row("yarn", {"method": "yarn"}),
@@ -53,9 +55,9 @@ ROWS = (
     Row("shaw", {"method": "shaw"}),
     Row("sinusoidal", {"method": "sinusoidal", "method_parameters": {"scale": 0.1}}),
     Row("learned", {"method": "learned", "method_parameters": {"rows": 2048, "start": "zeros"}}),
-    Row("alibi annealed", {"method": "alibi", **ANNEALED}),
-    Row("linear_attention annealed", {"method": "linear_attention", **ANNEALED}),
-    Row("nope annealed", {"method": "nope", **ANNEALED}),
+    Row("alibi annealed", {"method": "alibi"}, annealed=True),
+    Row("linear_attention annealed", {"method": "linear_attention"}, annealed=True),
+    Row("nope annealed", {"method": "nope"}, annealed=True),
 )
 """The controls first; drope by its own recipe, in blocks of the trained window."""
 
@@ -66,11 +68,11 @@ PAGE = """\
 
 The bundled model was trained with RoPE on 256 tokens. Each row puts another encoding in the place of the
 rotation and trains for {steps} steps of {per_step:,} tokens ({tokens:,} in all) in blocks of {block:,}, by
-`configs/demo_alternatives.yaml`, with what the encoding's default recipe says of the rest: all linear layers
-by LoRA, norms and embeddings, and the first half of the steps annealed, that is, going over from RoPE by
-degrees ("at once": without). `drope` is recalibrated in blocks of 256, as its paper has it, for as many
-tokens. `none` and `yarn` are the controls, trained in the same way. Perplexity on {documents} held-out
-files, by length.
+`configs/demo_alternatives.yaml`: LoRA on all linear layers, norms and embeddings with them. `drope` is
+recalibrated in blocks of 256, as its paper has it, for as many tokens. Rows called annealed go over from RoPE
+by degrees in the first fifth of the steps, the others at once. `sinusoidal` has a `scale` of 0.1, and
+`learned` a row for each position that starts at zero. `none` and `yarn` are the controls, trained in the
+same way. Perplexity on {documents} held-out files, by length:
 
 {table}
 
@@ -80,21 +82,53 @@ files, by length.
 """
 
 SAYS = """\
+So few tokens bring no encoding in the place of rotation near the controls: the best of them, {best}, reads
+{beyond:.1f} at {length} and {inside:.1f} inside the window, where `yarn` reads {yarn_beyond:.1f} and
+{yarn_inside:.1f}, so this says which of them begin well, and not where long training ends. Going over by
+degrees {verdict} ({pairs}, at {length}).
 """
 
 
-def trained(row: Row, runs: Path, steps: int | None) -> dict[str, Any]:
+def says(results: list[dict[str, Any]]) -> str:
+    """What the results show, in two sentences."""
+    by_label = {one["label"]: one["after"] for one in results}
+    short, *_, length = results[0]["after"]
+    controls = {"none", "yarn"}
+    replaced = {label: after for label, after in by_label.items() if label not in controls}
+    pairs = {label: label.removesuffix(" annealed") for label in replaced if label.endswith(" annealed")}
+    if not replaced or not pairs or not controls | set(pairs.values()) <= by_label.keys():
+        return ""
+    best = min(replaced, key=lambda label: replaced[label][length])
+    gains = [replaced[label][length] < replaced[cold][length] for label, cold in pairs.items()]
+    verdict = "helped" if all(gains) else "helped some" if any(gains) else "did not help in so short a run"
+    text = SAYS.format(
+        best=f"`{best}`", length=format_length(int(length)), inside=replaced[best][short],
+        beyond=replaced[best][length], yarn_inside=by_label["yarn"][short],
+        yarn_beyond=by_label["yarn"][length], verdict=verdict,
+        pairs=", ".join(
+            f"{cold} {replaced[cold][length]:.1f} at once and {replaced[label][length]:.1f} by degrees"
+            for label, cold in pairs.items()
+        ),
+    )  # fmt: skip
+    return textwrap.fill(" ".join(text.split()), 110)
+
+
+def recipe_of(row: Row, runs: Path, steps: int | None = None) -> Recipe:
+    changes = {**row.changes, "output_dir": str(runs / row.label.replace(" ", "-"))}
+    recipe = Recipe.from_yaml(CONFIG, changes | ({} if steps is None else {"steps": steps}))
+    return replace(recipe, anneal_steps=recipe.steps // 5) if row.annealed else recipe
+
+
+def trained(recipe: Recipe, label: str) -> dict[str, Any]:
     """Train a row, or go on with it; and what came of it."""
-    directory = runs / row.label.replace(" ", "-")
-    changes = {**row.changes, "output_dir": str(directory)} | ({} if steps is None else {"steps": steps})
-    recipe = Recipe.from_yaml(CONFIG, changes)
     finetune_once(recipe)
+    directory = Path(recipe.output_dir)
     lines = [json.loads(text) for text in (directory / "metrics.jsonl").read_text().splitlines()]
     first, *_, last = (line["perplexity"] for line in lines if "perplexity" in line)
     record = json.loads((directory / "rope_extend.json").read_text())
     done = [line for line in lines if "loss" in line][-1]
     return {
-        "label": row.label, "encoding": record["encoding"], "steps": done["step"], "tokens": done["tokens"],
+        "label": label, "encoding": record["encoding"], "steps": done["step"], "tokens": done["tokens"],
         "block": recipe.length, "anneal_steps": recipe.anneal_steps, "documents": recipe.eval_documents,
         "seconds": round(done["seconds"]), "before": first, "after": last,
     }  # fmt: skip
@@ -117,7 +151,7 @@ def page(results: list[dict[str, Any]]) -> str:
     return PAGE.format(
         steps=first["steps"], tokens=first["tokens"], per_step=first["tokens"] // first["steps"],
         block=first["block"], documents=first["documents"], table=markdown_table(table(results)).strip(),
-        says=SAYS.strip(),
+        says=says(results),
     )  # fmt: skip
 
 
@@ -187,7 +221,7 @@ def main(words: list[str] | None = None) -> None:
     results = []
     for number, row in enumerate(rows, start=1):
         print(f"\n[{number}/{len(rows)}] {row.label}", flush=True)
-        results.append(trained(row, given.runs, given.steps))
+        results.append(trained(recipe_of(row, given.runs, given.steps), row.label))
     write(results, given.docs)
     print(markdown_table(table(results)))
 
