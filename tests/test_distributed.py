@@ -189,6 +189,21 @@ def test_weights_that_are_spread_train_as_whole_ones(recipe: Recipe, tmp_path: P
     assert_same(weights(again.output_dir), weights(twos[1].output_dir))
 
 
+@pytest.mark.slow
+def test_weights_that_one_process_reads_for_all_train_as_whole_ones(recipe: Recipe, tmp_path: Path) -> None:
+    ones = [replace(recipe, **WAYS[way], output_dir=str(tmp_path / way)) for way in ("lora", "learned")]
+    twos = [replace(one, gradient_accumulation=2, output_dir=f"{one.output_dir}-2") for one in ones]
+    for one in ones:
+        finetune(one)
+    launch(
+        AS_IF_GPUS + TRAIN, *(written(two, tmp_path) for two in twos), where=tmp_path,
+        environment={**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+    )  # fmt: skip
+    for one, two in zip(ones, twos, strict=True):
+        assert_close(two, one)
+        assert read_record(one.output_dir).base_fingerprint == read_record(two.output_dir).base_fingerprint
+
+
 CONTEXT = {**FSDP, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
 
 
