@@ -161,7 +161,7 @@ def finetune(
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the others then find the tokens in the cache
-        blocks, content = load_training_data(recipe, tokenizer, accelerator.num_processes)
+        blocks, content = load_training_data(recipe, tokenizer, sharding.replicas)
         data = RunData(blocks, *_held_out(recipe, tokenizer, shape))
     state = _first_state(recipe, content, sharding, checkpoint)
     state = replace(state, levers=asdict(levers))
