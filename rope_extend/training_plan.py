@@ -365,7 +365,11 @@ class _Rehearsal:
         self.recipe, self.base, self.weights = recipe, model, weights
         self.place, self.quantized, self.processes = place, recipe.quantize is not None, processes
         self.dtype = model.dtype
-        extended(model, recipe)
+        # Before the patch, which may build on the attention that it finds; the model is the rehearsal's own.
+        self._attending = attending(model, maskless=False)
+        self._attending.__enter__()
+        with _quiet():  # the run says the same of the model itself
+            extended(model, recipe)
         self.model = adapted(model, recipe).train()
         vocabulary = model.get_output_embeddings().weight.shape[0]
         self.scored = 3 * max(1, CHUNK_BYTES // (4 * vocabulary))  # tokens of three chunks of logits
@@ -419,7 +423,6 @@ class _Rehearsal:
         objective = NextTokenLoss(self.model)
         with (
             pull(self.base, levers),
-            attending(self.base, maskless=False),
             _casting(self.model, self.dtype) as cast,
             counter,
         ):
@@ -444,6 +447,17 @@ class _Rehearsal:
     def _gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    log = logging.getLogger("rope_extend.patching")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _layers(model: Any) -> tuple[Any, nn.ModuleList]:

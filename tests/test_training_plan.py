@@ -85,6 +85,8 @@ def measured(run: Recipe, levers: Levers, dtype: torch.dtype, config: Any = None
         (Levers(True, 128), torch.float32, {"batch_size": 2}),
         (Levers(False, 128), torch.bfloat16, {}),
         (Levers(True, 128, True), torch.bfloat16, {"train_norm_embed": True}),
+        (Levers(True), torch.float32, {"method": "alibi"}),
+        (Levers(), torch.float32, {"method": "linear_attention"}),
     ],
     ids=str,
 )
@@ -97,6 +99,12 @@ def test_memory_is_what_was_foretold(
     kept, peak = measured(run, levers, dtype)
     assert step.total == pytest.approx(peak, rel=0.05)
     assert step.weights + step.trained + step.saved == pytest.approx(kept, rel=0.05)
+
+
+def test_learned_biases_are_trained_in_the_rehearsal_too() -> None:
+    run = recipe(MODEL, block_length=512, method="fire", method_parameters={"width": 8})
+    step = made(run, levers=Levers(True)).chosen
+    assert step.total == pytest.approx(measured(run, Levers(True), torch.float32)[1], rel=0.1)
 
 
 SHAPES: dict[str, PretrainedConfig] = {
@@ -350,6 +358,24 @@ def test_four_bits_need_bitsandbytes_and_a_model_by_name(
     monkeypatch.setattr("rope_extend.hardware.importlib.util.find_spec", lambda name: None)
     with pytest.raises(RopeExtendError, match="needs bitsandbytes"):
         plan(replace(tiny, quantize="4bit"))
+
+
+def test_four_bits_train_with_every_other_lever(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    run = replace(tiny, quantize="4bit", gradient_checkpointing=True, mlp_tiles=16, offload_checkpoints=True)
+    result = finetune(run)
+    mlp = result.model.get_base_model().model.layers[0].mlp
+    assert type(mlp.up_proj.base_layer).__name__ == "Linear4bit"
+    assert mlp.up_proj.base_layer.weight.dtype == torch.uint8
+    assert 0 < result.loss < 10
+    demo = replace(run, model=str(MODEL), target_length=512)
+    plain = made(replace(demo, quantize=None)).chosen
+    small = made(demo, hardware=Hardware("cpu", dtype=torch.float32, quantize="4bit")).chosen
+    loaded = Hardware("cpu", dtype=torch.float32, quantize="4bit").load(str(MODEL))
+    held = sum(value.nbytes for value in loaded.parameters())
+    assert small.quantized
+    assert small.weights == pytest.approx(held, rel=0.2)  # that has no scales, nor a matrix brought back
+    assert held <= small.weights < plain.weights / 2
 
 
 def test_contradictions_in_a_recipe_are_refused() -> None:
