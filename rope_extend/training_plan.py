@@ -166,8 +166,8 @@ def _added(levers: Levers, before: Levers | None) -> str:
     """What a row of the plan has beyond the row before it."""
     if before is None:
         return str(levers) if levers != Levers() else "no levers"
-    added = str(levers).removeprefix(str(before)).lstrip(", ")
-    return f"+ {added}"
+    known = before.parts
+    return "+ " + ", ".join(part for part in levers.parts if part not in known)
 
 
 def _fits(step: StepMemory, available: int, host: int) -> bool:
@@ -208,13 +208,12 @@ def plan_training(
     """
     place = place or hardware.place
     if model is None:
-        empty = hardware.empty(recipe.model)
+        empty: Any = hardware.empty(recipe.model)
         weights = weight_bytes(recipe.model, empty, hardware)
     else:
         with torch.device("meta"):
             empty = type(model)(copy.deepcopy(model.config)).to(model.dtype)
         weights = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
-    rehearsal = _Rehearsal(recipe, empty, weights, place, processes)
     ladder, remarks = ([levers], []) if levers is not None else ladder_of(recipe, empty, place)
     pull(empty, ladder[0]).close()  # refuses what a lever named by the recipe finds nothing to act on
     limit = sys.maxsize if hardware.limit_memory is None else hardware.limit_memory
@@ -223,12 +222,14 @@ def plan_training(
         available, host = (
             available_memory(replace(each, limit_memory=None)) for each in (hardware, Hardware(device="cpu"))
         )
+    host //= processes
     if place.type == "cpu":
         available //= processes
     if model is not None and model.device.type == place.type:
         available += weights  # they are there already
     available = min(available, limit)
     try:
+        rehearsal = _Rehearsal(recipe, empty, weights, place, processes)
         return _planned(rehearsal, ladder, remarks, available, host, every)
     except RopeExtendError:
         raise
@@ -262,8 +263,8 @@ def _planned(
         )
     quantized = None
     if every and not chosen.quantized:
-        saving = quantized_savings(rehearsal.base, "4bit")
-        quantized = replace(steps[-1], quantized=True, weights=steps[-1].weights - saving)
+        less = steps[-1].weights - rehearsal.quantized_savings
+        quantized = replace(steps[-1], quantized=True, weights=less)
     return TrainingPlan(
         steps=tuple(steps),
         chosen=chosen,
@@ -365,6 +366,7 @@ class _Rehearsal:
         self.recipe, self.base, self.weights = recipe, model, weights
         self.place, self.quantized, self.processes = place, recipe.quantize is not None, processes
         self.dtype = model.dtype
+        self.quantized_savings = quantized_savings(model, "4bit")
         # Before the patch, which may build on the attention that it finds; the model is the rehearsal's own.
         self._attending = attending(model, maskless=False)
         self._attending.__enter__()
