@@ -68,11 +68,15 @@ class Levers:
                 "gradient_checkpointing no layer is recomputed; set gradient_checkpointing to true or auto"
             )
 
-    def __str__(self) -> str:
+    @property
+    def parts(self) -> list[str]:
+        """In words, each that is pulled."""
         parts = ["gradient checkpointing"] if self.gradient_checkpointing else []
         parts += [f"MLP in tiles of {self.mlp_tiles:,} tokens"] if self.mlp_tiles else []
-        parts += ["checkpoints offloaded to host memory"] if self.offload_checkpoints else []
-        return ", ".join(parts) or "none"
+        return parts + (["checkpoints offloaded to host memory"] if self.offload_checkpoints else [])
+
+    def __str__(self) -> str:
+        return ", ".join(self.parts) or "none"
 
 
 def pull(model: Any, levers: Levers) -> ExitStack:

@@ -12,7 +12,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -168,8 +168,8 @@ def _added(levers: Levers, before: Levers | None) -> str:
     """What a row of the plan has beyond the row before it."""
     if before is None:
         return str(levers) if levers != Levers() else "no levers"
-    added = str(levers).removeprefix(str(before)).lstrip(", ")
-    return f"+ {added}"
+    known = before.parts
+    return "+ " + ", ".join(part for part in levers.parts if part not in known)
 
 
 def _fits(step: StepMemory, available: int, host: int) -> bool:
@@ -210,13 +210,12 @@ def plan_training(
     """
     place = place or hardware.place
     if model is None:
-        empty = hardware.empty(recipe.model)
+        empty: Any = hardware.empty(recipe.model)
         weights = weight_bytes(recipe.model, empty, hardware)
     else:
         with torch.device("meta"):
             empty = type(model)(copy.deepcopy(model.config)).to(model.dtype)
         weights = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
-    rehearsal = _Rehearsal(recipe, empty, weights, place, processes)
     ladder, remarks = ([levers], []) if levers is not None else ladder_of(recipe, empty, place)
     pull(empty, ladder[0]).close()  # refuses what a lever named by the recipe finds nothing to act on
     limit = sys.maxsize if hardware.limit_memory is None else hardware.limit_memory
@@ -225,12 +224,14 @@ def plan_training(
         available, host = (
             available_memory(replace(each, limit_memory=None)) for each in (hardware, Hardware(device="cpu"))
         )
+    host //= processes
     if place.type == "cpu":
         available //= processes
     if model is not None and model.device.type == place.type:
         available += weights  # they are there already
     available = min(available, limit)
     try:
+        rehearsal = _Rehearsal(recipe, empty, weights, place, processes)
         return _planned(rehearsal, ladder, remarks, available, host, every)
     except RopeExtendError:
         raise
@@ -264,8 +265,8 @@ def _planned(
         )
     quantized = None
     if every and not chosen.quantized:
-        saving = quantized_savings(rehearsal.base, "4bit")
-        quantized = replace(steps[-1], quantized=True, weights=steps[-1].weights - saving)
+        less = steps[-1].weights - rehearsal.quantized_savings
+        quantized = replace(steps[-1], quantized=True, weights=less)
     return TrainingPlan(
         steps=tuple(steps),
         chosen=chosen,
@@ -368,10 +369,12 @@ class _Rehearsal:
         self.place, self.quantized, self.processes = place, recipe.quantize is not None, processes
         self.dtype = model.dtype
         self.attention = model.config.get_text_config(decoder=True)._attn_implementation
-        # Before the patch, which may act on the attention that it finds; for as long as this is.
-        self.stand_in = ExitStack()
-        self.stand_in.enter_context(attending(model, maskless=False))
-        extended(model, recipe)
+        self.quantized_savings = quantized_savings(model, "4bit")
+        # Before the patch, which may build on the attention that it finds; the model is the rehearsal's own.
+        self._attending = attending(model, maskless=False)
+        self._attending.__enter__()
+        with _quiet():  # the run says the same of the model itself
+            extended(model, recipe)
         self.model = adapted(model, recipe).train()
         vocabulary = model.get_output_embeddings().weight.shape[0]
         self.scored = 3 * max(1, CHUNK_BYTES // (4 * vocabulary))  # tokens of three chunks of logits
@@ -452,6 +455,17 @@ class _Rehearsal:
     def _gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    log = logging.getLogger("rope_extend.patching")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _layers(model: Any) -> tuple[Any, nn.ModuleList]:
