@@ -33,14 +33,12 @@ def mix_for_step(model: nn.Module, recipe: Recipe, step: int) -> None:
 
 
 def announce_adaptation(recipe: Recipe) -> None:
-    """Log what the method's default recipe is, and which of it the recipe has otherwise."""
+    """Log which fields are as the method's default recipe has them, and which are the recipe's own."""
     default = recipe.default
     own = {name: getattr(recipe, name) for name in default if getattr(recipe, name) != default[name]}
     taken = {name: value for name, value in default.items() if name not in own}
-    logger.info(
-        "default recipe of %s: %s%s", recipe.method, _listed(taken) or "nothing of it",
-        f"; otherwise than it: {_listed(own)}" if own else "",
-    )  # fmt: skip
+    listed = [(f"as by default for {recipe.method}", taken), ("the recipe's own", own)]
+    logger.info("%s", "; ".join(f"{what}: {_listed(values)}" for what, values in listed if values))
     if recipe.anneal_steps:
         logger.info(
             "the first %d steps go over from the model's own rotation to %s; evaluation is with %s alone",

@@ -182,8 +182,8 @@ class Recipe:
     times the rate of full fine-tuning. And the paper's batch is 64 sequences on 32 GPUs; here it is
     `batch_size * gradient_accumulation` = 8 per device.
 
-    An encoding that is put in the place of rotation asks for more: five fields that are not given, or null,
-    are filled in by what its class says (`Encoding.adaptation`), and so they are written down.
+    An encoding that is put in the place of rotation asks for more: what is trained, how long and at which
+    rate is filled in by what its class says (`Encoding.adaptation`) where it is not given, or null.
 
     Lengths are in tokens and take `32k` for 32,768. Every value is checked when the recipe is made.
 
@@ -232,7 +232,7 @@ class Recipe:
         _COUNT,
         "first steps, in which the model goes over from its own rotation to the encoding by degrees; it is "
         "evaluated, and saved, with the encoding alone",
-    ] = BY_METHOD
+    ] = 0
     batch_size: Annotated[int, _POSITIVE_COUNT, "sequences per device in one forward pass"] = 1
     gradient_accumulation: Annotated[int, _POSITIVE_COUNT, "forward passes per optimizer step"] = 8
     learning_rate: Annotated[float, _number(0, above=True), "after warm-up, constant"] = BY_METHOD
@@ -346,7 +346,7 @@ class Recipe:
     ] = None
 
     def __post_init__(self) -> None:
-        by_method = _by_method(self.method, self.steps)
+        by_method = self.default
         for name, kind in _kinds().items():
             value = getattr(self, name)
             if value is BY_METHOD and name in by_method:
@@ -445,8 +445,11 @@ class Recipe:
 
     @property
     def default(self) -> dict[str, Any]:
-        """What the method's default recipe says, by field."""
-        return method_named(self.method).adaptation.fields(self.steps)
+        """What the method's default recipe says, by field; what most do, for a method that there is not."""
+        adaptation = Adaptation()
+        with contextlib.suppress(RopeExtendError):
+            adaptation = method_named(str(self.method)).adaptation
+        return asdict(adaptation)
 
     @property
     def length(self) -> int:
@@ -510,14 +513,6 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-def _by_method(method: object, steps: object) -> dict[str, Any]:
-    """The method's default recipe by field, as far as it can be told before the two are checked."""
-    adaptation = Adaptation()
-    with contextlib.suppress(RopeExtendError):
-        adaptation = method_named(str(method)).adaptation
-    return adaptation.fields(int(steps) if isinstance(steps, Integral) else None)
-
-
 @cache
 def _hints() -> dict[str, tuple[_Kind, str]]:
     """Each field's kind and its line of documentation."""
@@ -544,7 +539,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         kind, text = _hints()[item.name]
         if item.name == "method":
             text += f"; one of {', '.join(encodings())}, or composed, resonance(yarn)"
-        usual, replaced = Adaptation().fields(), REPLACED.fields()
+        usual, replaced = asdict(Adaptation()), asdict(REPLACED)
         if item.name in usual:
             other = f"; {replaced[item.name]} in the place of rotation"
             text += (

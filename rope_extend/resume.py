@@ -228,8 +228,8 @@ def check_continues(state: RunState, recipe: Recipe) -> None:
     Raises:
         RopeExtendError: naming every field that differs, with both values.
     """
-    # A checkpoint from before a field existed was made with what is now its default, and never annealed.
-    now, then = recipe.to_dict(), Recipe.from_dict({"anneal_steps": 0, **state.recipe}).to_dict()
+    # A checkpoint from before a field existed was made with what is now its default.
+    now, then = recipe.to_dict(), Recipe.from_dict(state.recipe).to_dict()
     changed = [name for name in now if name not in MAY_CHANGE and now[name] != then[name]]
     if changed:
         listed = "; ".join(f"{name} was {then[name]!r} and is {now[name]!r}" for name in changed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +155,7 @@ def test_linear_attention_is_mixed_with_softmax_by_outputs(model: Any) -> None:
 def test_logits_are_scaled_by_degrees(model: Any) -> None:
     """Of drope: the factor on logits goes from 1 to its own, in a straight line."""
     encoding = rx.encoding("drope", factor=4.0, coefficient=0.4, per="target")
-    half = (1 + 0.2 * math.log(4)) - 1
-    other = rx.encoding("drope", factor=4.0, coefficient=half / math.log(4), per="target")
+    other = rx.encoding("drope", factor=4.0, coefficient=0.2, per="target")
     with rx.patch_model(model, encoding, target_length=TARGET) as patch:
         patch.mix(0.5)
         mixed = logits(model)
@@ -253,13 +252,12 @@ def test_fields_left_open_are_the_methods_and_given_ones_stay() -> None:
     assert (usual.steps, usual.learning_rate, usual.lora_targets) == (1000, 2e-4, "attention")
     assert (usual.train_norm_embed, usual.anneal_steps) == (False, 0)
     replaced = Recipe.from_dict({**REQUIRED, "method": "alibi", "learning_rate": None})
-    assert (replaced.steps, replaced.anneal_steps, replaced.lora_targets) == (2000, 1000, "all-linear")
-    assert replaced.train_norm_embed
+    assert (replaced.steps, replaced.learning_rate, replaced.lora_targets) == (2000, 2e-4, "all-linear")
+    assert (replaced.train_norm_embed, replaced.anneal_steps) == (True, 0)
     own = {"steps": 10, "lora_targets": "attention", "train_norm_embed": False, "anneal_steps": 3}
     given = Recipe.from_dict({**REQUIRED, "method": "alibi", **own}).to_dict()
     assert {name: given[name] for name in own} == own
-    assert Recipe.from_dict({**REQUIRED, "method": "alibi", "steps": 10}).anneal_steps == 5
-    assert Recipe.from_dict({**REQUIRED, "method": "alibi", "steps": 1}).anneal_steps == 0
+    assert Recipe.from_dict({**REQUIRED, "method": "resonance(nope)"}).lora_targets == "all-linear"
 
 
 @pytest.mark.parametrize("name", encodings())
@@ -267,8 +265,8 @@ def test_every_method_has_a_default_recipe_that_is_valid(name: str) -> None:
     recipe = Recipe.from_dict({**REQUIRED, "method": name})
     assert Recipe.from_dict(recipe.to_dict()) == recipe
     assert (recipe.lora_targets == "all-linear") == (name in REPLACED)
-    assert (recipe.anneal_steps > 0) == (name in REPLACED)
-    assert recipe.default == method_named(name).adaptation.fields()
+    assert recipe.train_norm_embed == (name in REPLACED)
+    assert recipe.default == asdict(method_named(name).adaptation)
 
 
 def test_a_run_without_steps_for_the_encoding_alone_is_refused() -> None:
@@ -320,7 +318,8 @@ def test_a_run_anneals_by_its_steps_and_evaluates_the_encoding_alone(
     assert [share for name, share in shares if name == "_batch"] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])
     assert {share for name, share in shares if name == "evaluated"} == {1.0}
     assert sum(name == "evaluated" for name, _ in shares) == 4
-    assert "default recipe of t5_bias: steps 6, lora_targets all-linear, train_norm_embed True" in caplog.text
+    assert "as by default for t5_bias: lora_targets all-linear, train_norm_embed True; " in caplog.text
+    assert "the recipe's own: steps 6, learning_rate 0.01\n" in caplog.text
     assert "the first 4 steps go over" in caplog.text
     reloaded = rx.load(recipe.output_dir)
     torch.testing.assert_close(logits(reloaded), logits(result.model), rtol=0, atol=1e-6)

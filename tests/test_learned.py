@@ -179,8 +179,8 @@ def test_checkpoints_of_a_trainer_carry_it(tmp_path: Path) -> None:
 def recipe(work: Path, tmp_path: Path, private_cache: None) -> rx.Recipe:
     return rx.Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
-        target_length=128, steps=4, anneal_steps=1, learning_rate=1e-2, warmup_steps=1, lora_rank=2,
-        save_every=2, method="fire", method_parameters={"width": 8}, gradient_checkpointing=True,
+        target_length=128, steps=4, learning_rate=1e-2, warmup_steps=1, lora_rank=2, save_every=2,
+        method="fire", method_parameters={"width": 8}, gradient_checkpointing=True,
     )  # fmt: skip
 
 

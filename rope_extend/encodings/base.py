@@ -176,23 +176,19 @@ class Adaptation:
         learning_rate: after warm-up.
         lora_targets: layers with LoRA, `attention` or `all-linear`.
         train_norm_embed: whether norms and embeddings are trained as well.
-        anneal: share of the steps in which the model goes over to the encoding by degrees.
     """
 
     steps: int = 1000
     learning_rate: float = 2e-4
     lora_targets: str = "attention"
     train_norm_embed: bool = False
-    anneal: float = 0.0
-
-    def fields(self, steps: int | None = None) -> dict[str, Any]:
-        """Values by the names of a recipe's fields; `steps` are the recipe's own, if it has them."""
-        values = dataclasses.asdict(self) | ({} if steps is None else {"steps": steps})
-        return values | {"anneal_steps": int(values.pop("anneal") * values["steps"])}
 
 
-REPLACED = Adaptation(steps=2000, lora_targets="all-linear", train_norm_embed=True, anneal=0.5)
-"""For what is put in the place of rotation: the model has to learn anew how to tell places apart."""
+REPLACED = Adaptation(steps=2000, lora_targets="all-linear", train_norm_embed=True)
+"""For what is put in the place of rotation: the model has to learn anew how to tell places apart.
+
+Not by degrees (a recipe's `anneal_steps`): in the runs of docs/alternatives.md that did not pay.
+"""
 
 
 class Encoding(ABC):
@@ -703,12 +699,8 @@ class RotaryMethod:
 
     @property
     def adaptation(self) -> Adaptation:
-        """The default recipe: the innermost's, which says what is left of rotation.
-
-        Around another, not by degrees: not every schedule lets that be.
-        """
-        inner = self.classes[-1].adaptation
-        return inner if len(self.classes) == 1 else dataclasses.replace(inner, anneal=0.0)
+        """The default recipe: the innermost's, which says what is left of rotation."""
+        return self.classes[-1].adaptation
 
     def shared_out(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Parameters by the schedule that they go to, the outermost that has them.
