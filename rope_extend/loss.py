@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -235,7 +236,10 @@ def _loss_and_gradients(
     loss = -logs.gather(1, classes).sum(0)
     slopes = logs.exp_()  # of the loss by the logits: softmax less one-hot
     slopes.scatter_add_(1, classes, slopes.new_full(classes.shape, -1))
-    return [loss, *torch.autograd.grad(logits, wanted, slopes.to(logits.dtype))]
+    # By where their gradient goes in, so that the logits are gone while those of what is trained are made.
+    edge, slopes = get_gradient_edge(logits), slopes.to(logits.dtype)
+    del logits, logs
+    return [loss, *torch.autograd.grad([edge], wanted, [slopes])]
 
 
 def _leaves(result: torch.Tensor) -> list[torch.Tensor]:

@@ -148,13 +148,13 @@ class TrainingPlan:
         lines = [
             f"plan: steps of {self.batch} x {self.length:,} tokens, {format_bytes(self.available)} to be had "
             f"on {self.place}",
-            f"{'levers':<44}" + "".join(f"{head:>10}" for head in heads),
+            f"{'levers':<44}" + "".join(f"{head:>12}" for head in heads),
         ]
         before: Levers | None = None
         for step in (*self.steps, *([self.quantized] if self.quantized else [])):
             values = [getattr(step, head) for head in heads[:-1]]
-            cells = "".join(f"{format_bytes(value):>10}" for value in values)
-            cells += f"{format_bytes(step.host) if step.host else '-':>10}"
+            cells = "".join(f"{format_bytes(value):>12}" for value in values)
+            cells += f"{format_bytes(step.host) if step.host else '-':>12}"
             verdict = "chosen" if step is self.chosen and self.fits(step) else ""
             verdict = verdict or ("fits" if self.fits(step) else "does not fit")
             name = "+ quantize: 4bit" if step is self.quantized else _added(step.levers, before)

@@ -465,9 +465,9 @@ PLAN = Recipe("model", "data", "runs/bench", 1024, lora_targets="all-linear", me
 class Trained:
     """Steps of one model: LoRA as `finetune` trains it or as `Trainer` and peft do, or all weights."""
 
-    def __init__(self, lm: LlamaForCausalLM, *, full: bool = False) -> None:
+    def __init__(self, lm: LlamaForCausalLM, *, full: bool = False, targets: str = PLAN.lora_targets) -> None:
         self.lm, self.dtype = lm, lm.dtype
-        self.model = (lm if full else adapted(lm, PLAN)).train()
+        self.model = (lm if full else adapted(lm, replace(PLAN, lora_targets=targets))).train()
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
         self.objective = NextTokenLoss(self.model)
@@ -530,11 +530,16 @@ class Trained:
 def training_step(repetitions: int, tokens: int = 1024) -> Iterator[Row]:
     """A step of LoRA against one of all weights, and what it keeps against Trainer with peft."""
     lora, full = Trained(model(width=384)), Trained(model(width=384), full=True)
+    attention = Trained(model(width=384), targets="attention")
     ids = document(tokens, 4096).input_ids[None].to(lora.lm.device)
-    for case in (lora, full):
+    for case in (lora, attention, full):
         torch.testing.assert_close(case.ours(ids), case.theirs(ids), rtol=1e-5, atol=1e-5)
-    times = timed(lambda: lora.step(ids), lambda: full.step(ids), repetitions=repetitions)
-    yield row(f"training: time of a LoRA step of {tokens} tokens", "all weights", "s", *times, 0.80)
+    *ours, theirs_of_all = timed(
+        *(lambda case=case: case.step(ids) for case in (attention, lora, full)), repetitions=repetitions
+    )
+    for targets, seconds in zip(("attention", "all-linear"), ours, strict=True):
+        name = f"training: time of a step of {tokens} tokens, LoRA on {targets}"
+        yield row(name, "all weights", "s", seconds, theirs_of_all, 0.80)
     peer = "Trainer + peft"
     theirs = lora.kept(lora.theirs, ids, Levers()), lora.peak(lora.theirs, ids, Levers())
     for levers in (Levers(), Levers(True), Levers(True, 128)):
