@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from rope_extend.training import adapted, extended
 from rope_extend.training_plan import TrainingPlan, continued, plan_training
 
 CPU = Hardware(device="cpu", dtype=torch.float32)
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 LADDER = [Levers(), Levers(True), Levers(True, TILE)]
 
 
@@ -440,3 +442,39 @@ def test_the_command_refuses_a_window_that_does_not_fit(
     assert "does not fit" in captured.out
     assert "1 x 1,048,576 tokens needs about" in captured.err
     assert "tokens fit" in captured.err
+
+
+SHAPES_OF_CONFIGS = {
+    "llama3_8b": LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+    ),
+    "llama_7b": LlamaConfig(max_position_embeddings=4096),  # the defaults are the first Llama's
+    "tinyllama_1b": LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+        num_key_value_heads=4, max_position_embeddings=2048,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if "A step takes" in path.read_text()], ids=lambda path: path.stem
+)
+def test_the_memory_that_recipes_name_is_what_is_foretold(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parents[1])
+    said = re.search(r"^# A step takes ([\d.]+) GB", path.read_text(), re.MULTILINE)
+    assert said is not None
+    shape = next((shape for name, shape in SHAPES_OF_CONFIGS.items() if path.stem.startswith(name)), None)
+    changes = {}
+    if shape is None and torch.cuda.is_available():
+        pytest.skip("what the bundled model takes is said for a CPU")
+    if shape is not None:
+        shape.save_pretrained(tmp_path)
+        changes["model"] = str(tmp_path)
+    limit = None if shape is None else (24 if "1b" in path.stem else 80) * 10**9
+    found = plan(Recipe.from_yaml(path, changes), limit_memory=limit)
+    assert found.fits(found.chosen)
+    assert found.chosen.total / 1e9 == pytest.approx(float(said[1]), abs=0.051, rel=0.01)
