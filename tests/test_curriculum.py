@@ -63,7 +63,8 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     original = NextTokenLoss.forward
 
     def forward(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(tuple(input_ids.shape))
+        if not input_ids.is_meta:  # as those of the step that is rehearsed before the run
+            seen.append(tuple(input_ids.shape))
         return original(self, input_ids, *args, **kwargs)
 
     monkeypatch.setattr(NextTokenLoss, "forward", forward)
