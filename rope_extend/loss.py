@@ -21,6 +21,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import unwrap
 
+_CACHED = 8 * 2**20
+"""Bytes that the caches of a CPU hold."""
 CHUNK_BYTES = 64 * 2**20
 """Default budget for the float32 logits of one chunk, in bytes."""
 
@@ -152,9 +154,13 @@ def token_losses(
     for piece, expected in pieces:
         logits = head(piece[None])[0].float()
         # A head may be on another device than the layers: then hooks have brought the states to it.
-        losses.append(
-            F.cross_entropy(logits, expected.to(logits.device), reduction="none", ignore_index=IGNORED)
-        )
+        expected = expected.to(logits.device)
+        # On a CPU, what the softmax writes should fit the caches; a product with the head had better be large.
+        some = _tokens_per_chunk(vocabulary, _CACHED) if logits.device.type == "cpu" else size
+        losses += [
+            F.cross_entropy(*part, reduction="none", ignore_index=IGNORED)
+            for part in zip(logits.split(some), expected.split(some), strict=True)
+        ]
     return torch.cat(losses).view(targets.shape)
 
 
