@@ -155,11 +155,11 @@ def token_losses(
         logits = head(piece[None])[0].float()
         # A head may be on another device than the layers: then hooks have brought the states to it.
         expected = expected.to(logits.device)
-        # On a CPU, what the softmax writes should fit the caches; a product with the head had better be large.
+        # On a CPU, what the softmax writes should fit the caches; the product with the head should be large.
         some = _tokens_per_chunk(vocabulary, _CACHED) if logits.device.type == "cpu" else size
         losses += [
             F.cross_entropy(*part, reduction="none", ignore_index=IGNORED)
-            for part in zip(logits.split(some), expected.split(some), strict=True)
+            for part in zip(torch.split(logits, some), torch.split(expected, some), strict=True)
         ]
     return torch.cat(losses).view(targets.shape)
 
