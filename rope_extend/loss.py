@@ -21,8 +21,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from rope_extend.errors import RopeExtendError
 from rope_extend.inspection import unwrap
 
-_CACHED = 8 * 2**20
-"""Bytes that the caches of a CPU hold."""
+_SOFTMAX_BYTES = 8 * 2**20
+"""How many bytes of log-probabilities are computed at a time."""
 CHUNK_BYTES = 64 * 2**20
 """Default budget for the float32 logits of one chunk, in bytes."""
 
@@ -155,12 +155,13 @@ def token_losses(
         logits = head(piece[None])[0].float()
         # A head may be on another device than the layers: then hooks have brought the states to it.
         expected = expected.to(logits.device)
-        # On a CPU, what the softmax writes should fit the caches; the product with the head should be large.
-        some = _tokens_per_chunk(vocabulary, _CACHED) if logits.device.type == "cpu" else size
+        # The product with the head had better be large; what the softmax writes should fit a CPU's caches.
+        some = _tokens_per_chunk(vocabulary, _SOFTMAX_BYTES)
         losses += [
             F.cross_entropy(*part, reduction="none", ignore_index=IGNORED)
             for part in zip(torch.split(logits, some), torch.split(expected, some), strict=True)
         ]
+        del logits  # before the next ones are there
     return torch.cat(losses).view(targets.shape)
 
 
