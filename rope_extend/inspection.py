@@ -72,6 +72,14 @@ def layer_config(config: Any) -> Any:
     return part.per_layer_config[kind] if kind and getattr(part, "is_heterogeneous", False) else part
 
 
+def kinds_beside_full_attention(config: Any) -> set[str]:
+    """Which kinds of layers a text config names other than full attention over all tokens."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds and getattr(config, "sliding_window", None):  # of all layers
+        kinds = {"sliding_attention"}
+    return kinds - {"full_attention"}
+
+
 def trained_length_of(config: Any) -> int:
     """The window, in tokens, that a checkpoint was pretrained on, before any scaling it carries.
 

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map_only
 
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.inspection import kinds_beside_full_attention
 from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm
 from rope_extend.patching import Patch
 
@@ -177,10 +178,7 @@ class Sharding:
                 f"attention over parts ({way}) stands in for sdpa, and this model attends by "
                 f"{config._attn_implementation}; load it with sdpa"
             )
-        kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-        if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
-            kinds = {"sliding_attention"}
-        if kinds:
+        if kinds := kinds_beside_full_attention(config):
             raise RopeExtendError(
                 f"this model has layers of {', '.join(sorted(kinds))}, which would be trained as if each "
                 f"part were a text of its own, or as full attention ({way}); only full attention can be cut"

@@ -29,6 +29,7 @@ from rope_extend.attention import PREFIX, attention_modules, own_function
 from rope_extend.encodings import Encoding
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.families import adapter_for
+from rope_extend.inspection import kinds_beside_full_attention
 from rope_extend.loss import causal_lm, hidden_states
 from rope_extend.undo import UndoLog
 
@@ -164,9 +165,7 @@ def check_shifted_sparse(model: nn.Module, encoding: Encoding) -> None:
     config = lm.config.get_text_config()
     implementation = config._attn_implementation
     modules = attention_modules(lm.base_model)
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None):
-        kinds = {"sliding_attention"}
+    kinds = kinds_beside_full_attention(config)
     unreachable = adapter_for(lm.config.model_type).unreachable
     reason = None
     if implementation.startswith(PREFIX):

@@ -7,7 +7,7 @@ copied for each group of heads. The flash kernel takes queries as the last ones 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,13 +40,12 @@ def lower_right(decoder: nn.Module) -> Iterator[None]:
         undo.unwind()
 
 
-def calls_by_name(decoder: nn.Module) -> bool:
+def calls_by_name(decoder: Any) -> bool:
     """Whether a decoder attends by the function that is registered under its implementation's name.
 
     A few families, Falcon among them, only compare the name, and know none but transformers' own.
     """
-    can_set: Callable[[], bool] = decoder._can_set_attn_implementation  # type: ignore[assignment]
-    return can_set()
+    return bool(decoder._can_set_attn_implementation())
 
 
 def causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -224,7 +224,6 @@ class _Rehearsal:
     ) -> None:  # fmt: skip
         self.model, self.trained_length, self.together = model, trained_length, together
         self.weights, self.place, self.spread = weights, hardware.place, hardware.device_map is not None
-        self.vocabulary = unwrap(model).get_output_embeddings().weight.shape[0]
         self.usual = LongReader(model, self.place)  # how much it reads at a time by itself
         self.available = available_memory(hardware)
         # Of encodings that act alike, one.
@@ -291,7 +290,7 @@ class _Rehearsal:
             before = counter.live
             with counter, torch.no_grad():
                 # The first logits are computed while most else is still there; the others would hold as much.
-                scored = min(tokens - 1, size, 2 * reader.chunk_bytes // (4 * self.vocabulary) + 1)
+                scored = min(tokens - 1, size, 2 * reader.chunk_bytes // (4 * reader.vocabulary) + 1)
                 reader.losses(ids, ids[:, 1 : scored + 1], 1, scored + 1)
         losses = 8 * ids.numel()  # of all tokens, in pieces and joined
         return self.weights + counter.peak - before + losses, way or WHOLE
