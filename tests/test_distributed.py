@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from cases import tiny_llama
-from test_finetune import assert_same, metrics, settings, tokenizer_of, weights
+from test_finetune import assert_same, launch, metrics, settings, tokenizer_of, weights
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import rope_extend as rx
@@ -88,22 +86,6 @@ for path in sys.argv[1:]:
     parameters = list(result.model.parameters())
     print("sharded", sum(isinstance(one, DTensor) for one in parameters), "of", len(parameters))
 """
-
-
-def launch(
-    script: str, *arguments: str, where: Path, environment: dict[str, str] | None = None, processes: int = 2
-) -> str:
-    """Run a script in several processes; what they printed."""
-    path = where / "script.py"
-    path.write_text(script)
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-         str(path), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-6000:]
-    return ran.stdout
 
 
 def written(recipe: Recipe, where: Path) -> str:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,27 @@ def weights(directory: str | Path) -> dict[str, torch.Tensor]:
 
 def metrics(directory: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+def launch(
+    script: str, *arguments: str, where: Path, environment: dict[str, str] | None = None, processes: int = 2
+) -> str:
+    """Run a script in several processes; what they printed, one process after the other.
+
+    Each prints to a file of its own: in a pipe that they share, their lines may run into each other.
+    """
+    path, printed = where / "script.py", Path(tempfile.mkdtemp(dir=where))
+    path.write_text(script)
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
+         f"--log-dir={printed}", "--redirects=1", str(path), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    files = sorted(printed.rglob("stdout.log"))
+    assert len(files) == processes
+    return "".join(file.read_text() for file in files)
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -727,12 +749,9 @@ def test_two_processes_train_as_one_with_twice_the_batch(
     finetune(recipe)
     other = replace(recipe, gradient_accumulation=1, output_dir=str(tmp_path / "two"))
     (tmp_path / "two.yaml").write_text(other.to_yaml())
-    (tmp_path / "two.py").write_text(_TWO_PROCESSES)
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29617",
-         str(tmp_path / "two.py"), str(tmp_path / "two.yaml")],
-        check=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )  # fmt: skip
+    launch(
+        _TWO_PROCESSES, str(tmp_path / "two.yaml"), where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"}
+    )
     ours, theirs = weights(recipe.output_dir), weights(other.output_dir)
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=1e-4)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_finetune import launch
 
 from rope_extend.finetune import Recipe, finetune
 from rope_extend.resume import RunState, read_state
@@ -59,12 +57,7 @@ def test_two_processes_read_what_one_reads_in_twice_the_passes(
     finetune(recipe)
     other = replace(recipe, gradient_accumulation=1, output_dir=str(tmp_path / "two"))
     (tmp_path / "two.yaml").write_text(other.to_yaml())
-    (tmp_path / "two.py").write_text(_RUN)
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29641",
-         str(tmp_path / "two.py"), str(tmp_path / "two.yaml")],
-        check=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-    )  # fmt: skip
+    launch(_RUN, str(tmp_path / "two.yaml"), where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"})
     ours, theirs = weights(recipe), weights(other)
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=1e-4)
