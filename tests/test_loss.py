@@ -38,6 +38,7 @@ FAMILIES = {
     "granite": {"logits_scaling": 7.0},
     "hyperclovax": {"logits_scaling": 7.0},  # the same name as granite's, and it multiplies
     "cohere": {"logit_scale": 0.125},
+    "phi": {},
     "llama4_text": {**HEAD_DIM, "num_local_experts": 2, "intermediate_size_mlp": 48},
 }
 
@@ -176,6 +177,43 @@ def test_token_losses_are_the_log_probabilities() -> None:
     assert found.shape == (2, ids.shape[1] - 1)
     torch.testing.assert_close(found[scored].double(), expected[scored], rtol=1e-5, atol=1e-5)
     assert not found[~scored].any()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_head_gives_the_models_own_logits(family: str, dtype: torch.dtype) -> None:
+    """Also from memory that an earlier, longer call has written to; phi's last matrix has a bias."""
+    model = tiny(family).to(dtype)
+    if family == "phi":
+        torch.nn.init.normal_(model.lm_head.bias)
+    ids, _ = batch()
+    with torch.no_grad():
+        hidden, expected, head = hidden_states(model, ids), model(ids).logits, output_head(model)
+        for rows in (slice(0, 2), slice(1, 2)):
+            torch.testing.assert_close(head(hidden[rows]), expected[rows], rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_written_over_unless_they_have_a_gradient() -> None:
+    model = tiny("llama")
+    states, head = torch.ones(1, 3, 32), output_head(model)
+    with torch.no_grad():
+        assert head(states).data_ptr() == head(2 * states).data_ptr() == head(states[:, :1]).data_ptr()
+    first = head(states)
+    torch.testing.assert_close(head(2 * states), 2 * first)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("how", ["hook", "autocast", "adapter"])
+def test_a_head_that_does_more_than_one_product_runs_itself(how: str) -> None:
+    model, states = tiny("llama"), torch.linspace(-1, 1, 96).view(1, 3, 32)
+    if how == "hook":
+        model.lm_head.register_forward_hook(lambda module, args, output: output + 1)
+    if how == "adapter":
+        model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        found, expected = output_head(model)(states), model.get_output_embeddings()(states)
+    assert torch.equal(found, expected)
+    assert found.dtype == (torch.bfloat16 if how == "autocast" else torch.float32)
 
 
 def train_only(model: torch.nn.Module, *parts: str) -> torch.nn.Module:

@@ -34,7 +34,7 @@ from rope_extend.evaluation.reading import LongReader
 from rope_extend.evaluation.results import Losses, PerplexityResult, write_arrays
 from rope_extend.hardware import input_device, is_spread
 from rope_extend.inspection import length_groups
-from rope_extend.loss import causal_lm, output_head, token_losses
+from rope_extend.loss import CHUNK_BYTES, causal_lm, output_head, token_losses
 from rope_extend.patching import current_patch
 from rope_extend.processes import processes
 
@@ -92,7 +92,7 @@ def perplexity(
         stride: tokens between the starts of windows, for the protocols that have it.
         last: for ``last-k``: how many targets.
         device: where to run; the model is brought back afterwards. Where it is, if not given.
-        chunk_bytes: how many bytes of float32 logits are computed at a time; by default 256 MiB, and 30 MiB
+        chunk_bytes: how many bytes of float32 logits are computed at a time; by default 256 MiB, and 64 MiB
             on a CPU.
         chunk: read each window in pieces of so many tokens, so that activations do not grow with it; only
             hidden states and the keys and values of one layer do, or where a family's layers cannot be read
@@ -258,11 +258,8 @@ class _Tally:
 
 
 def default_chunk_bytes(place: torch.device) -> int:
-    """How many bytes of float32 logits are computed at a time.
-
-    On a CPU a little less than 32 MiB, from where on glibc takes every block from the system anew.
-    """
-    return 30 * 2**20 if place.type == "cpu" else 2**28
+    """How many bytes of float32 logits are computed at a time."""
+    return CHUNK_BYTES if place.type == "cpu" else 2**28
 
 
 def default_batch_tokens(place: torch.device) -> int:
@@ -284,7 +281,6 @@ class Reader:
         batch_tokens: int | None = None,
     ) -> None:
         self.model, self.place, self.bar = model, place, bar
-        self.head = output_head(model)
         last = causal_lm(model).get_output_embeddings()
         self.vocabulary: int = getattr(last, "out_features", last.weight.shape[0])
         self.long = LongReader(model, place)
@@ -362,11 +358,13 @@ class Reader:
             if low < high:
                 piece = targets[:, low + 1 - first : high + 1 - first]
                 states = hidden[:, low - at : high - at]
+                head = output_head(self.model)  # for these only: it keeps the memory of a chunk's logits
                 losses.append(
                     token_losses(
-                        states, self.head, piece, chunk_bytes=self.chunk_bytes, vocabulary=self.vocabulary
+                        states, head, piece, chunk_bytes=self.chunk_bytes, vocabulary=self.vocabulary
                     )
                 )
+                del head
             at += hidden.shape[1]
         return torch.cat(losses, dim=1)
 
