@@ -6,9 +6,10 @@ the layers of a transformers model, of any family, and are taken off again with 
 =========================  =====================================  ==========================================
 lever                      what it saves                          what it costs
 =========================  =====================================  ==========================================
-gradient checkpointing     all of a layer but its input           each layer once more
-MLP in tiles               the MLP's wide inner states            nothing beside checkpointing; alone, each
-                                                                  MLP once more
+gradient checkpointing     all of a layer but its input           each layer once more, all but the product
+                                                                  with its last frozen matrix
+MLP in tiles               the MLP's wide inner states            that last product too beside checkpointing;
+                                                                  alone, each MLP once more
 offload of checkpoints     the inputs of the layers               copies that run beside the computation
 =========================  =====================================  ==========================================
 """
@@ -27,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -39,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 TILE = 1024
 """Tokens per tile of an MLP where none are asked for: enough to keep a GPU busy."""
+
+_RECOMPUTE = "_gradient_checkpointing_func"
+"""Under which name transformers gives each recomputed layer the function that does it."""
 
 MLP_NAMES = ("mlp", "feed_forward")
 """How the decoder layers of all families call the part that mixes channels."""
@@ -100,6 +105,8 @@ def pull(model: Any, levers: Levers) -> ExitStack:
             )
         set_gradient_checkpointing(model, levers.gradient_checkpointing)
         stack.callback(set_gradient_checkpointing, model, False)
+        if levers.gradient_checkpointing:
+            stack.enter_context(_frozen_products_last(model))
         if levers.offload_checkpoints:
             stack.enter_context(_offloaded(model))
         if levers.mlp_tiles:
@@ -156,6 +163,40 @@ def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
     method(*[{"use_reentrant": False}] if enabled else [])
 
 
+@contextmanager
+def _frozen_products_last(model: nn.Module) -> Iterator[None]:
+    """Let LoRA's products with the last matrix of each layer come before the frozen one.
+
+    A layer is recomputed up to the last tensor that it keeps. peft adds its products to the frozen one, so
+    theirs would be the last that keep something, and the frozen one, a quarter of a Llama's layer, be made
+    again for nothing.
+    """
+    last = []
+    for layer in model.modules():
+        if _RECOMPUTE in vars(layer):
+            adapted = [part for part in layer.modules() if type(part).forward is LoraLinear.forward]
+            last += [part for part in adapted[-1:] if "forward" not in vars(part)]
+    for part in last:
+        part.__dict__["forward"] = partial(_frozen_product_last, part)
+    try:
+        yield
+    finally:
+        for part in last:
+            part.__dict__.pop("forward", None)
+
+
+def _frozen_product_last(part: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """What `peft.tuners.lora.Linear` gives for `x`, `[..., D]`, to the bit."""
+    active = [name for name in part.active_adapters if name in part.lora_A]
+    if part.disable_adapters or part.merged or len(active) != 1 or active[0] in part.lora_variant or kwargs:
+        return LoraLinear.forward(part, x, *args, **kwargs)
+    (name,) = active
+    inner = part._cast_input_dtype(x, part.lora_A[name].weight.dtype)
+    added = part.lora_B[name](part.lora_A[name](part.lora_dropout[name](inner))) * part.scaling[name]
+    frozen = part.base_layer(x, *args)
+    return (frozen + added).to(frozen.dtype)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Their inputs in host memory
 
@@ -163,17 +204,16 @@ def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
 @contextmanager
 def _offloaded(model: nn.Module) -> Iterator[None]:
     """Keep what checkpointed layers start from in host memory until they are recomputed."""
-    name = "_gradient_checkpointing_func"
-    layers = [module for module in model.modules() if name in vars(module)]
-    before = [getattr(layer, name) for layer in layers]
+    layers = [module for module in model.modules() if _RECOMPUTE in vars(module)]
+    before = [getattr(layer, _RECOMPUTE) for layer in layers]
     offload = HostOffload()
     for layer, run in zip(layers, before, strict=True):
-        setattr(layer, name, partial(offload.checkpoint, run))
+        setattr(layer, _RECOMPUTE, partial(offload.checkpoint, run))
     try:
         yield
     finally:
         for layer, run in zip(layers, before, strict=True):
-            setattr(layer, name, run)
+            setattr(layer, _RECOMPUTE, run)
 
 
 class _Kept:

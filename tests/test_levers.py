@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import FAMILIES, tiny_llama, tiny_model
 from peft import LoraConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
 
 from rope_extend import RopeExtendError
 from rope_extend.evaluation.memory import LiveBytes
@@ -37,9 +38,8 @@ def family_named(name: str) -> Any:
 
 def with_adapter(model: Any, dtype: torch.dtype = torch.float64, **how: Any) -> Any:
     """LoRA on all linear layers, not at its start, where half of the gradient is zero."""
-    adapter = get_peft_model(
-        model.to(dtype), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", **how)
-    )
+    config = LoraConfig(**{"task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear", **how})
+    adapter = get_peft_model(model.to(dtype), config)
     torch.manual_seed(0)
     for name, parameter in adapter.named_parameters():
         if parameter.requires_grad:
@@ -184,6 +184,41 @@ def test_tiles_cost_no_operation_beside_checkpointing(ids: torch.Tensor) -> None
             handle.remove()
         counts.append(rows / (2 * ids.numel()))
     assert counts == [1, 2, 2, 2]
+
+
+def operations(adapter: Any, levers: Levers, ids: torch.Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step(adapter, levers, ids)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("targets", ["attention", "all-linear"])
+def test_the_last_frozen_product_of_a_layer_is_not_made_again(targets: str, ids: torch.Tensor) -> None:
+    """A layer recomputed is a layer forward, less the MLP's last product; so too where that one has LoRA."""
+    names = {"all-linear": "all-linear", "attention": ["q_proj", "k_proj", "v_proj", "o_proj"]}[targets]
+    adapter = with_adapter(tiny_llama(), torch.float32, target_modules=names)
+    model = adapter.get_base_model()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        adapter.get_base_model().model(ids)
+    forward = sum(counter.get_flop_counts()["LlamaModel"].values())
+    forward -= sum(counter.get_flop_counts().get("LlamaModel.rotary_emb", {}).values())
+    down = model.model.layers[0].mlp.down_proj
+    last = 2 * ids.numel() * down.in_features * down.out_features * len(model.model.layers)
+    again = operations(adapter, Levers(True), ids) - operations(adapter, Levers(), ids)
+    assert again == forward - last
+
+
+def test_an_adapter_that_is_not_plain_lora_is_left_to_peft(ids: torch.Tensor) -> None:
+    for how in ({"use_dora": True}, {"lora_dropout": 0.3}, {"use_rslora": True}):
+        adapter = with_adapter(tiny_llama(), **how)
+        expected, found = (step(adapter, levers, ids) for levers in (Levers(), Levers(True)))
+        assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    adapter = with_adapter(tiny_llama(), torch.float32)
+    with pull(adapter.get_base_model(), Levers(True)), torch.no_grad():
+        with adapter.disable_adapter():
+            without = adapter(ids).logits
+        assert torch.equal(without, tiny_llama()(ids).logits)
+        assert not torch.equal(without, adapter(ids).logits)
 
 
 def test_each_lever_takes_less_memory() -> None:
