@@ -8,11 +8,11 @@ from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encoding, e
 from rope_extend.errors import PatchError, RopeExtendError, UnsupportedModelError
 from rope_extend.evaluation import PerplexityResult, perplexity
 from rope_extend.families import supported_families
-from rope_extend.finetune import finetune
 from rope_extend.info import info
 from rope_extend.patching import Patch, current_patch, extend, patch_model
-from rope_extend.positions import PositionCollator
-from rope_extend.recipe import Recipe
+from rope_extend.training.finetune import finetune
+from rope_extend.training.positions import PositionCollator
+from rope_extend.training.recipe import Recipe
 
 __version__ = "0.1.0"
 __all__ = [

@@ -214,7 +214,7 @@ def _names(text: str) -> list[str]:
 
 def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     from rope_extend.hardware import memory_size
-    from rope_extend.recipe import add_recipe_arguments
+    from rope_extend.training.recipe import add_recipe_arguments
 
     add_recipe_arguments(parser)
     existing = parser.add_mutually_exclusive_group()
@@ -239,9 +239,9 @@ def finetune(arguments: argparse.Namespace) -> None:
     The output directory holds the adapter, and beside it rope_extend.json, which says how it reads positions.
     Runs on what accelerate finds; for several GPUs: torchrun --nproc-per-node N scripts/finetune.py ...
     """
-    from rope_extend.finetune import finetune as run
-    from rope_extend.finetune import plan
-    from rope_extend.recipe import recipe_from_arguments
+    from rope_extend.training.finetune import finetune as run
+    from rope_extend.training.finetune import plan
+    from rope_extend.training.recipe import recipe_from_arguments
 
     recipe = recipe_from_arguments(arguments)
     if arguments.plan:
@@ -340,8 +340,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     from rope_extend.evaluation.report import UNFINISHED, check_output, markdown_report, write_report
     from rope_extend.evaluation.variants import AS_IS
     from rope_extend.hardware import Hardware
-    from rope_extend.launch import check_launch
     from rope_extend.processes import is_main_process, process_count, processes
+    from rope_extend.training.launch import check_launch
 
     methods = arguments.methods if arguments.methods is not None else ([] if arguments.adapters else [AS_IS])
     hardware = Hardware.from_arguments(arguments)

@@ -35,13 +35,13 @@ from rope_extend.evaluation import perplexity
 from rope_extend.evaluation.memory import LiveBytes
 from rope_extend.evaluation.plan import operations_of
 from rope_extend.hardware import Hardware
-from rope_extend.levers import TILE, Levers, expand_segments, pull
 from rope_extend.loss import NextTokenLoss, next_token_loss
 from rope_extend.plots import plot_by_step
-from rope_extend.recipe import Recipe
-from rope_extend.training import adapted
-from rope_extend.training_plan import plan_training
-from rope_extend.training_report import RunLog
+from rope_extend.training.levers import TILE, Levers, expand_segments, pull
+from rope_extend.training.loop import adapted
+from rope_extend.training.plan import plan_training
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.report import RunLog
 
 Row = dict[str, Any]
 

@@ -29,7 +29,7 @@ from rope_extend.data import format_length
 from rope_extend.demo.run import finetune_once
 from rope_extend.evaluation.tables import markdown_table
 from rope_extend.plots import INK, PALETTE, PLAIN, QUIET
-from rope_extend.recipe import Recipe
+from rope_extend.training.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "demo_alternatives.yaml"

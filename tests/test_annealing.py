@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 import rope_extend as rx
 from rope_extend import PatchError, RopeExtendError
-from rope_extend import training as training_module
-from rope_extend.annealing import share_at
 from rope_extend.encodings import encodings, method_named
-from rope_extend.finetune import finetune
 from rope_extend.learned import LEARNED_FILE
-from rope_extend.recipe import Recipe
-from rope_extend.resume import check_continues, checkpoints, read_state
+from rope_extend.training import loop
+from rope_extend.training.annealing import share_at
+from rope_extend.training.finetune import finetune
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import check_continues, checkpoints, read_state
 
 TARGET = 128
 IDS = torch.arange(2 * 100).remainder(251).view(2, 100)
@@ -293,7 +293,7 @@ def test_a_run_anneals_by_its_steps_and_evaluates_the_encoding_alone(
     shares: list[tuple[str, float]] = []
 
     def watched(name: str) -> None:
-        original = getattr(training_module.TrainingRun, name)
+        original = getattr(loop.TrainingRun, name)
 
         def note(run: Any, *args: Any) -> Any:
             patch = rx.current_patch(run.model)
@@ -303,16 +303,16 @@ def test_a_run_anneals_by_its_steps_and_evaluates_the_encoding_alone(
                 shares.append((name, patch._reader.share))
             return original(run, *args)
 
-        monkeypatch.setattr(training_module.TrainingRun, name, note)
+        monkeypatch.setattr(loop.TrainingRun, name, note)
 
     watched("_batch")
-    measure = training_module.perplexity
+    measure = loop.perplexity
 
     def measured(model: Any, *args: Any, **kwargs: Any) -> Any:
         shares.append(("evaluated", rx.current_patch(model)._reader.share))  # type: ignore[union-attr]
         return measure(model, *args, **kwargs)
 
-    monkeypatch.setattr(training_module, "perplexity", measured)
+    monkeypatch.setattr(loop, "perplexity", measured)
     with caplog.at_level(logging.INFO, "rope_extend"):
         result = finetune(replace(recipe, eval_data=str(work / "data"), eval_every=2))
     assert [share for name, share in shares if name == "_batch"] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1])

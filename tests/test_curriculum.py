@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rope_extend import RopeExtendError
-from rope_extend.curriculum import Curriculum, Stage
 from rope_extend.data import Document, blocks
-from rope_extend.finetune import Recipe, finetune
 from rope_extend.loss import NextTokenLoss
-from rope_extend.mixing import Mixture
+from rope_extend.training.curriculum import Curriculum, Stage
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.mixing import Mixture
 
 STAGES = ((32, 2), (64, 3))
 

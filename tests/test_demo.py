@@ -13,7 +13,7 @@ from rope_extend.demo.run import DOCUMENTS, RECIPE, run_demo
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.report import read_results
 from rope_extend.info import info
-from rope_extend.recipe import Recipe
+from rope_extend.training.recipe import Recipe
 
 
 @pytest.mark.usefixtures("private_cache")

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint import read_record
-from rope_extend.finetune import Recipe, finetune
-from rope_extend.sharding import Clipping, Sharding
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.sharding import Clipping, Sharding
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -80,7 +80,7 @@ ring.custom_ops[torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 TRAIN = """
 import sys
 from torch.distributed.tensor import DTensor
-from rope_extend.finetune import Recipe, finetune
+from rope_extend.training.finetune import Recipe, finetune
 for path in sys.argv[1:]:
     result = finetune(Recipe.from_yaml(path.removesuffix("+")), resume=path.endswith("+"))
     parameters = list(result.model.parameters())
@@ -225,7 +225,7 @@ ULYSSES = {
 
 NOTE_LENGTHS = """
 import atexit
-from rope_extend.sharding import Objective
+from rope_extend.training.sharding import Objective
 seen, forward = [], Objective.forward
 def noted(self, *args, **inputs):
     seen.append(inputs["input_ids"].shape[1])
@@ -275,7 +275,7 @@ import torch
 import torch.distributed as dist
 from cases import TRAINED, tiny_llama
 import rope_extend as rx
-from rope_extend.sharding import Sharding
+from rope_extend.training.sharding import Sharding
 
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()

@@ -31,12 +31,12 @@ from transformers import (
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, current_patch
-from rope_extend import training as training_module
 from rope_extend.checkpoint import RECORD_NAME, load, read_record
-from rope_extend.finetune import FinetuneInterrupted, Recipe, finetune
 from rope_extend.loss import NextTokenLoss
-from rope_extend.mixing import block_index
-from rope_extend.training import lora_config
+from rope_extend.training import loop
+from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
+from rope_extend.training.loop import lora_config
+from rope_extend.training.mixing import block_index
 
 TARGET = 128
 
@@ -96,7 +96,7 @@ AtStep = Callable[[int, Action], list[int]]
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
     """Run an action while a given step is being computed; the list returned gets every step computed."""
-    original = training_module.TrainingRun._batch
+    original = loop.TrainingRun._batch
 
     def install(step: int, action: Action) -> list[int]:
         computed: list[int] = []
@@ -108,7 +108,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
                     action()
             return original(run, forward)
 
-        monkeypatch.setattr(training_module.TrainingRun, "_batch", batch)
+        monkeypatch.setattr(loop.TrainingRun, "_batch", batch)
         return computed
 
     return install
@@ -532,7 +532,7 @@ def test_as_many_checkpoints_are_kept_as_asked_for(recipe: Recipe) -> None:
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss of some steps NaN."""
-    original = training_module.TrainingRun._batch
+    original = loop.TrainingRun._batch
     forward = NextTokenLoss.forward
     now = [0]
 
@@ -544,7 +544,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
         value = forward(self, *args, **kwargs)
         return value * math.nan if now[0] in steps else value
 
-    monkeypatch.setattr(training_module.TrainingRun, "_batch", batch)
+    monkeypatch.setattr(loop.TrainingRun, "_batch", batch)
     monkeypatch.setattr(NextTokenLoss, "forward", loss)
 
 
@@ -613,8 +613,8 @@ _FULL_DISK = """
 import resource, signal, torch
 from pathlib import Path
 from rope_extend import RopeExtendError
-from rope_extend.finetune import Recipe, finetune
-from rope_extend.training import TrainingRun
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.loop import TrainingRun
 torch.set_num_threads(1)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 batch = TrainingRun._batch
@@ -732,7 +732,7 @@ def test_attention_targets_are_found_by_family(recipe: Recipe) -> None:
 
 _TWO_PROCESSES = """
 import sys
-from rope_extend.finetune import Recipe, finetune
+from rope_extend.training.finetune import Recipe, finetune
 finetune(Recipe.from_yaml(sys.argv[1]))
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rope_extend.finetune import Recipe
+from rope_extend.training.finetune import Recipe
 
 # Everything that changes the disk, and every batch, is an event; a process is killed at one of them. Each is
 # a fork of one that has torch loaded and has not computed anything, which costs no start.
@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rope_extend import resume, training
-from rope_extend.finetune import Recipe, finetune
+from rope_extend.training import loop, resume
+from rope_extend.training.finetune import Recipe, finetune
 
 torch.set_num_threads(1)
 base, jobs, said = Recipe.from_yaml(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
@@ -58,7 +58,7 @@ def child(recipe, kill_at, log=None):
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     code = 1
     try:
-        watch(training.TrainingRun, "_batch", kill_at)
+        watch(loop.TrainingRun, "_batch", kill_at)
         watch(resume, "save_file", kill_at, 1)
         watch(torch, "save", kill_at, 1)
         for owner, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree"), (Path, "write_text")):

@@ -14,8 +14,8 @@ from test_finetune import assert_same, settings, weights
 
 from rope_extend import RopeExtendError
 from rope_extend.cli import main
-from rope_extend.finetune import Recipe, finetune
-from rope_extend.launch import check_launch, check_variables
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.launch import check_launch, check_variables
 
 TORCHRUN = {
     "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",

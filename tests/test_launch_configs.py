@@ -19,14 +19,14 @@ from test_distributed import AS_IF_GPUS
 from torch.distributed.run import get_args_parser
 
 from rope_extend.cli import _parser
-from rope_extend.recipe import recipe_from_arguments
+from rope_extend.training.recipe import recipe_from_arguments
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))
 
 TELL = """
 from accelerate import Accelerator
-from rope_extend.sharding import Sharding
+from rope_extend.training.sharding import Sharding
 accelerator = Accelerator(mixed_precision="no")
 print(f"<{accelerator.distributed_type.name} {Sharding.of(accelerator)}>")
 """

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rope_extend import RopeExtendError
 from rope_extend.evaluation.memory import LiveBytes
-from rope_extend.levers import HostOffload, Levers, expand_segments, pull, tileable, tiled
 from rope_extend.loss import next_token_loss
+from rope_extend.training.levers import HostOffload, Levers, expand_segments, pull, tileable, tiled
 
 COMBINATIONS = [
     Levers(checkpointing, tiles, offload)

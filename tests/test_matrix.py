@@ -36,7 +36,7 @@ from rope_extend.inspection import active_table, rotary_part, shape_of, unwrap
 from rope_extend.learned import learned_parameters
 from rope_extend.loss import NextTokenLoss
 from rope_extend.patching import current_patch
-from rope_extend.training import lora_config
+from rope_extend.training.loop import lora_config
 
 LENGTH = 80
 

@@ -20,7 +20,7 @@ from rope_extend.checkpoint import merging, read_record, write_record
 from rope_extend.checkpoint.registry import MODEL_TYPE
 from rope_extend.cli import main
 from rope_extend.inspection import shape_of
-from rope_extend.training import lora_config
+from rope_extend.training.loop import lora_config
 
 IDS = torch.arange(160).remainder(61)[None]
 BY_NAME = {case.model_type: case for case in FAMILIES}

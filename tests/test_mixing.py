@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from rope_extend import RopeExtendError
 from rope_extend.data import Blocks, Document, blocks
-from rope_extend.finetune import Recipe, finetune
-from rope_extend.mixing import Mixture, block_index
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.mixing import Mixture, block_index
 
 
 def source(number: int, count: int, length: int = 8) -> Blocks:

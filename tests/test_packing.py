@@ -22,10 +22,10 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.data import Document
 from rope_extend.encodings import RopeShape
-from rope_extend.finetune import Recipe, finetune
-from rope_extend.levers import set_gradient_checkpointing
 from rope_extend.loss import IGNORED, next_token_loss
-from rope_extend.packing import (
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.levers import set_gradient_checkpointing
+from rope_extend.training.packing import (
     CONTINUE,
     RESTART,
     check_apart,
@@ -185,7 +185,7 @@ def test_a_mask_that_memory_does_not_hold_is_one_clear_error(monkeypatch: pytest
     def allocate(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("rope_extend.packing.create_masks_for_generate", allocate)
+    monkeypatch.setattr("rope_extend.training.packing.create_masks_for_generate", allocate)
     with pytest.raises(RopeExtendError, match=r"2 × 64² numbers; use a shorter block_length"):
         document_inputs(tiny_llama(), torch.arange(64).expand(2, -1), restarts=True)
 

@@ -20,10 +20,11 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.data import Document, blocks
 from rope_extend.encodings import RopeShape
-from rope_extend.finetune import Recipe, finetune
 from rope_extend.loss import next_token_loss
 from rope_extend.plots import plot_distances
-from rope_extend.positions import (
+from rope_extend.rotary import ExtendedRotaryEmbedding
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.positions import (
     CREAM,
     SAMPLERS,
     Coverage,
@@ -32,7 +33,6 @@ from rope_extend.positions import (
     RandomPositions,
     check_meaning,
 )
-from rope_extend.rotary import ExtendedRotaryEmbedding
 
 SHAPE = RopeShape(dim=8, theta=10_000.0, trained_length=32)
 

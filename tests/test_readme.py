@@ -13,7 +13,7 @@ import pytest
 import rope_extend as rx
 from rope_extend.cli import _parser
 from rope_extend.families import REFUSED
-from rope_extend.recipe import recipe_from_arguments
+from rope_extend.training.recipe import recipe_from_arguments
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rope_extend import RopeExtendError
-from rope_extend.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
+from rope_extend.training.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
 
 REQUIRED = {"model": "some/model", "data": "books/", "output_dir": "runs/one", "target_length": 32768}
 CONFIGS = [

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 import rope_extend as rx
 from rope_extend import RopeExtendError, UnsupportedModelError
 from rope_extend.checkpoint import load
-from rope_extend.finetune import Recipe, finetune
-from rope_extend.levers import set_gradient_checkpointing
 from rope_extend.loss import hidden_states, next_token_loss
-from rope_extend.shifted_sparse import check_shifted_sparse, shifted_sparse, shifted_sparse_attention
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.levers import set_gradient_checkpointing
+from rope_extend.training.shifted_sparse import check_shifted_sparse, shifted_sparse, shifted_sparse_attention
 
 BY_TYPE = {case.model_type: case for case in FAMILIES}
 

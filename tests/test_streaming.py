@@ -21,11 +21,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rope_extend import RopeExtendError
-from rope_extend import training as training_module
 from rope_extend.data import blocks, load_documents, read_texts
-from rope_extend.finetune import FinetuneInterrupted, Recipe, finetune
-from rope_extend.packing import packed_blocks
-from rope_extend.streaming import Cursor, Stream
+from rope_extend.training import loop
+from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
+from rope_extend.training.packing import packed_blocks
+from rope_extend.training.streaming import Cursor, Stream
 
 
 def by_byte() -> PreTrainedTokenizerFast:
@@ -242,7 +242,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     finetune(recipe)
     whole = weights(recipe)
     recipe = replace(recipe, output_dir=str(tmp_path / "interrupted"))
-    original: Callable[..., Any] = training_module.TrainingRun._batch
+    original: Callable[..., Any] = loop.TrainingRun._batch
 
     def batch(run: Any, forward: int) -> Any:
         if run.state.step == 2 and forward == 1:
@@ -250,7 +250,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
         return original(run, forward)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training_module.TrainingRun, "_batch", batch)
+        patch.setattr(loop.TrainingRun, "_batch", batch)
         with pytest.raises(FinetuneInterrupted):
             finetune(recipe)
     finetune(recipe, resume=True)

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from test_finetune import launch
 
-from rope_extend.finetune import Recipe, finetune
-from rope_extend.resume import RunState, read_state
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.resume import RunState, read_state
 
 _RUN = """
 import sys
-from rope_extend.finetune import Recipe, finetune
+from rope_extend.training.finetune import Recipe, finetune
 finetune(Recipe.from_yaml(sys.argv[1]))
 """
 

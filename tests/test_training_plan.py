@@ -15,18 +15,18 @@ from cases import FAMILIES, tiny_config
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from rope_extend import RopeExtendError, finetune
-from rope_extend import training_plan as planning
 from rope_extend.cli import main
 from rope_extend.demo import MODEL_DIR as MODEL
 from rope_extend.evaluation.memory import LiveBytes
-from rope_extend.finetune import plan
 from rope_extend.hardware import Hardware
-from rope_extend.levers import TILE, Levers, pull
 from rope_extend.loss import NextTokenLoss
-from rope_extend.recipe import Recipe
-from rope_extend.resume import RunState, read_state
-from rope_extend.training import adapted, extended
-from rope_extend.training_plan import TrainingPlan, continued, plan_training
+from rope_extend.training import plan as planning
+from rope_extend.training.finetune import plan
+from rope_extend.training.levers import TILE, Levers, pull
+from rope_extend.training.loop import adapted, extended
+from rope_extend.training.plan import TrainingPlan, continued, plan_training
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import RunState, read_state
 
 CPU = Hardware(device="cpu", dtype=torch.float32)
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))

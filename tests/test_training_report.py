@@ -19,14 +19,14 @@ from peft import get_peft_model
 from test_finetune import TARGET, metrics, settings
 from torch.utils.flop_counter import FlopCounterMode
 
-import rope_extend.training_report as report_module
+import rope_extend.training.report as report_module
 from rope_extend import RopeExtendError, plots
 from rope_extend.evaluation.tables import number
-from rope_extend.finetune import Recipe, finetune
 from rope_extend.loss import NextTokenLoss
-from rope_extend.training import lora_config
-from rope_extend.training_report import RunLog, write_training_report
-from rope_extend.utilisation import device_peak, peak_flops, training_flops
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.loop import lora_config
+from rope_extend.training.report import RunLog, write_training_report
+from rope_extend.training.utilisation import device_peak, peak_flops, training_flops
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.report import RESULTS, markdown_table, read_results, write_report
 from rope_extend.evaluation.results import EvaluationRow
-from rope_extend.finetune import FinetuneInterrupted, finetune
 from rope_extend.info import info
-from rope_extend.recipe import Recipe
-from rope_extend.resume import check_continues, checkpoints, read_state
+from rope_extend.training.finetune import FinetuneInterrupted, finetune
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import check_continues, checkpoints, read_state
 
 DATA = "demo:evaluation"
 TITLE = "A model trained on 256 tokens, read at 2,048"

@@ -23,7 +23,6 @@ from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_extend.annealing import announce_adaptation
 from rope_extend.checkpoint import save, undone_on_failure
 from rope_extend.checkpoint.card import add_card
 from rope_extend.data import Document, load_documents
@@ -31,14 +30,25 @@ from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.plan import format_bytes
 from rope_extend.hardware import Hardware
-from rope_extend.launch import check_launch, check_variables
-from rope_extend.levers import Levers, expand_segments, pull
-from rope_extend.packing import RESTART, UNPACKED, check_packing
 from rope_extend.patching import Patch, current_patch
-from rope_extend.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.pretrained import default_dtype, empty_model, one_error, pretrained
-from rope_extend.recipe import CONSECUTIVE, Recipe, add_recipe_arguments, recipe_from_arguments
-from rope_extend.resume import (
+from rope_extend.training.annealing import announce_adaptation
+from rope_extend.training.data import load_training_data
+from rope_extend.training.launch import check_launch, check_variables
+from rope_extend.training.levers import Levers, expand_segments, pull
+from rope_extend.training.loop import (
+    FinetuneInterrupted,
+    RunData,
+    TrainingRun,
+    extended,
+    lora_config,
+)
+from rope_extend.training.packing import RESTART, UNPACKED, check_packing
+from rope_extend.training.plan import TrainingPlan, continued, default_levers, plan_training
+from rope_extend.training.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
+from rope_extend.training.recipe import CONSECUTIVE, Recipe, add_recipe_arguments, recipe_from_arguments
+from rope_extend.training.report import add_training_report
+from rope_extend.training.resume import (
     RunState,
     check_continues,
     checkpoints,
@@ -48,19 +58,9 @@ from rope_extend.resume import (
     read_state,
     step_of,
 )
-from rope_extend.sharding import Sharding
-from rope_extend.shifted_sparse import check_shifted_sparse
-from rope_extend.tracking import check_trackers
-from rope_extend.training import (
-    FinetuneInterrupted,
-    RunData,
-    TrainingRun,
-    extended,
-    lora_config,
-)
-from rope_extend.training_data import load_training_data
-from rope_extend.training_plan import TrainingPlan, continued, default_levers, plan_training
-from rope_extend.training_report import add_training_report
+from rope_extend.training.sharding import Sharding
+from rope_extend.training.shifted_sparse import check_shifted_sparse
+from rope_extend.training.tracking import check_trackers
 
 __all__ = [
     "FinetuneInterrupted",

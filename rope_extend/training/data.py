@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from rope_extend.curriculum import Curriculum, Stage
 from rope_extend.data import Blocks, Document, blocks, fingerprint, load_documents, read_texts
 from rope_extend.errors import RopeExtendError
-from rope_extend.mixing import Mixture
-from rope_extend.packing import RESTART, UNPACKED, PackedBlocks, packed_blocks
-from rope_extend.recipe import Recipe
-from rope_extend.streaming import Stream
+from rope_extend.training.curriculum import Curriculum, Stage
+from rope_extend.training.mixing import Mixture
+from rope_extend.training.packing import RESTART, UNPACKED, PackedBlocks, packed_blocks
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.streaming import Stream
 
 
 def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> tuple[Curriculum, str]:

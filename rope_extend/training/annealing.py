@@ -11,7 +11,7 @@ import logging
 from torch import nn
 
 from rope_extend.patching import current_patch
-from rope_extend.recipe import Recipe
+from rope_extend.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 

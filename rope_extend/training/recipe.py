@@ -21,8 +21,8 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from rope_extend.data import parse_length
 from rope_extend.encodings import REPLACED, Adaptation, encodings, method_named
 from rope_extend.errors import RopeExtendError
-from rope_extend.packing import PACKINGS, UNPACKED
-from rope_extend.positions import SAMPLERS
+from rope_extend.training.packing import PACKINGS, UNPACKED
+from rope_extend.training.positions import SAMPLERS
 
 AUTO = "auto"
 """Of a memory lever: it is pulled where the step would not fit without."""

@@ -27,9 +27,7 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from rope_extend.annealing import mix_for_step
 from rope_extend.checkpoint import Record
-from rope_extend.curriculum import Curriculum
 from rope_extend.data import Document
 from rope_extend.encodings import KernelEncoding, encoding
 from rope_extend.errors import RopeExtendError
@@ -37,15 +35,17 @@ from rope_extend.evaluation import PerplexityResult, perplexity
 from rope_extend.evaluation.perplexity import peak_memory_bytes
 from rope_extend.learned import learned_parameters
 from rope_extend.loss import causal_lm
-from rope_extend.packing import RESTART, UNPACKED, check_apart, document_inputs, scored
 from rope_extend.patching import Patch, current_patch, extend, patch_model
-from rope_extend.positions import PositionCollator
-from rope_extend.recipe import CONSECUTIVE, Recipe
-from rope_extend.resume import RunState, load_checkpoint, save_checkpoint
-from rope_extend.sharding import Clipping, Objective, Sharding, whole
-from rope_extend.shifted_sparse import shifted_sparse
-from rope_extend.tracking import start_trackers
-from rope_extend.utilisation import device_peak, training_flops
+from rope_extend.training.annealing import mix_for_step
+from rope_extend.training.curriculum import Curriculum
+from rope_extend.training.packing import RESTART, UNPACKED, check_apart, document_inputs, scored
+from rope_extend.training.positions import PositionCollator
+from rope_extend.training.recipe import CONSECUTIVE, Recipe
+from rope_extend.training.resume import RunState, load_checkpoint, save_checkpoint
+from rope_extend.training.sharding import Clipping, Objective, Sharding, whole
+from rope_extend.training.shifted_sparse import shifted_sparse
+from rope_extend.training.tracking import start_trackers
+from rope_extend.training.utilisation import device_peak, training_flops
 
 logger = logging.getLogger(__name__)
 

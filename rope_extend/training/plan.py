@@ -35,12 +35,12 @@ from rope_extend.evaluation.plan import (
 )
 from rope_extend.hardware import Hardware
 from rope_extend.inspection import unwrap
-from rope_extend.levers import TILE, Levers, pull, recomputes, tileable
 from rope_extend.loss import CHUNK_BYTES, NextTokenLoss
-from rope_extend.packing import UNPACKED
-from rope_extend.recipe import AUTO, CONSECUTIVE, Recipe
-from rope_extend.resume import RunState
-from rope_extend.training import adapted, extended
+from rope_extend.training.levers import TILE, Levers, pull, recomputes, tileable
+from rope_extend.training.loop import adapted, extended
+from rope_extend.training.packing import UNPACKED
+from rope_extend.training.recipe import AUTO, CONSECUTIVE, Recipe
+from rope_extend.training.resume import RunState
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rope_extend.data import block_starts, format_length, tokenised
 from rope_extend.errors import RopeExtendError
-from rope_extend.packing import RESTART, UNPACKED, packed
+from rope_extend.training.packing import RESTART, UNPACKED, packed
 
 logger = logging.getLogger(__name__)
 

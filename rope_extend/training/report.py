@@ -19,7 +19,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.html import Picture, page
 from rope_extend.evaluation.tables import Line, Section, number
 from rope_extend.evaluation.versions import versions
-from rope_extend.recipe import Recipe
+from rope_extend.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rope_extend.data import format_length
-from rope_extend.mixing import Mixture
-from rope_extend.streaming import Cursor, Stream
+from rope_extend.training.mixing import Mixture
+from rope_extend.training.streaming import Cursor, Stream
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from torch.optim import Optimizer
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import flush
-from rope_extend.recipe import Recipe
-from rope_extend.sharding import fill, spread_state, whole
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.sharding import fill, spread_state, whole
 
 logger = logging.getLogger(__name__)
 

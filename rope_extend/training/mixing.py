@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rope_extend.data import Blocks
-from rope_extend.packing import PackedBlocks
+from rope_extend.training.packing import PackedBlocks
 
 _CHUNK = 4096
 """Positions whose sources are drawn at once."""
