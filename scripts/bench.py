@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from rope_extend.loss import NextTokenLoss, next_token_loss
 from rope_extend.plots import plot_by_step
 from rope_extend.training.levers import TILE, Levers, expand_segments, pull
 from rope_extend.training.loop import adapted
+from rope_extend.training.packing import apart_without_mask, document_inputs, packed
 from rope_extend.training.plan import plan_training
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.report import RunLog
@@ -571,6 +573,37 @@ def training_step(repetitions: int, tokens: int = 1024, layers: int = 2, width: 
     yield row("training: time of a step, MLP in tiles", "checkpointing alone", "s", *times)
 
 
+def packed_documents(repetitions: int, tokens: int = 4096, count: int = 8) -> Iterator[Row]:
+    """Loss and gradient of a block of documents laid side by side, against the same under a mask."""
+    lm = model().train()
+    size = tokens // count
+    block = packed(list(torch.split(document(tokens, 4096).input_ids, size)))
+    ids, labels, places = (block[name][None].to(lm.device) for name in ("input_ids", "labels", "places"))
+
+    def step(way: AbstractContextManager[None]) -> float:
+        with way:
+            loss = next_token_loss(lm, ids, labels, **document_inputs(lm, places, restarts=True))
+        loss.backward()
+        lm.zero_grad()
+        return float(loss)
+
+    ways: list[Callable[[], AbstractContextManager[None]]] = [lambda: apart_without_mask(lm), nullcontext]
+    ours, theirs = (step(way()) for way in ways)
+    assert math.isclose(ours, theirs, rel_tol=1e-5)
+    peaks = []
+    for way in ways:
+        with LiveBytes() as memory:
+            for parameter in lm.parameters():
+                memory.add(parameter)
+            before = memory.live
+            step(way())
+        peaks.append(memory.peak - before)
+    name, peer = f"{count} documents in a block of {tokens} tokens: %s", "transformers' mask"
+    times = timed(*(lambda way=way: step(way()) for way in ways), repetitions=repetitions)
+    yield row(name % "time of loss and gradient", peer, "s", *times)
+    yield row(name % "peak", peer, "B", *peaks)
+
+
 def training_8b(
     repetitions: int, config: LlamaConfig = EIGHT_BILLION, tokens: int = 32_768, device: str | None = None,
     limit: float = math.inf, tile: int = TILE,
@@ -795,6 +828,7 @@ BENCHMARKS = {
     "whole-curve": whole_curve,
     "training-loss": training_loss,
     "training-step": training_step,
+    "packed-documents": packed_documents,
     "training-8b": training_8b,
     "patched-forward": patched_forward,
     "dynamic-cache": dynamic_cache,

@@ -83,6 +83,12 @@ def test_lora_steps_take_what_is_asked(bench: ModuleType) -> None:
     assert [row["target"] for row in times] == [0.8] * 4
 
 
+def test_packed_documents_take_less_than_under_a_mask(bench: ModuleType) -> None:
+    found = rows(bench.packed_documents(1, tokens=2048))
+    assert [row["unit"] for row in found.values()] == ["s", "B"]
+    assert list(found.values())[1]["ratio"] < 1
+
+
 def test_the_training_benchmark_for_a_gpu_runs_at_a_small_shape(bench: ModuleType) -> None:
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,

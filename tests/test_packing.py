@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,22 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.data import Document
 from rope_extend.encodings import RopeShape
+from rope_extend.evaluation.memory import LiveBytes
+from rope_extend.evaluation.plan import MetaBytes, OwnCalls
 from rope_extend.loss import IGNORED, next_token_loss
 from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.levers import set_gradient_checkpointing
 from rope_extend.training.packing import (
     CONTINUE,
     RESTART,
+    apart_without_mask,
     check_apart,
     check_packing,
+    document_attention,
     document_inputs,
     packed,
     packed_blocks,
+    takes_no_mask,
 )
 
 BY_TYPE = {case.model_type: case for case in FAMILIES}
@@ -53,10 +59,14 @@ def apart(model: PreTrainedModel, texts: list[Tensor]) -> Tensor:
     return torch.stack(losses).sum() / sum(len(text) - 1 for text in texts)
 
 
-def together(model: PreTrainedModel, texts: list[Tensor], *, restarts: bool) -> Tensor:
-    row = {name: value[None] for name, value in packed(texts).items()}
-    inputs = document_inputs(model, row["places"], restarts=restarts)
-    return next_token_loss(model, row["input_ids"], row["labels"], **inputs)
+def together(model: PreTrainedModel, *rows: list[Tensor], restarts: bool, mask: bool = True) -> Tensor:
+    """The loss of rows of documents, under a mask or, where the model's attention allows it, without."""
+    batch = {
+        name: torch.stack([packed(row)[name] for row in rows]) for name in ("input_ids", "labels", "places")
+    }
+    with nullcontext() if mask else apart_without_mask(model):
+        inputs = document_inputs(model, batch["places"], restarts=restarts)
+        return next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
 
 
 def assert_equal_losses_and_gradients(
@@ -76,18 +86,84 @@ def assert_equal_losses_and_gradients(
         torch.testing.assert_close(results[1][1][name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
 
 
+PLAIN = ("llama", "gpt_neox", "qwen3", "glm", "phi3", "deepseek_v3")
+"""Families of plain causal attention, which takes no mask; deepseek's values are narrower than its keys."""
+MASKED = ("gemma3_text", "gpt_oss", "llama4_text", "stablelm")
+"""The last hands its layers no lengths."""
+
+
 @pytest.mark.parametrize("mode", [RESTART, CONTINUE])
 @pytest.mark.parametrize(
-    "family", ["llama", "gpt_neox", "qwen3", "gemma3_text", "glm", "phi3", "gpt_oss", "llama4_text"]
+    ("family", "mask"), [(name, True) for name in PLAIN + MASKED] + [(name, False) for name in PLAIN]
 )
-def test_a_packed_block_equals_its_documents_apart(family: str, mode: str) -> None:
+def test_a_packed_block_equals_its_documents_apart(family: str, mask: bool, mode: str) -> None:
     """Relative positions: so whether they restart or go on, loss and gradients are those of the documents."""
     model = tiny_model(BY_TYPE[family])
     texts = documents()
     with rx.patch_model(model, rx.encoding("yarn", factor=8.0)):
+        assert takes_no_mask(model) == (family in PLAIN)
         assert_equal_losses_and_gradients(
-            model, lambda: apart(model, texts), lambda: together(model, texts, restarts=mode == RESTART)
-        )
+            model, lambda: apart(model, texts),
+            lambda: together(model, texts, restarts=mode == RESTART, mask=mask),
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in FAMILIES if case.model_type != "jetmoe"], ids=str)
+def test_a_model_without_values_says_whether_a_mask_is_taken(case: FamilyCase) -> None:
+    """For the plan of a run. JetMoE cannot be foretold at all."""
+    model = tiny_model(case)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    with OwnCalls(), MetaBytes(scored=2):
+        found = takes_no_mask(empty)
+    assert found == takes_no_mask(model)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3),
+    st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    st.integers(0, 2**31),
+)
+def test_attention_within_documents_equals_naive_attention_in_float64(
+    sizes: list[list[int]], heads: tuple[int, int], seed: int
+) -> None:
+    tokens = max(map(sum, sizes))
+    rows = [row + [tokens - sum(row)] * (sum(row) < tokens) for row in sizes]
+    number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(len(rows), count, tokens, width, generator=generator, dtype=torch.float64)
+        for count, width in zip((heads[0], heads[1], heads[1]), (8, 8, 4), strict=True)
+    )
+    edges = torch.tensor([0, *(size for row in rows for size in row)]).cumsum(0)
+    ours = document_attention(query, key, value, edges, scale=0.3)
+    allowed = (number[:, :, None] == number[:, None, :]).tril()[:, None]
+    wide = heads[0] // heads[1]
+    scores = 0.3 * query @ key.repeat_interleave(wide, 1).mT
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    torch.testing.assert_close(ours, (weights @ value.repeat_interleave(wide, 1)).transpose(1, 2))
+
+
+def test_without_a_mask_nothing_takes_the_square_of_the_block() -> None:
+    model, tokens = tiny_llama(), 8192
+    peaks = []
+    for mask in (True, False):
+        with LiveBytes() as memory, torch.no_grad():
+            together(model, documents((tokens // 2,) * 2), restarts=True, mask=mask)
+        peaks.append(memory.peak)
+    assert peaks[0] > tokens**2 > 2 * peaks[1]
+
+
+def test_attention_is_the_models_own_again(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: Any, **__: Any) -> None:
+        raise AssertionError("a mask was made")
+
+    monkeypatch.setattr("rope_extend.training.packing.create_masks_for_generate", allocate)
+    result = finetune(replace(recipe, steps=1))
+    assert result.model.config._attn_implementation == "sdpa"
+    with pytest.raises(AssertionError, match="a mask was made"):
+        together(result.model, documents(), restarts=True)
 
 
 ENCODINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -121,12 +197,9 @@ def test_every_kind_of_encoding_reads_a_document_as_if_it_were_alone(
 def test_rows_of_a_batch_are_cut_each_in_its_own_places() -> None:
     model = tiny_model(BY_TYPE["qwen3"])
     rows = [documents((20, 30, 14)), documents((5, 59))]
-    batch = {
-        name: torch.stack([packed(row)[name] for row in rows]) for name in ("input_ids", "labels", "places")
-    }
-    inputs = document_inputs(model, batch["places"], restarts=True)
-    ours = next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
-    torch.testing.assert_close(ours, apart(model, rows[0] + rows[1]), rtol=0, atol=1e-5)
+    for mask in (True, False):
+        ours = together(model, *rows, restarts=True, mask=mask)
+        torch.testing.assert_close(ours, apart(model, rows[0] + rows[1]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", [RESTART, CONTINUE])
@@ -247,8 +320,9 @@ def test_trying_lets_pass_what_keeps_documents_apart(case: FamilyCase) -> None:
     model = tiny_model(case)
     for training in (True, False):
         model.train(training)
-        check_apart(model, restarts=True)
-        check_apart(model, restarts=False)
+        with apart_without_mask(model) if training else nullcontext():
+            check_apart(model, restarts=True)
+            check_apart(model, restarts=False)
         assert model.training == training
     check_apart(model.to(torch.bfloat16), restarts=True)
 

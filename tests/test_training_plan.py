@@ -103,6 +103,16 @@ def test_memory_is_what_was_foretold(
     assert step.weights + step.trained + step.saved == pytest.approx(kept, rel=0.05)
 
 
+@pytest.mark.parametrize(("method", "masked"), [("yarn", False), ("dynamic_ntk", True)])
+def test_packed_documents_take_a_mask_where_the_encoding_acts_inside_attention(
+    method: str, masked: bool
+) -> None:
+    run = recipe(MODEL, block_length=1024, method=method)
+    packed = replace(run, packing="restart")
+    alone, together = (made(one, levers=Levers(True)).chosen.total for one in (run, packed))
+    assert together - alone == (pytest.approx(1024**2, rel=0.01) if masked else 0)
+
+
 @pytest.mark.parametrize("levers", [Levers(), Levers(True, 128)], ids=str)
 def test_memory_of_a_longer_block_is_foretold(levers: Levers) -> None:
     run = recipe(MODEL, block_length=1024)

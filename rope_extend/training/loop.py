@@ -38,7 +38,14 @@ from rope_extend.loss import causal_lm
 from rope_extend.patching import Patch, current_patch, extend, patch_model
 from rope_extend.training.annealing import mix_for_step
 from rope_extend.training.curriculum import Curriculum
-from rope_extend.training.packing import RESTART, UNPACKED, check_apart, document_inputs, scored
+from rope_extend.training.packing import (
+    RESTART,
+    UNPACKED,
+    apart_without_mask,
+    check_apart,
+    document_inputs,
+    scored,
+)
 from rope_extend.training.positions import PositionCollator
 from rope_extend.training.recipe import CONSECUTIVE, Recipe
 from rope_extend.training.resume import RunState, load_checkpoint, save_checkpoint
@@ -286,10 +293,17 @@ class TrainingRun:
                 disk is full, or the model's attention does not do what the recipe asks for.
             FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
         """
+        with self._attention():
+            self._train(checkpoint)
+        for name, parameter in self.model.named_parameters():
+            # As loading the adapter onto such a base will have it; of parts, FSDP keeps the dtype.
+            if "modules_to_save" in name and not self.sharding.weights:
+                parameter.data = parameter.data.to(self.dtype)
+        self.model.eval()
+        self._close_trackers()
+
+    def _train(self, checkpoint: Path | None) -> None:
         recipe, accelerator = self.recipe, self.accelerator
-        if recipe.packing != UNPACKED:
-            with self._autocast():
-                self._with_weights(partial(check_apart, restarts=recipe.packing == RESTART))
         if checkpoint is None:
             self._evaluate()
             set_seed(recipe.seed, device_specific=True)  # dropout differs between processes
@@ -300,7 +314,7 @@ class TrainingRun:
         bar = tqdm(
             total=recipe.steps, initial=self.state.step, unit="step", disable=not accelerator.is_main_process
         )
-        with bar, self._attention(), _Signals() as signals:
+        with bar, _Signals() as signals:
             while self.state.step < recipe.steps:
                 self._step(bar)
                 last = self.state.step == recipe.steps
@@ -312,12 +326,6 @@ class TrainingRun:
                 if stop and not last:
                     bar.close()
                     self._interrupt(stop, saved)
-        for name, parameter in self.model.named_parameters():
-            # As loading the adapter onto such a base will have it; of parts, FSDP keeps the dtype.
-            if "modules_to_save" in name and not self.sharding.weights:
-                parameter.data = parameter.data.to(self.dtype)
-        self.model.eval()
-        self._close_trackers()
 
     def to_save(self, config: Any) -> Any:
         """The model with its trained weights whole, for the main process to save; every process calls this.
@@ -386,10 +394,18 @@ class TrainingRun:
 
     @contextmanager
     def _attention(self) -> Iterator[None]:
-        """Attention in groups while the model trains, if the recipe asks for it."""
+        """Attention within documents, or in groups while the model trains, if the recipe asks for it.
+
+        Either is tried on a few tokens.
+        """
         with ExitStack() as stack:
+            if self.recipe.packing != UNPACKED:
+                with self._autocast():
+                    stack.enter_context(apart_without_mask(self.model, self._with_weights))
+                    restarts = self.recipe.packing == RESTART
+                    self._with_weights(partial(check_apart, restarts=restarts))
             if self.recipe.shifted_sparse is not None:
-                with self._autocast():  # it reads a few tokens to try itself
+                with self._autocast():
                     within = shifted_sparse(self.model, self.recipe.shifted_sparse, self._with_weights)
                     stack.enter_context(within)
             yield

@@ -2,25 +2,36 @@
 
 Packing wastes no token on padding and uses what is too short for a block of its own. It teaches a model
 nothing about distances beyond its documents: attention stops where a document does, and so does what is
-predicted. What sets documents apart is transformers' own: its mask of packed sequences for sdpa, eager and
-flex attention, and the cumulative lengths that flash attention reads.
+predicted. What tells documents apart are the cumulative lengths that flash attention reads; by them, where a
+model's attention is plain causal attention by sdpa, each document is attended to alone, and no mask is made.
+For all others it is transformers' own mask of packed sequences.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.masking_utils import create_masks_for_generate
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    create_masks_for_generate,
+)
+from transformers.modeling_utils import AttentionInterface
 
+from rope_extend.attention import BEYOND_PLAIN, attention_modules, beyond_plain_sdpa, own_function
 from rope_extend.data import Document, format_length
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, RopeEncoding, RopeShape
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import IGNORED, causal_lm, hidden_states
+from rope_extend.undo import UndoLog
 
 UNPACKED = "none"
 """The value of `packing` for blocks of one document each."""
@@ -29,6 +40,11 @@ RESTART = "restart"
 CONTINUE = "continue"
 """Positions go on through the block, while attention is still to a token's own document alone."""
 PACKINGS = (UNPACKED, RESTART, CONTINUE)
+
+_NAME = "sdpa_of_documents"
+"""The attention implementation under which sdpa reads cumulative lengths."""
+_REACHED = "_rope_extend_lengths_reach"
+"""The attribute by which an attention module finds where to note that it was given some."""
 
 _CARRIES = ("linear", "conv", "mamba", "hybrid", "recurrent")
 """What the names of layers have in them that carry a state from token to token, past any mask."""
@@ -130,8 +146,9 @@ def scored(items: Sequence[dict[str, Tensor]]) -> int:
 def document_inputs(model: torch.nn.Module, places: Tensor, *, restarts: bool) -> dict[str, Any]:
     """Inputs of a decoder under which no token attends to another document than its own.
 
-    For sdpa and eager attention that is a mask over all pairs, made once for all layers, `T²` bytes a row
-    with sdpa: as transformers makes it for packed sequences. Flash and flex attention do without.
+    For eager attention, and for sdpa outside of :func:`apart_without_mask`, that is a mask over all pairs,
+    made once for all layers, `T²` bytes a row with sdpa: as transformers makes it for packed sequences. Flash
+    and flex attention do without.
 
     Args:
         model: a causal language model, with or without PEFT and patch.
@@ -139,8 +156,8 @@ def document_inputs(model: torch.nn.Module, places: Tensor, *, restarts: bool) -
         restarts: whether positions begin at 0 in each document, rather than go on through the row.
 
     Returns:
-        `position_ids` `[B, T]`, `attention_mask` in the form that the family reads, and for flash attention
-        the cumulative lengths of documents.
+        `position_ids` `[B, T]`, `attention_mask` in the form that the family reads, and where there is none
+        over pairs, the cumulative lengths of documents.
 
     Raises:
         RopeExtendError: there is no memory for the mask.
@@ -149,10 +166,12 @@ def document_inputs(model: torch.nn.Module, places: Tensor, *, restarts: bool) -
     config = lm.config.get_text_config()
     batch, length = places.shape
     positions = places if restarts else torch.arange(length, device=places.device).expand(batch, -1)
-    if "flash" in config._attn_implementation:
+    if "flash" in config._attn_implementation or config._attn_implementation == _NAME:
         starts = (places == 0).flatten().nonzero().flatten().to(torch.int32)
         edges = torch.cat([starts, starts.new_tensor([batch * length])])
         longest = int(edges.diff().max())
+        if config._attn_implementation == _NAME:
+            edges = edges.cpu()  # read once, and not once more in each layer
         return {
             "position_ids": positions,
             "attention_mask": torch.ones_like(places),
@@ -171,6 +190,116 @@ def document_inputs(model: torch.nn.Module, places: Tensor, *, restarts: bool) -
             "batch_size, or a model loaded with flash attention, which takes none"
         ) from error
     return {"position_ids": positions, "attention_mask": masks}
+
+
+def document_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edges: Tensor,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention within each document.
+
+    Args:
+        query: `[B, H, T, D]`, rotated.
+        key: `[B, KV, T, D]`, rotated; KV divides H.
+        value: `[B, KV, T, V]`.
+        edges: int `[documents + 1]`, where each document begins in the `B · T` tokens laid end to end, and
+            their number; no document goes on from one row to the next.
+        scale: of the logits; `D ** -0.5` if not given.
+        dropout: of the weights.
+
+    Returns:
+        `[B, T, H, V]`, as transformers' attention functions do.
+    """
+    tokens = query.shape[2]
+    found = []
+    for start, stop in pairwise(edges.tolist()):
+        row, first = divmod(start, tokens)
+        one = (slice(row, row + 1), slice(None), slice(first, first + stop - start))
+        states = scaled_dot_product_attention(
+            query[one], key[one], value[one], dropout_p=dropout, is_causal=True, scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        found.append(states.transpose(1, 2))
+    return torch.cat(found, dim=1).view(len(query), tokens, query.shape[1], value.shape[-1])
+
+
+def _attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls under the name `sdpa_of_documents`."""
+    edges = kwargs.pop("cu_seq_lens_q", None)
+    if edges is None:
+        return own_function(module, "sdpa")(module, query, key, value, attention_mask, **kwargs)
+    if (reached := getattr(module, _REACHED, None)) is not None:
+        reached.add(id(module))
+    if beyond := [name for name in BEYOND_PLAIN if kwargs.get(name) is not None]:
+        raise UnsupportedModelError(
+            f"documents are kept apart in plain causal attention, and {type(module).__name__} was given "
+            f"{', '.join(beyond)}; use packing: none"
+        )
+    scale, dropout = kwargs.get("scaling"), kwargs.get("dropout") or 0.0
+    return document_attention(query, key, value, edges, scale=scale, dropout=dropout), None
+
+
+AttentionInterface.register(_NAME, _attention)
+AttentionMaskInterface.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+@torch.no_grad()
+def takes_no_mask(model: torch.nn.Module) -> bool:
+    """Whether packed documents are kept apart without a mask over all pairs.
+
+    Where sdpa is all that a family does, two tokens are read to see that the lengths reach every layer: in
+    StableLM's they do not. A model without values, on the meta device, will do.
+    """
+    lm = causal_lm(model)
+    if "flash" in lm.config.get_text_config()._attn_implementation:
+        return True
+    if beyond_plain_sdpa(lm) is not None:
+        return False
+    reached: set[int] = set()
+    ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=ids.device)  # else transformers looks at values
+    with _reading_lengths(lm, reached):
+        hidden_states(model, ids, attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 2]))
+    return all(id(module) in reached for module in attention_modules(lm.base_model))
+
+
+@contextmanager
+def apart_without_mask(
+    model: torch.nn.Module, run: Callable[[Callable[[torch.nn.Module], bool]], bool] | None = None
+) -> Iterator[None]:
+    """Let sdpa read cumulative lengths inside the block, in a model whose attention is no more than that.
+
+    Args:
+        model: a causal language model of transformers, with or without PEFT and patch.
+        run: hands the model to a function that reads with it, where its weights are not always there (FSDP).
+    """
+    lm = causal_lm(model)
+    apart = takes_no_mask(model) if run is None else run(takes_no_mask)
+    sdpa = lm.config.get_text_config()._attn_implementation == "sdpa"
+    with _reading_lengths(lm) if apart and sdpa else nullcontext():
+        yield
+
+
+@contextmanager
+def _reading_lengths(lm: Any, reached: set[int] | None = None) -> Iterator[None]:
+    """Let sdpa read cumulative lengths, and note the attention modules that are given some."""
+    undo = UndoLog()
+    modules = attention_modules(lm.base_model)
+    try:
+        for config in {id(part.config): part.config for part in (lm.base_model, *modules)}.values():
+            undo.set(config, "_attn_implementation_internal", _NAME)
+        for module in modules:
+            undo.set(module, _REACHED, reached)
+        yield
+    finally:
+        undo.unwind()
 
 
 def check_packing(packing: str, encoding: Encoding, shape: RopeShape, config: Any) -> None:

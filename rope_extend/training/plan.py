@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rope_extend.attention import PREFIX
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.plan import (
     MARGIN,
@@ -38,7 +39,7 @@ from rope_extend.inspection import unwrap
 from rope_extend.loss import CHUNK_BYTES, NextTokenLoss
 from rope_extend.training.levers import TILE, Levers, pull, recomputes, tileable
 from rope_extend.training.loop import adapted, extended
-from rope_extend.training.packing import UNPACKED
+from rope_extend.training.packing import UNPACKED, takes_no_mask
 from rope_extend.training.recipe import AUTO, CONSECUTIVE, Recipe
 from rope_extend.training.resume import RunState
 
@@ -368,13 +369,20 @@ class _Rehearsal:
         self.recipe, self.base, self.weights = recipe, model, weights
         self.place, self.quantized, self.processes = place, recipe.quantize is not None, processes
         self.dtype = model.dtype
-        self.attention = model.config.get_text_config(decoder=True)._attn_implementation
         self.quantized_savings = quantized_savings(model, "4bit")
+        packed = recipe.packing != UNPACKED
+        with OwnCalls(), MetaBytes(scored=2):
+            self.masked = packed and not takes_no_mask(model)
         # Before the patch, which may build on the attention that it finds; the model is the rehearsal's own.
+        config = model.config.get_text_config(decoder=True)
+        flash = "flash" in config._attn_implementation
         self._attending = attending(model, maskless=False)
         self._attending.__enter__()
         with _quiet():  # the run says the same of the model itself
             extended(model, recipe)
+        # What acts inside attention reads a mask, where the kernel is not flash's.
+        acts = config._attn_implementation.startswith(PREFIX)
+        self.masked |= packed and acts and not flash
         self.model = adapted(model, recipe).train()
         vocabulary = model.get_output_embeddings().weight.shape[0]
         self.scored = 3 * max(1, CHUNK_BYTES // (4 * vocabulary))  # tokens of three chunks of logits
@@ -436,7 +444,7 @@ class _Rehearsal:
             optimizer.step()
             optimizer.zero_grad()
             held = counter.live
-            if recipe.packing != UNPACKED and "flash" not in self.attention:
+            if self.masked:
                 _mask = torch.empty(recipe.batch_size, tokens, tokens, dtype=torch.bool, device=META)
             if recipe.gradient_accumulation > 1 or buckets:
                 self._gradients()

@@ -25,11 +25,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from rope_extend.attention import PREFIX, attention_modules, own_function
+from rope_extend.attention import BEYOND_PLAIN, PREFIX, attention_modules, beyond_plain_sdpa, own_function
 from rope_extend.encodings import Encoding
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
-from rope_extend.families import adapter_for
-from rope_extend.inspection import kinds_beside_full_attention
 from rope_extend.loss import causal_lm, hidden_states
 from rope_extend.undo import UndoLog
 
@@ -37,8 +35,6 @@ _NAME = "shifted_sparse_sdpa"
 """The attention implementation while the option is on."""
 _OPTION = "_rope_extend_shifted_sparse"
 """The attribute by which an attention module finds its `_Option`."""
-_BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")
-"""What families hand to their attention function that plain causal attention does not do."""
 
 
 @dataclass
@@ -132,7 +128,7 @@ def _attention(
     if option is None or (option.tried and not module.training):
         return own_function(module, "sdpa")(module, query, key, value, attention_mask, **kwargs)
     option.reached.add(id(module))
-    beyond = [name for name in _BEYOND if kwargs.get(name) is not None]
+    beyond = [name for name in BEYOND_PLAIN if kwargs.get(name) is not None]
     if attention_mask is not None or key.shape[2] != query.shape[2]:
         beyond.append("a mask or a cache, as for padding")
     if beyond:
@@ -162,22 +158,10 @@ def check_shifted_sparse(model: nn.Module, encoding: Encoding) -> None:
         UnsupportedModelError: naming what stands in the way, and what works.
     """
     lm = causal_lm(model)
-    config = lm.config.get_text_config()
-    implementation = config._attn_implementation
-    modules = attention_modules(lm.base_model)
-    kinds = kinds_beside_full_attention(config)
-    unreachable = adapter_for(lm.config.model_type).unreachable
-    reason = None
-    if implementation.startswith(PREFIX):
-        reason = f"{encoding} acts inside attention; a static rotary method works, such as yarn"
-    elif unreachable or not modules:
-        reason = unreachable or "its attention does not go through transformers' interface"
-    elif kinds:
-        reason = f"it has layers of kind {', '.join(sorted(kinds))}, and not full attention alone"
-    elif getattr(config, "attn_logit_softcapping", None) or any(hasattr(m, "sinks") for m in modules):
-        reason = "its attention does more than a softmax over the tokens (a soft cap, or sinks)"
-    elif implementation != "sdpa":
-        reason = f"attn_implementation is {implementation!r}; load the model with 'sdpa'"
+    if lm.config.get_text_config()._attn_implementation.startswith(PREFIX):
+        reason: str | None = f"{encoding} acts inside attention; a static rotary method works, such as yarn"
+    else:
+        reason = beyond_plain_sdpa(lm)
     if reason is not None:
         raise UnsupportedModelError(
             f"shifted sparse attention does not work with {lm.config.model_type}: {reason}. Leave "
