@@ -18,8 +18,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from rope_extend.attention import AttentionReader, PositionReader, attention_modules, remove_readers
-from rope_extend.biases import BiasReader
+from rope_extend.attention.biases import BiasReader
+from rope_extend.attention.functions import attention_modules, remove_readers
+from rope_extend.attention.linear import LinearReader
+from rope_extend.attention.reader import PositionReader
+from rope_extend.attention.rotation import RotationReader
 from rope_extend.encodings import (
     AbsoluteEncoding,
     BiasEncoding,
@@ -37,7 +40,6 @@ from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.families import FamilyAdapter, adapter_for
 from rope_extend.inspection import CONFIG_RECORD, active_table, layer_config, rotary_part, shape_of, unwrap
 from rope_extend.learned import LEARNED, LearnedParameters
-from rope_extend.linear_attention import LinearReader
 from rope_extend.rotary import ExtendedRotaryEmbedding, Start
 from rope_extend.stock_forms import CARRIED, nested, softmax_scale_of, stock_forms, stock_parameters
 from rope_extend.undo import UndoLog
@@ -149,7 +151,7 @@ class Patch:
         scales = self.rotary.logit_scale(self.shape, torch.arange(1)) is not None
         inside = scales or self.rotary.rotates_in_attention
         if inside or self.rotary.per_row:
-            self._reader = AttentionReader(self.rotary, self.shape, adapter)
+            self._reader = RotationReader(self.rotary, self.shape, adapter)
             if inside:
                 self._reader.install(decoder, self._undo)
             else:

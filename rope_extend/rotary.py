@@ -13,7 +13,7 @@ from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import PatchError
 
 if TYPE_CHECKING:
-    from rope_extend.attention import PositionReader
+    from rope_extend.attention.reader import PositionReader
 
 _PIECE = 12
 """Bits per piece in the split-float path: a product of two 12-bit integers is exact in float32."""

@@ -23,7 +23,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import rope_extend as rx
-from rope_extend.channels import position_channels
+from rope_extend.attention.channels import position_channels
 from rope_extend.encodings import BiasEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.learned import learned_parameters

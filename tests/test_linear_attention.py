@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import rope_extend as rx
+from rope_extend.attention.linear import CHUNK, StateLayer, linear_attention
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.linear_attention import CHUNK, StateLayer, linear_attention
 
 LENGTH = 80
 YARN = {"name": "yarn", "factor": 8.0}

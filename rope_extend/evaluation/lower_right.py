@@ -20,7 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from rope_extend.attention import attention_modules
+from rope_extend.attention.functions import attention_modules
 from rope_extend.undo import UndoLog
 
 NAME = "rope_extend_lower_right"

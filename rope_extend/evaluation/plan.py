@@ -31,7 +31,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import cached_file
 
-from rope_extend.attention import attention_modules
+from rope_extend.attention.functions import attention_modules
 from rope_extend.data import format_length
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from rope_extend.attention import PREFIX
+from rope_extend.attention.functions import PREFIX
 from rope_extend.evaluation.lower_right import lower_right
 from rope_extend.inspection import layer_config
 from rope_extend.loss import causal_lm, decoder_name, hidden_states

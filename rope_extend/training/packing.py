@@ -26,7 +26,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import AttentionInterface
 
-from rope_extend.attention import BEYOND_PLAIN, attention_modules, beyond_plain_sdpa, own_function
+from rope_extend.attention.functions import BEYOND_PLAIN, attention_modules, beyond_plain_sdpa, own_function
 from rope_extend.data import Document, format_length
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError, UnsupportedModelError

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rope_extend.attention import PREFIX
+from rope_extend.attention.functions import PREFIX
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.plan import (
     MARGIN,

@@ -25,7 +25,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from rope_extend.attention import BEYOND_PLAIN, PREFIX, attention_modules, beyond_plain_sdpa, own_function
+from rope_extend.attention.functions import (
+    BEYOND_PLAIN,
+    PREFIX,
+    attention_modules,
+    beyond_plain_sdpa,
+    own_function,
+)
 from rope_extend.encodings import Encoding
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import causal_lm, hidden_states

@@ -18,17 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rope_extend.attention import (
-    Forward,
-    PositionReader,
-    attention_modules,
-    causal_mask,
-    is_dense,
-    never_compiled,
-    own_function,
-)
-from rope_extend.bias_parts import PartialBias, Places, rows_of_part
-from rope_extend.channels import position_channels
+from rope_extend.attention.bias_parts import PartialBias, Places, rows_of_part
+from rope_extend.attention.channels import position_channels
+from rope_extend.attention.functions import attention_modules, causal_mask, is_dense, own_function
+from rope_extend.attention.reader import Forward, PositionReader, never_compiled
 from rope_extend.encodings import BiasEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.families import FamilyAdapter

@@ -16,15 +16,9 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from rope_extend.attention import (
-    Forward,
-    PositionReader,
-    attention_modules,
-    is_dense,
-    never_compiled,
-    rotate,
-    seen_by,
-)
+from rope_extend.attention.functions import attention_modules, is_dense
+from rope_extend.attention.reader import Forward, PositionReader, never_compiled, seen_by
+from rope_extend.attention.rotation import rotate
 from rope_extend.encodings import KernelEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.families import FamilyAdapter

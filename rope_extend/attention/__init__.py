@@ -1,0 +1,1 @@
+"""What acts inside attention: rotation that follows the length, biases, and linear attention."""

@@ -1,0 +1,133 @@
+"""The attention functions that transformers calls: found in a model, wrapped under a name, and taken back.
+
+A model's own function (sdpa, eager, flash, flex) is registered a second time, as `rope_extend_sdpa`, with the
+same mask function. Under that name, a module's reader is asked first, if it has one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from rope_extend.errors import UnsupportedModelError
+from rope_extend.families import adapter_for
+from rope_extend.inspection import kinds_beside_full_attention
+from rope_extend.undo import UndoLog
+
+if TYPE_CHECKING:
+    from rope_extend.attention.reader import PositionReader
+
+PREFIX = "rope_extend_"
+"""What the name of a wrapped attention implementation begins with: `rope_extend_sdpa`."""
+READER = "_rope_extend_reader"
+"""The attribute by which a module finds the `PositionReader` of the patch that is active in it."""
+
+BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "sliding_window")
+"""What families hand to their attention function that plain causal attention does not do."""
+
+
+def own_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The family's own function for an attention implementation."""
+    home = sys.modules[type(module).__module__]
+    interface = getattr(home, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    return interface.get_interface(implementation, getattr(home, "eager_attention_forward", None))
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    implementation: str,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls under the name `rope_extend_<implementation>`."""
+    inner = own_function(module, implementation)
+    reader: PositionReader | None = getattr(module, READER, None)
+    if reader is None or reader.share == 0 or not reader.acts_on(module):
+        return inner(module, query, key, value, attention_mask, **kwargs)
+    return reader.attend(inner, implementation, module, query, key, value, attention_mask, **kwargs)
+
+
+def attention_modules(decoder: nn.Module) -> list[Any]:
+    """The attention modules of a decoder: those that know their layer and how to scale their logits."""
+    return [
+        module
+        for module in decoder.modules()
+        if hasattr(module, "layer_idx") and hasattr(module, "scaling") and hasattr(module, "config")
+    ]
+
+
+def beyond_plain_sdpa(lm: Any) -> str | None:
+    """Why a model's attention is not plain causal attention over all tokens by sdpa; None if it is.
+
+    What takes the place of such attention with `is_causal` alone would lose all that a family does beyond.
+
+    Args:
+        lm: a causal language model of transformers; one without weights will do.
+    """
+    config = lm.config.get_text_config()
+    implementation = config._attn_implementation
+    modules = attention_modules(lm.base_model)
+    unreachable = adapter_for(lm.config.model_type).unreachable
+    if unreachable or not modules:
+        return unreachable or "its attention does not go through transformers' interface"
+    if kinds := kinds_beside_full_attention(config):
+        return f"it has layers of kind {', '.join(sorted(kinds))}, and not full attention alone"
+    if getattr(config, "attn_logit_softcapping", None) or any(hasattr(m, "sinks") for m in modules):
+        return "its attention does more than a softmax over the tokens (a soft cap, or sinks)"
+    if implementation != "sdpa":
+        return f"attn_implementation is {implementation!r}; load the model with 'sdpa'"
+    return None
+
+
+def remove_readers(decoder: nn.Module, undo: UndoLog) -> None:
+    """Let a decoder's own attention functions act again, and whatever a reader acted on."""
+    for module in decoder.modules():
+        if getattr(module, READER, None) is not None:
+            undo.set(module, READER, None)
+            name = getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
+            if name.startswith(PREFIX):
+                undo.set(module.config, "_attn_implementation_internal", name.removeprefix(PREFIX))
+
+
+def wrapped_implementation(implementation: str) -> str:
+    """The name under which an attention implementation rotates its queries and keys; registers it.
+
+    Raises:
+        UnsupportedModelError: transformers has no mask for the implementation, so it would run without.
+    """
+    implementation = implementation.removeprefix(PREFIX)
+    name = PREFIX + implementation
+    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise UnsupportedModelError(
+            f"attention implementation {implementation!r} has no mask function in transformers; encodings "
+            f"that act inside attention work with {', '.join(sorted(ALL_MASK_ATTENTION_FUNCTIONS))}"
+        )
+    AttentionInterface.register(name, partial(_attention, implementation=implementation))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
+    return name
+
+
+def is_dense(implementation: str) -> bool:
+    """Whether an implementation takes a mask over queries and keys, where flash takes a causal flag."""
+    return "flash" not in implementation and "flex" not in implementation
+
+
+def causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:
+    """`[1, 1, queries, keys]`: the queries are the last of the keys' positions."""
+    allowed = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
+    if implementation == "sdpa":
+        return allowed[None, None]
+    return torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device).masked_fill_(
+        ~allowed, torch.finfo(like.dtype).min
+    )

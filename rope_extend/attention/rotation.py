@@ -1,0 +1,310 @@
+"""Rotation inside attention, for every `RopeEncoding` whose tables follow the length.
+
+A length-dependent schedule rotates a key by the table of the query that reads it, so the key cannot be
+rotated when it is cached. Here the rotary module turns nothing, caches of any class hold unrotated keys, and
+queries and keys are rotated where they meet, around the model's own attention function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_extend.attention.functions import attention_modules, causal_mask, is_dense
+from rope_extend.attention.reader import Forward, PositionReader, never_compiled
+from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.errors import PatchError
+from rope_extend.families import FamilyAdapter
+from rope_extend.rotary import angles_of
+from rope_extend.undo import UndoLog
+
+DECAY_LIMIT = 4.0
+"""Decay (xPos) is counted from a centre that moves on before any factor exceeds `exp` of this."""
+MASK_ROWS = 512
+"""Where causality needs a mask of its own, it is built for at most this many queries at a time."""
+TABLE_BYTES = 2**28
+"""How much of one forward's cos and sin is kept for the next layer, rather than computed again."""
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Consecutive queries `start` to `stop` of a forward, over which no row changes its table.
+
+    Attributes:
+        lengths: the length whose table each row is read by, one number where all rows agree.
+        centres: the position from which decay is counted, likewise.
+    """
+
+    start: int
+    stop: int
+    lengths: tuple[int, ...]
+    centres: tuple[int, ...]
+
+
+@dataclass
+class _Forward(Forward):
+    """Where the queries and keys of one forward stand, and the tables they are rotated by."""
+
+    encoding: RopeEncoding
+    shape: RopeShape
+    normalised: bool
+    """Whether what is rotated is then normalised in the stock model, where a factor has no effect."""
+    segments: list[_Segment] = field(init=False)
+    scale: Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scale = self.encoding.logit_scale(self.shape, self.queries)
+        self.segments = self._cut() if self.encoding.rotates_in_attention else []
+
+    def _cut(self) -> list[_Segment]:
+        lengths = self.encoding.table_length(self.shape, self.queries + 1)
+        centres = torch.zeros_like(self.queries)
+        decay = self.encoding.decay(self.shape)
+        if decay is not None:
+            block = _decay_block(decay)
+            centres = self.queries // block * block
+        changes = ((lengths.diff() != 0) | (centres.diff() != 0)).any(dim=0)
+        starts = [0, *(changes.nonzero().flatten() + 1).tolist()]
+        stops = [*starts[1:], self.queries.shape[1]]
+
+        def agreed(values: Tensor) -> list[tuple[int, ...]]:
+            columns = values[:, starts].T.tolist()
+            return [tuple(row if len(set(row)) > 1 else row[:1]) for row in columns]
+
+        parts = zip(starts, stops, agreed(lengths), agreed(centres), strict=True)
+        return [_Segment(*part) for part in parts]
+
+    def rotation(self, segment: _Segment, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`(cos, sin)` of the segment's queries and `(cos, sin)` of all keys up to its last one.
+
+        Each `[1 or batch, 1, n, dim/2]` in the dtype and on the device of `like`.
+        """
+        wanted = (segment.start, like.dtype, like.device)
+        if wanted in self.tables:
+            return self.tables[wanted]
+        past = self.keys.shape[1] - self.queries.shape[1]
+        keys = self.keys[:, : past + segment.stop].to(like.device)
+        tables = [
+            (
+                self.encoding.inv_freq(self.shape, length),
+                1.0 if self.normalised else self.encoding.attention_factor(self.shape, length),
+            )
+            for length in segment.lengths
+        ]
+        table = torch.stack([inv_freq for inv_freq, _ in tables])[:, None]  # [1 or batch, 1, dim/2]
+        factor = torch.tensor([factor for _, factor in tables], device=like.device)[:, None, None]
+        angles = angles_of(self.encoding, self.shape, keys, table)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        first = past + segment.start
+        pair_q, pair_k = (cos[:, first:], sin[:, first:]), (cos, sin)
+        decay = self.encoding.decay(self.shape)
+        if decay is not None:
+            centre = torch.tensor(segment.centres, device=like.device)[:, None]
+            # Keys after the block are never attended to, but what multiplies them must stay finite.
+            away = (keys - centre).clamp(max=_decay_block(decay))[..., None] * decay.to(
+                like.device, cos.dtype
+            )
+            pair_q = tuple(part * away[:, first:].exp() for part in pair_q)  # type: ignore[assignment]
+            pair_k = tuple(part * (-away).exp() for part in pair_k)  # type: ignore[assignment]
+        made = tuple(part[:, None].to(like.dtype) for part in (*pair_q, *pair_k))
+        size = sum(part.numel() for part in made) * like.element_size()
+        if size * len(self.segments) <= TABLE_BYTES:
+            self.tables[wanted] = made
+        return made  # type: ignore[return-value]
+
+
+def _decay_block(decay: Tensor) -> int:
+    """How many positions share a centre of decay."""
+    return max(1, int(DECAY_LIMIT / max(float(-decay.min()), 1e-9)))
+
+
+class RotationReader(PositionReader):
+    """Rotates queries and keys inside attention, for one patch of one model."""
+
+    encoding: RopeEncoding
+    _forward: _Forward | None
+
+    def __init__(self, encoding: RopeEncoding, shape: RopeShape, adapter: FamilyAdapter) -> None:
+        super().__init__(encoding, adapter)
+        self.shape = shape
+        self._normalised = False
+
+    def install(self, decoder: Any, undo: UndoLog) -> None:
+        """Put this reader into a decoder, in place of any other.
+
+        Raises:
+            UnsupportedModelError: the family or its attention implementation cannot be acted on exactly.
+        """
+        super().install(decoder, undo)
+        if self.adapter.normalises is not None:
+            self._normalised = any(map(self.adapter.normalises, attention_modules(decoder)))
+
+    def new_forward(self, queries: Tensor, keys: Tensor) -> _Forward:
+        """A forward, cut where its tables change."""
+        forward = _Forward(queries, keys, self.encoding, self.shape, self._normalised)
+        if forward.scale is not None and self.share != 1:
+            forward.scale = 1 + self.share * (forward.scale - 1)
+        return forward
+
+    def refuse_changed_rows(self, position_ids: Tensor) -> None:
+        """For schedules per row: refuse to go on from a cache that was filled under other tables.
+
+        Raises:
+            PatchError: a row's table now differs from the one its cached keys and values were computed by.
+        """
+        self.begin(position_ids)
+        assert self._forward is not None
+        past = self._forward.keys.shape[1] - self._forward.queries.shape[1]
+        if past == 0:
+            return
+        before = self._forward.keys[:, :past].amax(dim=1) + 1
+        now = self._forward.queries.amax(dim=1) + 1
+        for old, new in zip(before.tolist(), now.expand_as(before).tolist(), strict=True):
+            same = torch.equal(
+                self.encoding.inv_freq(self.shape, old), self.encoding.inv_freq(self.shape, new)
+            ) and self.encoding.attention_factor(self.shape, old) == self.encoding.attention_factor(
+                self.shape, new
+            )
+            if not same:
+                raise PatchError(
+                    f"{self.encoding} rotates a whole row by the table of its length, so the {old} cached "
+                    f"tokens would have to be computed again at {new}; use_cache=False does that, and "
+                    f"per='query' needs no such thing"
+                )
+
+    @never_compiled
+    def attend(
+        self,
+        inner: Callable[..., tuple[Tensor, Tensor | None]],
+        implementation: str,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention by the model's own function `inner`, with queries and keys rotated here.
+
+        `query` `[batch, heads, T, head_dim]`; `key`, `value` `[batch, kv_heads, K, head_dim]` as cached.
+        """
+        if kwargs.get("cache") is not None:
+            raise PatchError(
+                f"{self.encoding} cannot read a paged cache (continuous batching); use generate()"
+            )
+        forward = self.forward_of(kwargs.get("position_ids"))
+        assert isinstance(forward, _Forward)
+        if forward.scale is not None:
+            query = query * forward.scale[:, None, :, None].to(query.device, query.dtype)
+        if not forward.segments:
+            return inner(module, query, key, value, attention_mask, **kwargs)
+        total, new = forward.keys.shape[1], query.shape[2]
+        if forward.queries.shape[1] != new or key.shape[2] < new:
+            raise PatchError(
+                f"{type(module).__name__} reads {new} queries and {key.shape[2]} keys, and the rotary module "
+                f"was told of {forward.queries.shape[1]} positions: {self.encoding} cannot place them"
+            )
+        if len(forward.segments) > 1:
+            kwargs = self._for_parts(implementation, attention_mask, forward, kwargs)
+        low = max(0, total - key.shape[2])  # a layer with a sliding window hands over its last keys only
+        turn = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
+        same = self.encoding.decay(self.shape) is None  # a query and a key at one place turn alike
+        outputs: list[Tensor] = []
+        weights: list[Tensor | None] = []
+        for segment in forward.segments:
+            # A cache of fixed size hands over empty slots behind the last key; they are cut off as well.
+            end = total - new + segment.stop
+            cos_q, sin_q, cos_k, sin_k = forward.rotation(segment, query)
+            if self.adapter.backwards:
+                sin_q, sin_k = -sin_q, -sin_k
+            keys, values = key[:, :, : end - low], value[:, :, : end - low]
+            keys = turn(keys, cos_k[:, :, low:], sin_k[:, :, low:])
+            needs_mask = attention_mask is None and end - low > segment.stop - segment.start > 1
+            if needs_mask and total == new == key.shape[2] and 2 * segment.start <= segment.stop and same:
+                # Plain causal attention of all queries so far, on the fast path and without a mask, for the
+                # price of the earlier ones, whose results are dropped.
+                queries = turn(query[:, :, : segment.stop], cos_k, sin_k)
+                output, weight = inner(module, queries, keys, values, None, **kwargs)
+                outputs.append(output[:, segment.start :])
+                weights.append(None if weight is None else weight[:, :, segment.start :])
+                continue
+            queries = turn(query[:, :, segment.start : segment.stop], cos_q, sin_q)
+            rows = MASK_ROWS if needs_mask and is_dense(implementation) else segment.stop - segment.start
+            for start in range(segment.start, segment.stop, rows):
+                stop = min(start + rows, segment.stop)
+                reach = total - new + stop - low
+                if needs_mask and is_dense(implementation):
+                    mask = causal_mask(stop - start, reach, query, implementation)
+                else:
+                    mask = _part_of_mask(attention_mask, start, stop, reach)
+                output, weight = inner(
+                    module,
+                    queries[:, :, start - segment.start : stop - segment.start],
+                    keys[:, :, :reach],
+                    values[:, :, :reach],
+                    mask,
+                    **kwargs,
+                )
+                outputs.append(output)
+                weights.append(weight)
+        if len(outputs) == 1 and (weights[0] is None or weights[0].shape[-1] == key.shape[2]):
+            return outputs[0], weights[0]
+        wide = [nn.functional.pad(w, (0, key.shape[2] - w.shape[-1])) for w in weights if w is not None]
+        return torch.cat(outputs, dim=1), torch.cat(wide, dim=2) if wide else None
+
+    def _for_parts(
+        self, implementation: str, mask: Any, forward: _Forward, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the inner function is given where it is called with a part of the queries at a time.
+
+        Raises:
+            PatchError: it cannot work on a part.
+        """
+        switch = "the tables change within this input"
+        if "flex" in implementation:
+            raise PatchError(
+                f"{self.encoding}: {switch}, and the block mask of flex_attention cannot be cut there; "
+                f"use attn_implementation='sdpa'"
+            )
+        if "flash" in implementation:
+            if kwargs.get("cu_seq_lens_q") is not None or bool((forward.queries.diff() < 0).any()):
+                raise PatchError(
+                    f"{self.encoding}: {switch}, and {implementation} cannot cut packed rows there; "
+                    f"use attn_implementation='sdpa', or one row per document"
+                )
+            return {name: value for name, value in kwargs.items() if name != "position_ids"}
+        return kwargs
+
+
+def _part_of_mask(mask: Any, start: int, stop: int, keys: int) -> Any:
+    """The mask's rows of some queries and columns of the first `keys` keys, in whatever form it has."""
+    if isinstance(mask, Tensor):
+        if mask.dim() == 4:
+            return mask[:, :, start:stop, :keys]
+        if mask.dim() == 2:
+            return mask[:, :keys]
+    return mask
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, *, pairs: str, rotated: str) -> Tensor:
+    """Rotate `states` `[batch, heads, n, head_dim]` by `cos`, `sin` `[1 or batch, 1, n, dim/2]`."""
+    dim, head_dim = 2 * cos.shape[-1], states.shape[-1]
+    turning, rest = states, None
+    if dim < head_dim:
+        first, last = (dim, head_dim - dim) if rotated == "first" else (head_dim - dim, dim)
+        one, other = torch.split(states, [first, last], dim=-1)
+        turning, rest = (one, other) if rotated == "first" else (other, one)
+    if pairs == "halves":
+        a, b = turning.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    else:
+        a, b = turning[..., 0::2], turning[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    if rest is None:
+        return turned
+    return torch.cat((turned, rest) if rotated == "first" else (rest, turned), dim=-1)
