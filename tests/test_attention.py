@@ -6,19 +6,17 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from batches import LENGTH, Batch, batch, gradients, in_parts, logits, same, tokens
 from cases import FACTOR, PARTIAL, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import rope_extend as rx
 from rope_extend.errors import PatchError, UnsupportedModelError
-
-LENGTH = 80
 
 YARN = {"name": "yarn", "factor": FACTOR}
 LISTS = {"long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0], "short_factor": [1.0] * 7 + [1.25]}
@@ -61,67 +59,10 @@ def encoding(request: pytest.FixtureRequest) -> Any:
     return rx.Encoding.from_dict(request.param)
 
 
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def patched(model: PreTrainedModel, encoding: Any) -> rx.Patch:
     if isinstance(encoding, str):
         encoding = rx.Encoding.from_dict(INSIDE[encoding])
     return rx.patch_model(model, encoding, target_length=TARGET)
-
-
-@dataclass
-class Batch:
-    """Rows of different lengths, padded on the left."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-
-    @property
-    def position_ids(self) -> Tensor:
-        return (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
-
-    def part(self, start: int, stop: int) -> dict[str, Tensor]:
-        return {
-            "input_ids": self.input_ids[:, start:stop],
-            "attention_mask": self.attention_mask[:, :stop],
-            "position_ids": self.position_ids[:, start:stop],
-        }
-
-
-def batch(padding: tuple[int, ...] = (0, 17, 59)) -> Batch:
-    mask = torch.ones(len(padding), LENGTH, dtype=torch.long)
-    for row, width in enumerate(padding):
-        mask[row, :width] = 0
-    return Batch(tokens(len(padding), LENGTH), mask)
-
-
-@torch.no_grad()
-def in_parts(model: PreTrainedModel, data: Batch, stops: list[int], cache: Any = None) -> Tensor:
-    """Logits of consecutive parts, each read with the cache of those before it."""
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    starts = [0, *stops[:-1]]
-    return torch.cat(
-        [
-            model(**data.part(start, stop), past_key_values=cache, use_cache=True).logits
-            for start, stop in zip(starts, stops, strict=True)
-        ],
-        dim=1,
-    )
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor:
-    return model(input_ids, use_cache=False, **inputs).logits
-
-
-def same(actual: Tensor, expected: Tensor, data: Batch | None = None) -> None:
-    """Equal to 1e-4 wherever a token stands."""
-    if data is not None:
-        there = data.attention_mask[:, :, None].bool()
-        actual, expected = actual.masked_fill(~there, 0), expected.masked_fill(~there, 0)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -255,17 +196,17 @@ def test_logits_equal_attention_written_out(encoding: dict[str, Any], rotation: 
 def test_parts_and_tokens_equal_one_forward(model: PreTrainedModel, encoding: Any) -> None:
     data = batch()
     with patched(model, encoding):
-        whole = logits(model, **data.part(0, LENGTH))
+        whole = logits(model, **data)
         for stops in ([10, *range(11, LENGTH + 1)], [20, 50, LENGTH], [31, 32, 33, LENGTH]):
             same(in_parts(model, data, stops), whole, data)
         for row, width in enumerate((0, 17, 59)):
-            same(whole[row : row + 1, width:], logits(model, data.input_ids[row : row + 1, width:]))
+            same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
 
 
 def test_static_cache_equals_one_forward(model: PreTrainedModel, encoding: Any) -> None:
     data = batch()
     with patched(model, encoding):
-        whole = logits(model, **data.part(0, LENGTH))
+        whole = logits(model, **data)
         for stops in ([10, *range(11, LENGTH + 1)], [20, 50, LENGTH]):
             cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
             same(in_parts(model, data, stops, cache), whole, data)
@@ -276,9 +217,9 @@ def test_eager_equals_sdpa(encoding: Any) -> None:
     sdpa, eager = llama(head_dim=16), llama(head_dim=16)
     eager.set_attn_implementation("eager")
     with patched(sdpa, encoding), patched(eager, encoding):
-        same(in_parts(eager, data, [50, *range(51, LENGTH + 1)]), logits(sdpa, **data.part(0, LENGTH)), data)
-        same(logits(eager, data.input_ids), logits(sdpa, data.input_ids))
-        output = eager(data.input_ids, output_attentions=True)
+        same(in_parts(eager, data, [50, *range(51, LENGTH + 1)]), logits(sdpa, **data), data)
+        same(logits(eager, data["input_ids"]), logits(sdpa, data["input_ids"]))
+        output = eager(data["input_ids"], output_attentions=True)
     for weights in output.attentions:
         assert weights.shape == (3, 2, LENGTH, LENGTH)
         torch.testing.assert_close(weights.sum(-1), torch.ones(3, 2, LENGTH))
@@ -291,20 +232,20 @@ def test_the_check_finds_what_stock_gets_wrong() -> None:
     stock = llama(head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": FACTOR})
     stock.load_state_dict(model.state_dict())
     data = batch((0,))
-    apart = in_parts(stock, data, [10, *range(11, LENGTH + 1)])[:, -1] - logits(stock, data.input_ids)[:, -1]
-    assert apart.abs().max() > 0.1
+    apart = in_parts(stock, data, [10, *range(11, LENGTH + 1)]) - logits(stock, data["input_ids"])
+    assert apart[:, -1].abs().max() > 0.1
 
 
 def test_short_texts_are_read_as_pretrained(model: PreTrainedModel) -> None:
     data = batch()
-    plain = logits(model, data.input_ids[:, :TRAINED])
+    plain = logits(model, data["input_ids"][:, :TRAINED])
     with rx.extend(model, TARGET, "yarn"):
-        static = logits(model, data.input_ids)
+        static = logits(model, data["input_ids"])
     with rx.extend(model, TARGET, "yarn", short="original") as patch:
         assert str(patch.encoding) == "short_original(yarn(factor=8))"
-        same(logits(model, data.input_ids)[:, :TRAINED], plain)
+        same(logits(model, data["input_ids"])[:, :TRAINED], plain)
         # A one-layer difference would vanish with depth, so what is beyond the window is not static YaRN's.
-        assert (logits(model, data.input_ids) - static)[:, TRAINED:].abs().max() > 1e-3
+        assert (logits(model, data["input_ids"]) - static)[:, TRAINED:].abs().max() > 1e-3
     assert (static[:, :TRAINED] - plain).abs().max() > 1e-2
 
 
@@ -336,7 +277,7 @@ def test_generate_equals_generate_without_a_cache(name: str, how: dict[str, Any]
         cached = model.generate(**prompt, **limits, **how)
         torch.manual_seed(0)
         expected = model.generate(**prompt, **limits, **plain, use_cache=False)
-    assert cached.shape == (len(data.input_ids), 56)
+    assert cached.shape == (len(data["input_ids"]), 56)
     assert torch.equal(cached, expected)
 
 
@@ -364,9 +305,9 @@ def test_a_continued_chat_reads_its_cache(model: PreTrainedModel) -> None:
 def test_a_cache_keeps_its_positions_when_its_rows_change() -> None:
     model, data = llama(head_dim=16), batch()
     order = torch.tensor([2, 0, 0])
-    turned = Batch(data.input_ids[order], data.attention_mask[order])
+    turned = data.rows(order)
     with patched(model, "dynamic_ntk"), torch.no_grad():
-        expected = logits(model, **turned.part(0, LENGTH))[:, 60:]
+        expected = logits(model, **turned)[:, 60:]
 
         def after(change: Callable[[DynamicCache], None], source: Batch) -> Tensor:
             cache = DynamicCache(config=model.config)
@@ -376,9 +317,9 @@ def test_a_cache_keeps_its_positions_when_its_rows_change() -> None:
 
         same(after(lambda cache: cache.reorder_cache(order), data), expected)
         same(after(lambda cache: cache.batch_select_indices(order), data), expected)
-        twice = Batch(data.input_ids[[2, 0]], data.attention_mask[[2, 0]])
-        turned = Batch(data.input_ids[[2, 2, 0, 0]], data.attention_mask[[2, 2, 0, 0]])
-        expected = logits(model, **turned.part(0, LENGTH))[:, 60:]
+        twice = data.rows([2, 0])
+        turned = data.rows([2, 2, 0, 0])
+        expected = logits(model, **turned)[:, 60:]
         same(after(lambda cache: cache.batch_repeat_interleave(2), twice), expected)
 
 
@@ -397,27 +338,14 @@ def test_packed_rows_equal_separate_rows(encoding: Any) -> None:
 
 
 def test_gradients_are_those_of_attention_without_checkpoints(encoding: Any) -> None:
-    gradients = []
+    found = []
     for checkpointing in (False, True):
-        model = llama(head_dim=16).train()
+        model = llama(head_dim=16)
         with patched(model, encoding):
-            if checkpointing:
-                model.gradient_checkpointing_enable()
-            # Two forwards before one backward: each is run again with the positions that it had.
-            losses = [
-                model(
-                    tokens(1, 60, seed=first),
-                    position_ids=torch.arange(first, first + 60)[None],
-                    labels=tokens(1, 60, seed=first),
-                    use_cache=False,
-                ).loss
-                for first in (0, 20)
-            ]
-            sum(losses).backward()
-        gradients.append([weight.grad for weight in model.parameters()])
-    for plain, again in zip(*gradients, strict=True):
-        torch.testing.assert_close(again, plain, rtol=1e-4, atol=1e-5)
-    assert all(gradient.abs().max() > 0 for gradient in gradients[0])
+            found.append(gradients(model, 60, checkpointing=checkpointing))
+    for name, plain in found[0].items():
+        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
+        assert plain.abs().max() > 0, name
 
 
 def test_long_inputs_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +363,7 @@ def test_long_inputs_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> Non
         encoding = rx.Encoding.from_dict(INSIDE["short_original(yarn)"])
         with rx.patch_model(model, encoding, trained_length=trained, target_length=1000):
             masks.clear()
-            whole = logits(model, data.input_ids)
+            whole = logits(model, data["input_ids"])
             assert max(masks) == most
             same(in_parts(model, data, list(range(100, 1001, 100))), whole)
 
@@ -458,7 +386,7 @@ def test_bfloat16_rounds_as_static_methods_do() -> None:
 def test_a_patched_model_can_be_copied_and_pickled(encoding: Any) -> None:
     model, data = llama(head_dim=16), batch()
     with patched(model, encoding):
-        expected = logits(model, **data.part(0, LENGTH))
+        expected = logits(model, **data)
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             same(in_parts(twin, data, [40, LENGTH]), expected, data)
             assert twin.model.rotary_emb.reader is not model.model.rotary_emb.reader
@@ -466,16 +394,16 @@ def test_a_patched_model_can_be_copied_and_pickled(encoding: Any) -> None:
 
 def test_patches_nest_and_come_off_in_order(model: PreTrainedModel) -> None:
     data, hooks = batch(), len(model.base_model._forward_hooks)
-    before, name = logits(model, data.input_ids), model.config._attn_implementation
+    before, name = logits(model, data["input_ids"]), model.config._attn_implementation
     with patched(model, "dynamic_ntk"):
-        inside = logits(model, data.input_ids)
+        inside = logits(model, data["input_ids"])
         with rx.extend(model, TARGET, "linear"):
             assert model.config._attn_implementation == name
-            same(in_parts(model, data, [40, LENGTH]), logits(model, **data.part(0, LENGTH)), data)
+            same(in_parts(model, data, [40, LENGTH]), logits(model, **data), data)
             with patched(model, "longrope"):
-                same(in_parts(model, data, [40, LENGTH]), logits(model, **data.part(0, LENGTH)), data)
-        assert torch.equal(logits(model, data.input_ids), inside)
-    assert torch.equal(logits(model, data.input_ids), before)
+                same(in_parts(model, data, [40, LENGTH]), logits(model, **data), data)
+        assert torch.equal(logits(model, data["input_ids"]), inside)
+    assert torch.equal(logits(model, data["input_ids"]), before)
     assert model.config._attn_implementation == name
     assert len(model.base_model._forward_hooks) == len(model.base_model._forward_pre_hooks) == hooks == 0
 
@@ -497,12 +425,23 @@ def test_a_foreign_cache_is_refused() -> None:
         model(**data.part(10, 20), past_key_values=ours)
 
 
+@pytest.mark.parametrize("name", ["dynamic_yarn", "alibi", "linear_attention"])
+def test_a_paged_cache_is_refused(name: str) -> None:
+    """Continuous batching hands its cache to the attention function."""
+    model = llama(head_dim=16)
+    with (
+        rx.patch_model(model, rx.encoding(name), target_length=TARGET),
+        pytest.raises(PatchError, match=r"paged cache \(continuous batching\); use generate"),
+    ):
+        model(tokens(1, 10), cache=object(), use_cache=False)
+
+
 def test_another_number_of_rows_is_refused() -> None:
     model, data = llama(head_dim=16), batch()
     with patched(model, "dynamic_ntk"):
         cache = DynamicCache(config=model.config)
         model(**data.part(0, 40), past_key_values=cache)
-        two = Batch(data.input_ids[1:], data.attention_mask[1:])
+        two = data.rows(slice(1, None))
         with pytest.raises(PatchError, match="holds 3 rows and the input 2"):
             model(**two.part(40, 50), past_key_values=cache)
 
@@ -520,8 +459,8 @@ def test_rows_as_a_whole_refuse_a_cache_once_their_table_changes() -> None:
     stock = llama(head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": FACTOR})
     with patched(model, rx.encoding("dynamic_ntk", factor=FACTOR, per="row")):
         assert model.config._attn_implementation == "sdpa"
-        same(logits(model, data.input_ids), logits(stock, data.input_ids))
-        same(in_parts(model, data, [10, 20, 32]), logits(model, data.input_ids[:, :32])[:, :32])
+        same(logits(model, data["input_ids"]), logits(stock, data["input_ids"]))
+        same(in_parts(model, data, [10, 20, 32]), logits(model, data["input_ids"][:, :32])[:, :32])
         with pytest.raises(PatchError, match="the 32 cached tokens would have to be computed again at 33"):
             in_parts(model, data, [10, 32, 33])
         cached = model.generate(tokens(1, 10), max_new_tokens=20, do_sample=False, pad_token_id=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 import pickle
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
 from cases import ALTERNATIVES, TARGET, FamilyCase, llama, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +28,6 @@ from rope_extend.encodings import BiasEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.learned import learned_parameters
 
-LENGTH = 80
 BIASES = [case for case in ALTERNATIVES if issubclass(case.kind, BiasEncoding)]
 of_positions = pytest.mark.parametrize("case", [case for case in BIASES if case.dense is not None], ids=str)
 """Those that follow from positions alone."""
@@ -45,10 +44,6 @@ def encoding(case: Any) -> BiasEncoding:
     made = case.made()
     assert isinstance(made, BiasEncoding)
     return made
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def grouped(**changes: Any) -> PreTrainedModel:
@@ -327,42 +322,6 @@ def test_logits_equal_stock_llama_with_a_dense_bias(case: Any, encoding: BiasEnc
 # Caches, batches, packing
 
 
-def batch(padding: tuple[int, ...] = (0, 17, 59)) -> dict[str, Tensor]:
-    mask = torch.ones(len(padding), LENGTH, dtype=torch.long)
-    for row, width in enumerate(padding):
-        mask[row, :width] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return {"input_ids": tokens(len(padding), LENGTH), "attention_mask": mask, "position_ids": positions}
-
-
-def part(data: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    return {
-        name: value[:, :stop] if name == "attention_mask" else value[:, start:stop]
-        for name, value in data.items()
-    }
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor:
-    return model(input_ids, use_cache=False, **inputs).logits
-
-
-@torch.no_grad()
-def in_parts(model: PreTrainedModel, data: Mapping[str, Tensor], stops: list[int], cache: Any) -> Tensor:
-    parts = [
-        model(**part(data, start, stop), past_key_values=cache, use_cache=True).logits
-        for start, stop in itertools.pairwise([0, *stops])
-    ]
-    return torch.cat(parts, dim=1)
-
-
-def same(actual: Tensor, expected: Tensor, data: Mapping[str, Tensor] | None = None) -> None:
-    if data is not None:
-        there = data["attention_mask"][:, :, None].bool()
-        actual, expected = actual.masked_fill(~there, 0), expected.masked_fill(~there, 0)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
-
-
 FAMILIES = [
     FamilyCase("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}),
     FamilyCase("mistral", {"sliding_window": 24}),
@@ -453,9 +412,9 @@ def test_packed_rows_equal_separate_rows(encoding: BiasEncoding) -> None:
 def test_a_foreign_cache_is_refused() -> None:
     model, data = grouped(), batch((0,))
     cache = DynamicCache(config=model.config)
-    model(**part(data, 0, 10), past_key_values=cache)
+    model(**data.part(0, 10), past_key_values=cache)
     with rx.patch_model(model, rx.encoding("alibi")), pytest.raises(PatchError, match="cached without it"):
-        model(**part(data, 10, 20), past_key_values=cache)
+        model(**data.part(10, 20), past_key_values=cache)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -463,26 +422,15 @@ def test_a_foreign_cache_is_refused() -> None:
 
 
 def test_gradients_under_checkpointing_are_the_same(encoding: BiasEncoding) -> None:
-    gradients = []
+    found = []
     for checkpointing in (False, True):
-        model = grouped().train()
+        model = grouped()
         with rx.patch_model(model, encoding):
-            if checkpointing:
-                model.gradient_checkpointing_enable()
-            losses = [
-                model(
-                    tokens(1, 300, seed=first),
-                    position_ids=torch.arange(first, first + 300)[None],
-                    labels=tokens(1, 300, seed=first),
-                    use_cache=False,
-                ).loss
-                for first in (0, 20)
-            ]
-            sum(losses).backward()
-            gradients.append({name: weight.grad for name, weight in model.named_parameters()})
-    for name, plain in gradients[0].items():
+            found.append(gradients(model, 300, checkpointing=checkpointing))
+            assert found[-1].keys() == dict(model.named_parameters()).keys()
+    for name, plain in found[0].items():
         assert plain.abs().max() > 0 or name.endswith("bias2"), name
-        torch.testing.assert_close(gradients[1][name], plain, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_is_drawn_again_alike_in_the_backward_pass(encoding: BiasEncoding) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
 from cases import TARGET, FamilyCase, llama, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,12 +20,7 @@ import rope_extend as rx
 from rope_extend.attention.linear import CHUNK, StateLayer, linear_attention
 from rope_extend.errors import PatchError, UnsupportedModelError
 
-LENGTH = 80
 YARN = {"name": "yarn", "factor": 8.0}
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def grouped(**changes: Any) -> PreTrainedModel:
@@ -108,43 +103,6 @@ def test_any_cut_gives_the_same_sums(length: int, cuts: list[int], seed: int) ->
 # The state
 
 
-def batch(padding: tuple[int, ...] = (0, 17, 59)) -> dict[str, Tensor]:
-    mask = torch.ones(len(padding), LENGTH, dtype=torch.long)
-    for row, width in enumerate(padding):
-        mask[row, :width] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return {"input_ids": tokens(len(padding), LENGTH), "attention_mask": mask, "position_ids": positions}
-
-
-def part(data: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    return {
-        name: value[:, :stop] if name == "attention_mask" else value[:, start:stop]
-        for name, value in data.items()
-    }
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor:
-    return model(input_ids, use_cache=False, **inputs).logits
-
-
-@torch.no_grad()
-def in_parts(
-    model: PreTrainedModel, data: Mapping[str, Tensor], stops: list[int], cache: Any = None
-) -> Tensor:
-    steps = []
-    for start, stop in itertools.pairwise([0, *stops]):
-        output = model(**part(data, start, stop), past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        steps.append(output.logits)
-    return torch.cat(steps, dim=1)
-
-
-def same(actual: Tensor, expected: Tensor, data: Mapping[str, Tensor]) -> None:
-    there = data["attention_mask"][:, :, None].bool()
-    torch.testing.assert_close(actual * there, expected * there, rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_parts_and_tokens_equal_one_forward(encoding: Any, implementation: str) -> None:
     model, data = grouped(), batch()
@@ -189,21 +147,21 @@ def test_generate_equals_generate_without_a_cache(how: dict[str, Any]) -> None:
 
 def test_a_cache_follows_changes_of_its_rows() -> None:
     model, data, order = grouped(), batch(), torch.tensor([2, 0, 0])
-    turned = {name: value[order] for name, value in data.items()}
+    turned = data.rows(order)
     with rx.patch_model(model, rx.encoding("linear_attention")), torch.no_grad():
         expected = logits(model, **turned)[:, 60:]
         for change in ("reorder_cache", "batch_select_indices"):
             cache = DynamicCache(config=model.config)
-            model(**part(data, 0, 60), past_key_values=cache)
+            model(**data.part(0, 60), past_key_values=cache)
             getattr(cache, change)(order)
-            actual = model(**part(turned, 60, LENGTH), past_key_values=cache).logits
+            actual = model(**turned.part(60, LENGTH), past_key_values=cache).logits
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
-        twice = {name: value[[2, 0]] for name, value in data.items()}
+        twice = data.rows([2, 0])
         cache = DynamicCache(config=model.config)
-        model(**part(twice, 0, 60), past_key_values=cache)
+        model(**twice.part(0, 60), past_key_values=cache)
         cache.batch_repeat_interleave(2)
-        turned = {name: value[[2, 2, 0, 0]] for name, value in data.items()}
-        actual = model(**part(turned, 60, LENGTH), past_key_values=cache).logits
+        turned = data.rows([2, 2, 0, 0])
+        actual = model(**turned.part(60, LENGTH), past_key_values=cache).logits
         torch.testing.assert_close(actual, logits(model, **turned)[:, 60:], rtol=0, atol=1e-4)
         with pytest.raises(PatchError, match="from which none can be taken out"):
             cache.crop(-1)
@@ -216,26 +174,14 @@ def test_a_cache_follows_changes_of_its_rows() -> None:
 
 
 def test_gradients_under_checkpointing_are_the_same(encoding: Any) -> None:
-    gradients = []
+    found = []
     for checkpointing in (False, True):
-        model = grouped().train()
+        model = grouped()
         with rx.patch_model(model, encoding):
-            if checkpointing:
-                model.gradient_checkpointing_enable()
-            losses = [
-                model(
-                    tokens(1, 150, seed=first),
-                    position_ids=torch.arange(first, first + 150)[None],
-                    labels=tokens(1, 150, seed=first),
-                    use_cache=False,
-                ).loss
-                for first in (0, 20)
-            ]
-            sum(losses).backward()
-        gradients.append([weight.grad for weight in model.parameters()])
-    for plain, again in zip(*gradients, strict=True):
-        torch.testing.assert_close(again, plain, rtol=1e-4, atol=1e-5)
-        assert plain.abs().max() > 0
+            found.append(gradients(model, 150, checkpointing=checkpointing))
+    for name, plain in found[0].items():
+        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
+        assert plain.abs().max() > 0, name
 
 
 def test_it_nests_and_comes_off_bit_for_bit(encoding: Any) -> None:
@@ -268,13 +214,13 @@ def test_bfloat16_sums_in_float32() -> None:
 def test_what_has_no_meaning_is_refused() -> None:
     model, data = grouped(), batch((0,))
     cache = DynamicCache(config=model.config)
-    model(**part(data, 0, 10), past_key_values=cache)
+    model(**data.part(0, 10), past_key_values=cache)
     eager = grouped()
     eager.set_attn_implementation("eager")
     made, packed = rx.encoding("linear_attention"), torch.cat([torch.arange(50), torch.arange(40)])[None]
     with rx.patch_model(model, made), rx.patch_model(eager, made):
         with pytest.raises(PatchError, match="filled without it"):
-            model(**part(data, 10, 20), past_key_values=cache)
+            model(**data.part(10, 20), past_key_values=cache)
         with pytest.raises(PatchError, match="cannot forget"):
             logits(model, tokens(1, 90), position_ids=packed)
         with pytest.raises(PatchError, match="output_attentions has no meaning"):

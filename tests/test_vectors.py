@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from batches import LENGTH, gradients, logits, tokens
 from cases import ALTERNATIVES, GEMMA3N, TARGET, TRAINED, FamilyCase, llama, tiny_model
-from torch import Tensor
-from transformers import PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.encodings import AbsoluteEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.learned import learned_parameters
 
-LENGTH = 80
 SHAPE = ModelShape(heads=2, hidden_size=32, trained_length=TRAINED)
 VECTORS = [case for case in ALTERNATIVES if case.vectors is not None]
 LEARNED = [case for case in VECTORS if case.name == "learned"]
@@ -30,15 +29,6 @@ def encoding(case: Any) -> AbsoluteEncoding:
     made = case.made()
     assert isinstance(made, AbsoluteEncoding)
     return made
-
-
-def tokens(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor:
-    return model(input_ids, use_cache=False, **inputs).logits
 
 
 def test_vectors_equal_the_formulas(case: Any, encoding: AbsoluteEncoding) -> None:
@@ -88,24 +78,16 @@ def test_given_embeddings_get_them_too(encoding: AbsoluteEncoding) -> None:
 
 
 def test_gradients_reach_the_table_also_under_checkpointing() -> None:
-    gradients = []
+    found = []
     for checkpointing in (False, True):
-        model = llama().train()
-        with rx.patch_model(model, rx.encoding("learned", rows=100)) as patch:
-            if checkpointing:
-                model.gradient_checkpointing_enable()
-            # Two forwards before one backward: each is run again with the positions that it had.
-            losses = [
-                model(tokens(1, 40), position_ids=torch.arange(p, p + 40)[None], labels=tokens(1, 40)).loss
-                for p in (0, 20)
-            ]
-            sum(losses).backward()
-            assert patch.learned is not None
-            (table,) = patch.learned.parameters()
-        gradients.append(table.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
-    assert (gradients[0][:59].abs().amax(dim=1) > 0).all()
-    assert not gradients[0][60:].any()
+        model = llama()
+        with rx.patch_model(model, rx.encoding("learned", rows=100)):
+            (table,) = learned_parameters(model).values()
+            gradients(model, 40, checkpointing=checkpointing)
+        found.append(table.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert (found[0][:59].abs().amax(dim=1) > 0).all()
+    assert not found[0][60:].any()
 
 
 # ---------------------------------------------------------------------------------------------------------

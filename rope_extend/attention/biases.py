@@ -104,17 +104,8 @@ class BiasReader(PositionReader):
         Raises:
             PatchError: a cache or a layer that the bias cannot be placed in.
         """
-        if kwargs.get("cache") is not None:
-            raise PatchError(
-                f"{self.encoding} cannot read a paged cache (continuous batching); use generate()"
-            )
-        forward = self.forward_of(kwargs.get("position_ids"))
+        forward = self.placed(module, query, key, kwargs)
         total, new = forward.keys.shape[1], query.shape[2]
-        if forward.queries.shape[1] != new or key.shape[2] < new:
-            raise PatchError(
-                f"{type(module).__name__} reads {new} queries and {key.shape[2]} keys, and the rotary module "
-                f"was told of {forward.queries.shape[1]} positions: {self.encoding} cannot place them"
-            )
         low = max(0, total - key.shape[2])  # a layer with a sliding window hands over its last keys only
         slots, end = key.shape[2], total - low  # and a cache of fixed size empty slots behind them
         if kwargs.get("scaling") is None:

@@ -219,17 +219,12 @@ class LinearReader(PositionReader):
         Raises:
             PatchError: what has no meaning without softmax is asked for, or the cache cannot hold a state.
         """
-        for name in ("dropout", "softcap", "s_aux", "output_attentions", "cache"):
+        for name in ("dropout", "softcap", "s_aux", "output_attentions"):
             if kwargs.get(name) is not None and kwargs[name] is not False and kwargs[name] != 0:
                 raise PatchError(f"{self.encoding} has no softmax, and {name} has no meaning without")
-        forward = self.forward_of(kwargs.get("position_ids"))
+        forward = self.placed(module, query, key, kwargs)
         new, layer = query.shape[2], self._layer(module)
         state = layer.state if isinstance(layer, StateLayer) else None
-        if forward.queries.shape[1] != new or key.shape[2] < new:
-            raise PatchError(
-                f"{type(module).__name__} reads {new} queries and {key.shape[2]} keys, and the rotary module "
-                f"was told of {forward.queries.shape[1]} positions: {self.encoding} cannot place them"
-            )
         key, value = key[:, :, :new], value[:, :, :new]  # what is behind are empty slots
         q, k = self.encoding.features(query), self.encoding.features(key)
         if isinstance(attention_mask, Tensor):

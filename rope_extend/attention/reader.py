@@ -253,6 +253,25 @@ class PositionReader:
             self._given, self._forward = position_ids, self.new_forward(queries, queries)
         return self._forward
 
+    def placed(self, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Forward:
+        """The forward that an attention module's queries and keys, as in `attend`, have their places in.
+
+        Raises:
+            PatchError: they have none there.
+        """
+        if kwargs.get("cache") is not None:
+            raise PatchError(
+                f"{self.encoding} cannot read a paged cache (continuous batching); use generate()"
+            )
+        forward = self.forward_of(kwargs.get("position_ids"))
+        new = query.shape[2]
+        if forward.queries.shape[1] != new or key.shape[2] < new:
+            raise PatchError(
+                f"{type(module).__name__} reads {new} queries and {key.shape[2]} keys, and the rotary module "
+                f"was told of {forward.queries.shape[1]} positions: {self.encoding} cannot place them"
+            )
+        return forward
+
     def acts_on(self, module: nn.Module) -> bool:
         """Whether an attention module rotates by the tables that were replaced."""
         return self.adapter.rotates is None or self.adapter.rotates(module)

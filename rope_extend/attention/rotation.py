@@ -193,22 +193,13 @@ class RotationReader(PositionReader):
 
         `query` `[batch, heads, T, head_dim]`; `key`, `value` `[batch, kv_heads, K, head_dim]` as cached.
         """
-        if kwargs.get("cache") is not None:
-            raise PatchError(
-                f"{self.encoding} cannot read a paged cache (continuous batching); use generate()"
-            )
-        forward = self.forward_of(kwargs.get("position_ids"))
+        forward = self.placed(module, query, key, kwargs)
         assert isinstance(forward, _Forward)
         if forward.scale is not None:
             query = query * forward.scale[:, None, :, None].to(query.device, query.dtype)
         if not forward.segments:
             return inner(module, query, key, value, attention_mask, **kwargs)
         total, new = forward.keys.shape[1], query.shape[2]
-        if forward.queries.shape[1] != new or key.shape[2] < new:
-            raise PatchError(
-                f"{type(module).__name__} reads {new} queries and {key.shape[2]} keys, and the rotary module "
-                f"was told of {forward.queries.shape[1]} positions: {self.encoding} cannot place them"
-            )
         if len(forward.segments) > 1:
             kwargs = self._for_parts(implementation, attention_mask, forward, kwargs)
         low = max(0, total - key.shape[2])  # a layer with a sliding window hands over its last keys only
