@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rope_extend.attention.functions import READER
-from rope_extend.attention.reader import PositionReader, never_compiled
+from rope_extend.attention.functions import READER, never_compiled
+from rope_extend.attention.reader import PositionReader
 from rope_extend.encodings import AbsoluteEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.families import FamilyAdapter

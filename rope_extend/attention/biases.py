@@ -8,20 +8,25 @@ grows with the length and not with its square.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rope_extend.attention.bias_parts import PartialBias, Places, rows_of_part
 from rope_extend.attention.channels import position_channels
-from rope_extend.attention.functions import attention_modules, causal_mask, is_dense, own_function
-from rope_extend.attention.reader import Forward, PositionReader, never_compiled
+from rope_extend.attention.functions import (
+    AttentionCall,
+    attention_modules,
+    causal_mask,
+    is_dense,
+    own_function,
+)
+from rope_extend.attention.reader import Forward, PositionReader
 from rope_extend.encodings import BiasEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.families import FamilyAdapter
@@ -29,26 +34,13 @@ from rope_extend.learned import LearnedParameters
 from rope_extend.rotary import has_float64
 from rope_extend.undo import UndoLog
 
-Inner = Callable[..., tuple[Tensor, Tensor | None]]
 
+@dataclass(frozen=True)
+class _Call(AttentionCall):
+    """A call without the empty slots of a static cache, and where its queries and keys stand."""
 
-@dataclass
-class _Call:
-    """One call of the attention function: what it was given, without the empty slots of a static cache."""
-
-    inner: Inner
-    implementation: str
-    module: Any
-    query: Tensor
-    key: Tensor
-    value: Tensor
     mask: Tensor | None
     places: Places
-    kwargs: dict[str, Any]
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
-        """The model's own attention, on other tensors."""
-        return self.inner(self.module, query, key, value, mask, **self.kwargs)
 
 
 class BiasReader(PositionReader):
@@ -85,44 +77,39 @@ class BiasReader(PositionReader):
                     f"load the model with attn_implementation='sdpa' or 'eager'"
                 )
 
-    @never_compiled
-    def attend(
-        self,
-        inner: Inner,
-        implementation: str,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Attention with the bias added to its scaled logits.
-
-        `query` `[batch, heads, T, head_dim]`; `key`, `value` `[batch, kv_heads, K, head_dim]` as cached.
 
         Raises:
             PatchError: a cache or a layer that the bias cannot be placed in.
         """
-        forward = self.placed(module, query, key, kwargs)
-        total, new = forward.keys.shape[1], query.shape[2]
-        low = max(0, total - key.shape[2])  # a layer with a sliding window hands over its last keys only
-        slots, end = key.shape[2], total - low  # and a cache of fixed size empty slots behind them
+        forward = self.placed(call)
+        query, key, value = call.query, call.key, call.value
+        slots, total = key.shape[2], forward.keys.shape[1]
+        low = max(0, total - slots)  # a layer with a sliding window hands over its last keys only
+        end = total - low  # and a cache of fixed size empty slots behind them
+        kwargs = dict(call.kwargs)
         if kwargs.get("scaling") is None:
             kwargs["scaling"] = query.shape[-1] ** -0.5
-        mask = attention_mask[..., :end] if isinstance(attention_mask, Tensor) else None
-        places = self._places(forward, low, query.device)
-        call = _Call(
-            inner, implementation, module, query, key[:, :, :end], value[:, :, :end], mask, places, kwargs
+        placed = _Call(
+            call.inner,
+            call.implementation,
+            call.module,
+            query,
+            key[:, :, :end],
+            value[:, :, :end],
+            call.mask[..., :end] if isinstance(call.mask, Tensor) else None,
+            kwargs,
+            self._places(forward, low, query.device),
         )
         shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
         slopes = self.encoding.slopes(shape)
         if slopes is not None and self.share != 1:
             slopes = self.share * slopes
-        if slopes is not None and new > 1 and kwargs.get("softcap") is None:
-            output, weights = self._by_channels(call, slopes, forward)
+        if slopes is not None and query.shape[2] > 1 and kwargs.get("softcap") is None:
+            output, weights = self._by_channels(placed, slopes, forward)
         else:
-            output, weights = self._by_parts(call, shape)
+            output, weights = self._by_parts(placed, shape)
         if weights is not None and weights.shape[-1] < slots:
             weights = functional.pad(weights, (0, slots - weights.shape[-1]))
         return output, weights
@@ -155,7 +142,7 @@ class BiasReader(PositionReader):
         mask = call.mask
         if mask is None and key.shape[2] > query.shape[2]:
             mask = causal_mask(query.shape[2], key.shape[2], query, call.implementation)
-        output, weights = call.attend(
+        output, weights = call.own(
             torch.cat([of_queries.expand(len(query), -1, -1, -1), query], dim=-1),
             torch.cat([of_keys.expand(len(key), key.shape[1], -1, -1), key], dim=-1),
             functional.pad(value, (0, key.shape[-1] + more - width)) if same else value,
@@ -227,7 +214,7 @@ def _attend_part(
         part = (
             torch.where(given, part, least) if given.dtype == torch.bool else (part + given).clamp(min=least)
         )
-    output, weights = call.attend(asking, key[:, :, first:end], value[:, :, first:end], part)
+    output, weights = call.own(asking, key[:, :, first:end], value[:, :, first:end], part)
     if bias.weighs:
         assert weights is not None
         output = output + bias.values(start, stop, first, end, sources, weights).transpose(1, 2)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from rope_extend.undo import UndoLog
 if TYPE_CHECKING:
     from rope_extend.attention.reader import PositionReader
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 PREFIX = "rope_extend_"
 """What the name of a wrapped attention implementation begins with: `rope_extend_sdpa`."""
 READER = "_rope_extend_reader"
@@ -33,11 +36,45 @@ BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "sliding_window")
 """What families hand to their attention function that plain causal attention does not do."""
 
 
+def never_compiled(function: _Function) -> _Function:
+    """Run as written under `torch.compile`: what it does follows from the values of position ids."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+
 def own_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """The family's own function for an attention implementation."""
     home = sys.modules[type(module).__module__]
     interface = getattr(home, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
     return interface.get_interface(implementation, getattr(home, "eager_attention_forward", None))
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What transformers asks of an attention function, and the model's own that would answer.
+
+    Attributes:
+        inner: the family's own function.
+        implementation: its name: `sdpa`, `eager`, ...
+        module: the attention module that asks.
+        query: `[batch, heads, T, head_dim]`.
+        key: `[batch, kv_heads, K, head_dim]`, as cached.
+        value: likewise.
+        mask: in the form that the implementation takes; None where causality is all there is.
+        kwargs: `scaling`, `dropout`, `position_ids`, and what else a family hands over.
+    """
+
+    inner: Callable[..., tuple[Tensor, Tensor | None]]
+    implementation: str
+    module: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    kwargs: dict[str, Any]
+
+    def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
+        """What the model's own function answers on other tensors: `[batch, T, heads, head_dim]`, weights."""
+        return self.inner(self.module, query, key, value, mask, **self.kwargs)
 
 
 def _attention(
@@ -55,7 +92,12 @@ def _attention(
     reader: PositionReader | None = getattr(module, READER, None)
     if reader is None or reader.share == 0 or not reader.acts_on(module):
         return inner(module, query, key, value, attention_mask, **kwargs)
-    return reader.attend(inner, implementation, module, query, key, value, attention_mask, **kwargs)
+    return _ask(reader, inner, implementation, module, query, key, value, attention_mask, kwargs)
+
+
+@never_compiled
+def _ask(reader: PositionReader, *call: Any) -> tuple[Tensor, Tensor | None]:
+    return reader.attend(AttentionCall(*call))
 
 
 def attention_modules(decoder: nn.Module) -> list[Any]:

@@ -8,7 +8,6 @@ are computed directly, so that time is linear in the length, and yet it is matri
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from rope_extend.attention.functions import attention_modules, is_dense
-from rope_extend.attention.reader import Forward, PositionReader, never_compiled, seen_by
+from rope_extend.attention.functions import AttentionCall, attention_modules, is_dense, never_compiled
+from rope_extend.attention.reader import Forward, PositionReader, seen_by
 from rope_extend.attention.rotation import rotate
 from rope_extend.encodings import KernelEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
@@ -200,35 +199,24 @@ class LinearReader(PositionReader):
                     f"does not have; load the model with attn_implementation='sdpa' or 'eager'"
                 )
 
-    @never_compiled
-    def attend(
-        self,
-        inner: Callable[..., tuple[Tensor, Tensor | None]],
-        implementation: str,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
+    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Linear attention; there are no weights to return.
-
-        `query` `[batch, heads, T, head_dim]`; `key`, `value` `[batch, kv_heads, K, head_dim]` as cached.
 
         Raises:
             PatchError: what has no meaning without softmax is asked for, or the cache cannot hold a state.
         """
         for name in ("dropout", "softcap", "s_aux", "output_attentions"):
-            if kwargs.get(name) is not None and kwargs[name] is not False and kwargs[name] != 0:
+            given = call.kwargs.get(name)
+            if isinstance(given, Tensor) or given:
                 raise PatchError(f"{self.encoding} has no softmax, and {name} has no meaning without")
-        forward = self.placed(module, query, key, kwargs)
+        forward, module = self.placed(call), call.module
+        query, key, value = call.query, call.key, call.value
         new, layer = query.shape[2], self._layer(module)
         state = layer.state if isinstance(layer, StateLayer) else None
         key, value = key[:, :, :new], value[:, :, :new]  # what is behind are empty slots
         q, k = self.encoding.features(query), self.encoding.features(key)
-        if isinstance(attention_mask, Tensor):
-            k = k * self._seen(attention_mask[..., :new])[:, None, :, None]
+        if isinstance(call.mask, Tensor):
+            k = k * self._seen(call.mask[..., :new])[:, None, :, None]
         output, state = linear_attention(
             q, k, self._turned(q, forward), self._turned(k, forward), value, state
         )
@@ -240,8 +228,8 @@ class LinearReader(PositionReader):
             if layer is not None and layer.get_seq_length() > new:
                 raise PatchError(f"{self.encoding} is mixed with softmax, which no cache goes on from")
             assert self.start is not None
-            turned = (self._turned(states, forward, self.start) for states in (query, key))
-            softmax, _ = inner(module, *turned, value, attention_mask, **kwargs)
+            q, k = (self._turned(states, forward, self.start) for states in (query, key))
+            softmax, _ = call.own(q, k, value, call.mask)
             output = torch.lerp(softmax, output, self.share)
         return output, None
 

@@ -7,16 +7,21 @@ tokens before from the cache that it reads, and at its end all are left with the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from rope_extend.attention.functions import READER, attention_modules, wrapped_implementation
+from rope_extend.attention.functions import (
+    READER,
+    AttentionCall,
+    attention_modules,
+    never_compiled,
+    wrapped_implementation,
+)
 from rope_extend.encodings import Encoding
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.families import FamilyAdapter
@@ -47,14 +52,6 @@ class _Tracked:
             self.rope_extend_positions = self.rope_extend_positions[
                 rows.to(self.rope_extend_positions.device)
             ]
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def never_compiled(function: _Function) -> _Function:
-    """Run as written under `torch.compile`: what it does follows from the values of position ids."""
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -102,22 +99,9 @@ class PositionReader:
         """A forward with queries at positions `[1 or batch, T]`, and keys at `[1 or batch, past + T]`."""
         return Forward(queries, keys)
 
-    def attend(
-        self,
-        inner: Callable[..., tuple[Tensor, Tensor | None]],
-        implementation: str,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention, by the model's own function `inner` or instead of it.
-
-        `query` `[batch, heads, T, head_dim]`; `key`, `value` `[batch, kv_heads, K, head_dim]` as cached.
-        """
-        return inner(module, query, key, value, attention_mask, **kwargs)
+    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Attention: the model's own, where nothing is to be done about it."""
+        return call.own(call.query, call.key, call.value, call.mask)
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Put this reader into a decoder, in place of any other.
@@ -253,22 +237,22 @@ class PositionReader:
             self._given, self._forward = position_ids, self.new_forward(queries, queries)
         return self._forward
 
-    def placed(self, module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> Forward:
-        """The forward that an attention module's queries and keys, as in `attend`, have their places in.
+    def placed(self, call: AttentionCall) -> Forward:
+        """The forward in which the queries and keys of a call have their places.
 
         Raises:
             PatchError: they have none there.
         """
-        if kwargs.get("cache") is not None:
+        if call.kwargs.get("cache") is not None:
             raise PatchError(
                 f"{self.encoding} cannot read a paged cache (continuous batching); use generate()"
             )
-        forward = self.forward_of(kwargs.get("position_ids"))
-        new = query.shape[2]
-        if forward.queries.shape[1] != new or key.shape[2] < new:
+        forward = self.forward_of(call.kwargs.get("position_ids"))
+        queries, keys = call.query.shape[2], call.key.shape[2]
+        if forward.queries.shape[1] != queries or keys < queries:
             raise PatchError(
-                f"{type(module).__name__} reads {new} queries and {key.shape[2]} keys, and the rotary module "
-                f"was told of {forward.queries.shape[1]} positions: {self.encoding} cannot place them"
+                f"{type(call.module).__name__} reads {queries} queries and {keys} keys, and the rotary "
+                f"module was told of {forward.queries.shape[1]} positions: {self.encoding} cannot place them"
             )
         return forward
 

@@ -7,16 +7,15 @@ queries and keys are rotated where they meet, around the model's own attention f
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rope_extend.attention.functions import attention_modules, causal_mask, is_dense
-from rope_extend.attention.reader import Forward, PositionReader, never_compiled
+from rope_extend.attention.functions import AttentionCall, attention_modules, causal_mask, is_dense
+from rope_extend.attention.reader import Forward, PositionReader
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import PatchError
 from rope_extend.families import FamilyAdapter
@@ -177,31 +176,18 @@ class RotationReader(PositionReader):
                     f"per='query' needs no such thing"
                 )
 
-    @never_compiled
-    def attend(
-        self,
-        inner: Callable[..., tuple[Tensor, Tensor | None]],
-        implementation: str,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention by the model's own function `inner`, with queries and keys rotated here.
-
-        `query` `[batch, heads, T, head_dim]`; `key`, `value` `[batch, kv_heads, K, head_dim]` as cached.
-        """
-        forward = self.placed(module, query, key, kwargs)
+    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Attention by the model's own function, with queries and keys rotated here."""
+        forward = self.placed(call)
         assert isinstance(forward, _Forward)
+        query, key, value, mask = call.query, call.key, call.value, call.mask
         if forward.scale is not None:
             query = query * forward.scale[:, None, :, None].to(query.device, query.dtype)
         if not forward.segments:
-            return inner(module, query, key, value, attention_mask, **kwargs)
+            return call.own(query, key, value, mask)
         total, new = forward.keys.shape[1], query.shape[2]
         if len(forward.segments) > 1:
-            kwargs = self._for_parts(implementation, attention_mask, forward, kwargs)
+            call = self._for_parts(call, forward)
         low = max(0, total - key.shape[2])  # a layer with a sliding window hands over its last keys only
         turn = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
         same = self.encoding.decay(self.shape) is None  # a query and a key at one place turn alike
@@ -215,31 +201,29 @@ class RotationReader(PositionReader):
                 sin_q, sin_k = -sin_q, -sin_k
             keys, values = key[:, :, : end - low], value[:, :, : end - low]
             keys = turn(keys, cos_k[:, :, low:], sin_k[:, :, low:])
-            needs_mask = attention_mask is None and end - low > segment.stop - segment.start > 1
+            needs_mask = mask is None and end - low > segment.stop - segment.start > 1
             if needs_mask and total == new == key.shape[2] and 2 * segment.start <= segment.stop and same:
                 # Plain causal attention of all queries so far, on the fast path and without a mask, for the
                 # price of the earlier ones, whose results are dropped.
                 queries = turn(query[:, :, : segment.stop], cos_k, sin_k)
-                output, weight = inner(module, queries, keys, values, None, **kwargs)
+                output, weight = call.own(queries, keys, values, None)
                 outputs.append(output[:, segment.start :])
                 weights.append(None if weight is None else weight[:, :, segment.start :])
                 continue
             queries = turn(query[:, :, segment.start : segment.stop], cos_q, sin_q)
-            rows = MASK_ROWS if needs_mask and is_dense(implementation) else segment.stop - segment.start
+            rows = MASK_ROWS if needs_mask and is_dense(call.implementation) else segment.stop - segment.start
             for start in range(segment.start, segment.stop, rows):
                 stop = min(start + rows, segment.stop)
                 reach = total - new + stop - low
-                if needs_mask and is_dense(implementation):
-                    mask = causal_mask(stop - start, reach, query, implementation)
+                if needs_mask and is_dense(call.implementation):
+                    part = causal_mask(stop - start, reach, query, call.implementation)
                 else:
-                    mask = _part_of_mask(attention_mask, start, stop, reach)
-                output, weight = inner(
-                    module,
+                    part = _part_of_mask(mask, start, stop, reach)
+                output, weight = call.own(
                     queries[:, :, start - segment.start : stop - segment.start],
                     keys[:, :, :reach],
                     values[:, :, :reach],
-                    mask,
-                    **kwargs,
+                    part,
                 )
                 outputs.append(output)
                 weights.append(weight)
@@ -248,28 +232,27 @@ class RotationReader(PositionReader):
         wide = [nn.functional.pad(w, (0, key.shape[2] - w.shape[-1])) for w in weights if w is not None]
         return torch.cat(outputs, dim=1), torch.cat(wide, dim=2) if wide else None
 
-    def _for_parts(
-        self, implementation: str, mask: Any, forward: _Forward, kwargs: dict[str, Any]
-    ) -> dict[str, Any]:
-        """What the inner function is given where it is called with a part of the queries at a time.
+    def _for_parts(self, call: AttentionCall, forward: _Forward) -> AttentionCall:
+        """The call, where its function is to be given a part of the queries at a time.
 
         Raises:
             PatchError: it cannot work on a part.
         """
         switch = "the tables change within this input"
-        if "flex" in implementation:
+        if "flex" in call.implementation:
             raise PatchError(
                 f"{self.encoding}: {switch}, and the block mask of flex_attention cannot be cut there; "
                 f"use attn_implementation='sdpa'"
             )
-        if "flash" in implementation:
-            if kwargs.get("cu_seq_lens_q") is not None or bool((forward.queries.diff() < 0).any()):
+        if "flash" in call.implementation:
+            if call.kwargs.get("cu_seq_lens_q") is not None or bool((forward.queries.diff() < 0).any()):
                 raise PatchError(
-                    f"{self.encoding}: {switch}, and {implementation} cannot cut packed rows there; "
+                    f"{self.encoding}: {switch}, and {call.implementation} cannot cut packed rows there; "
                     f"use attn_implementation='sdpa', or one row per document"
                 )
-            return {name: value for name, value in kwargs.items() if name != "position_ids"}
-        return kwargs
+            kwargs = {name: value for name, value in call.kwargs.items() if name != "position_ids"}
+            return replace(call, kwargs=kwargs)
+        return call
 
 
 def _part_of_mask(mask: Any, start: int, stop: int, keys: int) -> Any:
