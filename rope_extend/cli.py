@@ -225,7 +225,8 @@ def _finetune_arguments(parser: argparse.ArgumentParser) -> None:
     existing.add_argument("--overwrite", action="store_true", help="replace a run in the output directory")
     parser.add_argument(
         "--plan", action="store_true",
-        help="print what a step takes in memory, lever by lever, and stop; nothing is loaded or written",
+        help="print what a step takes in memory, lever by lever, and an evaluation, and stop; nothing is "
+        "loaded or written",
     )  # fmt: skip
     parser.add_argument(
         "--limit-memory", type=memory_size, metavar="SIZE",

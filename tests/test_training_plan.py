@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from rope_extend import RopeExtendError, finetune
 from rope_extend.cli import main
+from rope_extend.data import Document
 from rope_extend.demo import MODEL_DIR as MODEL
+from rope_extend.evaluation import perplexity
 from rope_extend.evaluation.memory import LiveBytes
 from rope_extend.hardware import Hardware
 from rope_extend.loss import NextTokenLoss
@@ -124,6 +126,51 @@ def test_learned_biases_are_trained_in_the_rehearsal_too() -> None:
     run = recipe(MODEL, block_length=512, method="fire", method_parameters={"width": 8})
     step = made(run, levers=Levers(True)).chosen
     assert step.total == pytest.approx(measured(run, Levers(True), torch.float32)[1], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "levers"),
+    [
+        ("yarn", torch.float32, Levers()),
+        ("yarn", torch.float32, Levers(True, 128)),
+        ("linear", torch.bfloat16, Levers(True)),
+        ("dynamic_ntk", torch.float32, Levers(True)),
+        ("alibi", torch.float32, Levers()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("way", ["in one piece", "layer by layer"])
+def test_evaluations_of_a_run_take_what_was_foretold(
+    method: str, dtype: torch.dtype, levers: Levers, way: str
+) -> None:
+    """To 5 %, with the adapter and the optimizer's moments; in pieces where there is no room for more."""
+    run, cpu = recipe(MODEL, block_length=64, method=method), replace(CPU, dtype=dtype)
+    foretold = made(run, hardware=cpu, levers=levers, evaluated=[256, 2048]).evaluation
+    assert foretold is not None
+    if way != "in one piece":
+        less = replace(cpu, limit_memory=int(0.9 * foretold.memory))
+        foretold = made(run, hardware=less, levers=levers, evaluated=[256, 2048]).evaluation
+        assert foretold is not None
+        assert foretold.at_once < 2048
+    model = AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype)
+    extended(model, run)
+    adapter = adapted(model, run)
+    parameters = [value for value in adapter.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(parameters)
+    memory = LiveBytes()
+    for tensor in (*adapter.parameters(), *adapter.buffers()):
+        memory.add(tensor)
+    text = [Document("text", torch.randint(0, 60, (2048,)))]
+    with pull(model, levers), memory, torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        memory.peak = memory.live
+        perplexity(adapter.eval(), text, [2048], suggested_chunk=foretold.at_once, progress=False)
+    assert foretold.memory == pytest.approx(memory.peak, rel=0.05)
+    assert foretold.way == way
+    assert foretold.fits
 
 
 SHAPES: dict[str, PretrainedConfig] = {
@@ -362,6 +409,43 @@ def test_a_run_is_refused_before_its_weights_and_data_are_read(tiny: Recipe, tmp
     assert not Path(tiny.output_dir).exists()
 
 
+def test_a_run_evaluates_in_pieces_as_was_foretold(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is trained fits with room to spare; a window to evaluate at, far beyond it, only in pieces."""
+    run = replace(tiny, steps=1, target_length=1024, positions="pose", block_length=64, eval_data=tiny.data,
+                  eval_lengths=(1024,), eval_documents=1)  # fmt: skip
+    whole = made(run, evaluated=[1024])
+    assert whole.evaluation is not None
+    assert whole.evaluation.way == "in one piece"
+    assert whole.evaluation.memory == whole.total > whole.chosen.total
+    room = int(0.9 * whole.total)
+    less = made(run, evaluated=[1024], hardware=replace(CPU, limit_memory=room)).evaluation
+    assert less is not None
+    asked = []
+
+    def spy(*args: Any, **options: Any) -> Any:
+        asked.append(options["suggested_chunk"])
+        return perplexity(*args, **options)
+
+    monkeypatch.setattr("rope_extend.training.loop.perplexity", spy)
+    finetune(run, limit_memory=room)
+    assert asked == [less.at_once] * 2
+    assert less.at_once < 1024
+    with pytest.raises(RopeExtendError, match=r"evaluations at 1,024 tokens need .* up to \d+ tokens fit"):
+        finetune(replace(run, data="nowhere"), overwrite=True, limit_memory=int(0.6 * whole.total))
+
+
+def test_a_run_whose_evaluations_cannot_be_rehearsed_is_planned_without(
+    tiny: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("needs values")
+
+    monkeypatch.setattr(planning.Rehearsal, "reading", fail)
+    found = plan(replace(tiny, eval_data=tiny.data))
+    assert found.evaluation is None
+    assert found.chosen.total == found.total == plan(tiny).total
+
+
 def test_a_family_that_cannot_be_rehearsed_trains_with_what_the_recipe_says(
     tiny: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,6 +523,10 @@ def test_the_command_prints_the_plan_and_does_nothing(
         "no levers", "+ gradient checkpointing", "+ MLP in tiles of 1,024 tokens",
     ]  # fmt: skip
     assert sum(line.endswith("chosen") for line in lines) == 1
+    assert "evaluation" not in "".join(lines)
+    main(shlex.split(f"{command} --target-length 4k --eval-data nowhere --eval-lengths 256,8k"))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"evaluation at 8,192 tokens +[\d.]+ [MG]B +-  fits, in one piece", last)
     assert not list(tmp_path.iterdir())
 
 

@@ -13,10 +13,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -57,16 +58,14 @@ STAND_IN = "rehearsed_"
 
 
 @dataclass(frozen=True)
-class LengthPlan:
-    """What one window takes.
+class Reading:
+    """How a window is read, and what that takes.
 
     Attributes:
         length: in tokens.
         at_once: how many tokens are read at a time.
         way: "in one piece", "layer by layer" or "with a cache".
         memory: the most bytes held at one time, the weights included.
-        flops: of a document, those of attention counted for the pairs that are not masked out.
-        seconds: of a document, about.
         fits: whether the memory is to be had.
     """
 
@@ -74,14 +73,25 @@ class LengthPlan:
     at_once: int
     way: str
     memory: int
-    flops: float
-    seconds: float
     fits: bool
 
     @property
     def reading(self) -> str:
         """In words, how the window is read."""
         return self.way if self.at_once >= self.length else f"{self.way}, {self.at_once:,} at a time"
+
+
+@dataclass(frozen=True)
+class LengthPlan(Reading):
+    """What one window takes, in time as well.
+
+    Attributes:
+        flops: of a document, those of attention counted for the pairs that are not masked out.
+        seconds: of a document, about.
+    """
+
+    flops: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -167,16 +177,55 @@ def plan(
         The plan; None, with a word in the log, for a family that does not run on the meta device.
     """
     empty = hardware.empty(model)
-    together = default_batch_tokens(hardware.place) if batched else 1
     weights = weight_bytes(model, empty, hardware)
+    # Of encodings that act alike, one.
+    alike = {(one is not None and one.rotates_in_attention, one is not None and one.per_row): one
+             for one in reversed(encodings)}  # fmt: skip
+
+    def rehearsed() -> Plan:
+        rehearsal = Rehearsal(
+            empty,
+            hardware.place,
+            weights=weights,
+            available=available_memory(hardware),
+            spread=hardware.device_map is not None,
+            together=default_batch_tokens(hardware.place) if batched else 1,
+            ways=[
+                nullcontext if one is None
+                else partial(patch_model, empty, one, trained_length=trained_length)
+                for one in alike.values()
+            ],
+        )  # fmt: skip
+        return _planned(rehearsal, sorted(set(lengths)), chunk)
+
+    return foretold(rehearsed, empty, "it")
+
+
+_Found = TypeVar("_Found")
+
+
+def foretold(rehearsed: Callable[[], _Found], model: nn.Module, what: str) -> _Found | None:
+    """What a rehearsal of `what` finds; None, with a word in the log, for a family that has none."""
     try:
-        rehearsal = _Rehearsal(empty, hardware, encodings, trained_length, weights, together)
-        return rehearsal.plan(sorted(set(lengths)), chunk)
+        return rehearsed()
     except RopeExtendError:
         raise
     except Exception as error:  # whatever a family does with values, which the meta device does not have
-        logger.info("%s: what it takes cannot be foretold (%r)", unwrap(empty).config.model_type, error)
+        logger.info("%s: what %s takes cannot be foretold (%r)", unwrap(model).config.model_type, what, error)
         return None
+
+
+def _planned(rehearsal: Rehearsal, lengths: Sequence[int], chunk: int | None) -> Plan:
+    operations = operations_of(rehearsal.model)
+    rates = measured_rates(rehearsal.model, rehearsal.place)
+    rows = []
+    for tokens in lengths:
+        linear, attention = operations.linear * tokens, operations.attention(tokens)
+        seconds = linear / rates.linear + attention / rates.attention
+        found = rehearsal.reading(tokens, chunk)
+        rows.append(LengthPlan(**vars(found), flops=operations.of(tokens), seconds=seconds))
+    most = None if rows[-1].fits else rehearsal.most(lengths[-1], chunk or SMALLEST)
+    return Plan(tuple(rows), rehearsal.weights, rehearsal.available, rehearsal.place, most)
 
 
 @dataclass(frozen=True)
@@ -215,31 +264,35 @@ class Rates:
     attention: float
 
 
-class _Rehearsal:
-    """Runs the evaluator on a model without weights, and counts."""
+class Rehearsal:
+    """Runs the evaluator on a model without weights, and counts.
+
+    Args:
+        model: without weights, with or without adapter layers in it.
+        place: where it will read.
+        weights: bytes that are held all the while.
+        available: bytes to be had; beside the weights, where these go elsewhere.
+        spread: whether they do.
+        together: of how many tokens short windows go through the model together; 1 for each alone.
+        ways: what the model is to be put into, one after the other; the one that takes most counts.
+    """
 
     def __init__(
-        self, model: nn.Module, hardware: Hardware, encodings: Sequence[RopeEncoding | None],
-        trained_length: int | None, weights: int, together: int,
-    ) -> None:  # fmt: skip
-        self.model, self.trained_length, self.together = model, trained_length, together
-        self.weights, self.place, self.spread = weights, hardware.place, hardware.device_map is not None
-        self.usual = LongReader(model, self.place)  # how much it reads at a time by itself
-        self.available = available_memory(hardware)
-        # Of encodings that act alike, one.
-        alike = {(one is not None and one.rotates_in_attention, one is not None and one.per_row): one
-                 for one in reversed(encodings)}  # fmt: skip
-        self.encodings = list(alike.values())
-        self.operations = operations_of(model)
-        self.rates = measured_rates(model, self.place)
+        self,
+        model: nn.Module,
+        place: torch.device,
+        *,
+        weights: int,
+        available: int,
+        spread: bool = False,
+        together: int = 1,
+        ways: Sequence[Callable[[], AbstractContextManager[Any]]] = (nullcontext,),
+    ) -> None:
+        self.model, self.place, self.weights, self.available = model, place, weights, available
+        self.spread, self.together, self.ways = spread, together, ways
+        self.usual = LongReader(model, place)  # how much it reads at a time by itself
 
-    def plan(self, lengths: Sequence[int], chunk: int | None) -> Plan:
-        """The plan of all lengths."""
-        rows = tuple(self.length(length, chunk) for length in lengths)
-        most = None if rows[-1].fits else self.most(lengths[-1], chunk or SMALLEST)
-        return Plan(rows, self.weights, self.available, self.place, most)
-
-    def length(self, tokens: int, chunk: int | None) -> LengthPlan:
+    def reading(self, tokens: int, chunk: int | None = None) -> Reading:
         """The usual way of reading a window, or if that does not fit, the largest pieces that do."""
         size = min(chunk or self.usual.size(tokens), tokens)
         memory, way = self.memory(tokens, size)
@@ -249,22 +302,13 @@ class _Rehearsal:
             if other == WHOLE:  # it cannot be read in pieces
                 break
             size, memory, way = half, smaller, other
-        linear, attention = self.operations.linear * tokens, self.operations.attention(tokens)
-        return LengthPlan(
-            length=tokens,
-            at_once=tokens if way == WHOLE else size,
-            way=way,
-            memory=memory,
-            flops=self.operations.of(tokens),
-            seconds=linear / self.rates.linear + attention / self.rates.attention,
-            fits=self.fits(memory),
-        )
+        return Reading(tokens, tokens if way == WHOLE else size, way, memory, self.fits(memory))
 
     def fits(self, memory: int) -> bool:
         """Whether there is so much; where weights can go elsewhere, beside them."""
         return (memory - self.weights if self.spread else memory) <= MARGIN * self.available
 
-    def most(self, tokens: int, size: int) -> int:
+    def most(self, tokens: int, size: int = SMALLEST) -> int:
         """The longest window that fits, to a 64th of one that does not."""
         step = max(SMALLEST, tokens // 64 // SMALLEST * SMALLEST)
         return step * bisect.bisect_left(
@@ -272,12 +316,14 @@ class _Rehearsal:
         )
 
     def memory(self, tokens: int, size: int) -> tuple[int, str]:
-        """The most bytes at one time, and how the window is read: of the encoding that takes most."""
-        return max(self._memory(tokens, size, encoding) for encoding in self.encodings)
+        """The most bytes at one time, and how the window is read: of the way that takes most."""
+        return max(self._memory(tokens, size, way) for way in self.ways)
 
-    def _memory(self, tokens: int, size: int, encoding: RopeEncoding | None) -> tuple[int, str]:
-        """With one encoding. Short windows are read as many together as the evaluator does."""
-        with attending(self.model, maskless=self.usual.maskless), OwnCalls(), self._patched(encoding):
+    def _memory(
+        self, tokens: int, size: int, put_into: Callable[[], AbstractContextManager[Any]]
+    ) -> tuple[int, str]:
+        """In one of the ways. Short windows are read as many together as the evaluator does."""
+        with attending(self.model, maskless=self.usual.maskless), OwnCalls(), put_into():
             reader = Reader(self.model, META, chunk=size, chunk_bytes=default_chunk_bytes(self.place))
             reader.asked, reader.long = False, _Shortened(self.model, META)
             counter = MetaBytes()
@@ -294,14 +340,6 @@ class _Rehearsal:
                 reader.losses(ids, ids[:, 1 : scored + 1], 1, scored + 1)
         losses = 8 * ids.numel()  # of all tokens, in pieces and joined
         return self.weights + counter.peak - before + losses, way or WHOLE
-
-    @contextmanager
-    def _patched(self, encoding: RopeEncoding | None) -> Iterator[None]:
-        if encoding is None:
-            yield
-        else:
-            with patch_model(self.model, encoding, trained_length=self.trained_length):
-                yield
 
 
 def operations_of(model: nn.Module) -> Operations:

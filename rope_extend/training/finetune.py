@@ -125,10 +125,10 @@ def finetune(
     """Extend a model as the recipe says, train LoRA on it, and write adapter, record and metrics.
 
     Checked in this order, and so before any work is lost: the output directory, the method on the model's
-    config, the memory that a step takes, the data; then the weights are loaded. Memory levers that the recipe
-    leaves open are chosen so that a step fits, and kept by the run when it goes on. Runs on what `accelerate`
-    finds: one device, or several under `torchrun` or `accelerate launch`, which then share a file system.
-    Seeds python's, numpy's and torch's global generators.
+    config, the memory that a step and an evaluation take, the data; then the weights are loaded. Memory
+    levers that the recipe leaves open are chosen so that a step fits, and kept by the run when it goes on.
+    Runs on what `accelerate` finds: one device, or several under `torchrun` or `accelerate launch`, which
+    then share a file system. Seeds python's, numpy's and torch's global generators.
 
     Args:
         recipe: the run.
@@ -157,12 +157,13 @@ def finetune(
     hardware = Hardware(
         str(accelerator.device), dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory
     )
-    levers = _levers(recipe, model, hardware, accelerator, sharding, checkpoint)
+    evaluated = _evaluated(recipe, shape)
+    levers, at_once = _memory(recipe, model, evaluated, hardware, accelerator, sharding, checkpoint)
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the others then find the tokens in the cache
         blocks, content = load_training_data(recipe, tokenizer, sharding.replicas)
-        data = RunData(blocks, *_held_out(recipe, tokenizer, shape))
+        data = RunData(blocks, _held_out(recipe, tokenizer, evaluated), evaluated, at_once)
     state = _first_state(recipe, content, sharding, checkpoint)
     state = replace(state, levers=asdict(levers))
     accelerator.wait_for_everyone()
@@ -215,7 +216,7 @@ def finetune(
 
 
 def plan(recipe: Recipe, *, limit_memory: int | None = None) -> TrainingPlan:
-    """What the steps of a run take in memory, with each of the levers, before anything is loaded.
+    """What a run's steps, with each of the levers, and evaluations take in memory, before anything is loaded.
 
     Args:
         recipe: the run.
@@ -228,9 +229,10 @@ def plan(recipe: Recipe, *, limit_memory: int | None = None) -> TrainingPlan:
     place = Hardware().place
     elsewhere = torch.device("cuda") if limit_memory is not None and place.type == "cpu" else None
     dtype = torch.bfloat16 if elsewhere and recipe.dtype == "auto" else _dtype(recipe, place)
-    _check_model(recipe, None, dtype, Sharding())
+    shape = _check_model(recipe, None, dtype, Sharding())
     hardware = Hardware(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
-    found = plan_training(recipe, hardware=hardware, every=True, place=elsewhere)
+    evaluated = _evaluated(recipe, shape)
+    found = plan_training(recipe, hardware=hardware, every=True, place=elsewhere, evaluated=evaluated)
     if found is None:
         raise RopeExtendError(
             f"what a step of {recipe.model!r} takes cannot be foretold: its family needs values to run"
@@ -238,30 +240,36 @@ def plan(recipe: Recipe, *, limit_memory: int | None = None) -> TrainingPlan:
     return found
 
 
-def _levers(
-    recipe: Recipe, model: Any | None, hardware: Hardware, accelerator: Accelerator, sharding: Sharding,
-    checkpoint: Path | None,
-) -> Levers:  # fmt: skip
-    """The levers of the run: those it had, or those that its steps need."""
+def _memory(
+    recipe: Recipe, model: Any | None, evaluated: Sequence[int], hardware: Hardware, accelerator: Accelerator,
+    sharding: Sharding, checkpoint: Path | None,
+) -> tuple[Levers, int | None]:  # fmt: skip
+    """The levers of the run, those it had or those that its steps need; and how many tokens its evaluations
+    read at a time, if that is known.
+    """
     before = None if checkpoint is None else continued(recipe, read_state(checkpoint))
     count = accelerator.num_processes
     found = None
     if not sharding.weights and sharding.parts == 1:  # else a process has a share that depends on the others
-        found = plan_training(recipe, hardware=hardware, model=model, levers=before, processes=count)
+        found = plan_training(
+            recipe, hardware=hardware, model=model, levers=before, processes=count, evaluated=evaluated
+        )
+    at_once = None
     if found is not None:
         found.check()
         levers = found.chosen.levers
         logger.info(
-            "memory: about %s of %s on %s; levers: %s", format_bytes(found.chosen.total),
+            "memory: about %s of %s on %s; levers: %s", format_bytes(found.total),
             format_bytes(found.available), found.place, levers,
         )  # fmt: skip
+        at_once = found.evaluation.at_once if found.evaluation else None
     else:
         empty = empty_model(recipe.model) if model is None else model
         levers = before or default_levers(recipe, empty, hardware.place)
         logger.info("memory: levers: %s", levers)
     if count > 1:  # free memory differs between devices, and all take the same steps
         levers = broadcast_object_list([levers])[0]
-    return levers
+    return levers, at_once
 
 
 def _coverage(recipe: Recipe, shape: RopeShape, replicas: int) -> Coverage | None:
@@ -430,16 +438,22 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding
         return patch.shape
 
 
-def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Document], Sequence[int]]:
-    """Documents to evaluate on, long enough for every window, and the windows."""
+def _evaluated(recipe: Recipe, shape: RopeShape) -> Sequence[int]:
+    """The windows that the run evaluates at, in tokens; none without `eval_data`."""
     if recipe.eval_data is None:
-        return [], ()
-    lengths = recipe.eval_lengths
-    if lengths is None:
-        doublings = math.ceil(math.log2(recipe.target_length / shape.trained_length))
-        lengths = (*(shape.trained_length * 2**i for i in range(doublings)), recipe.target_length)
+        return ()
+    if recipe.eval_lengths is not None:
+        return recipe.eval_lengths
+    doublings = math.ceil(math.log2(recipe.target_length / shape.trained_length))
+    return (*(shape.trained_length * 2**i for i in range(doublings)), recipe.target_length)
+
+
+def _held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> list[Document]:
+    """Documents to evaluate on, long enough for every window."""
+    if recipe.eval_data is None:
+        return []
     longest = max(lengths)
-    documents = load_documents(
+    return load_documents(
         recipe.eval_data,
         tokenizer,
         text_column=recipe.text_column,
@@ -448,7 +462,6 @@ def _held_out(recipe: Recipe, tokenizer: Any, shape: RopeShape) -> tuple[list[Do
         max_documents=recipe.eval_documents,
         max_tokens=longest,
     )
-    return documents, lengths
 
 
 def _first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: Path | None) -> RunState:

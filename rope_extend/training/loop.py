@@ -79,11 +79,13 @@ class RunData:
         blocks: what it trains on.
         held_out: documents it is evaluated on; may be empty.
         lengths: the windows it is evaluated at, in tokens.
+        at_once: how many tokens of those are read at a time; None for as many as usual.
     """
 
     blocks: Curriculum
     held_out: Sequence[Document]
     lengths: Sequence[int]
+    at_once: int | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -509,7 +511,9 @@ class TrainingRun:
         self.model.eval()
 
         def read(model: Any) -> PerplexityResult:
-            return perplexity(model, self.data.held_out, self.data.lengths, progress=main)
+            return perplexity(
+                model, self.data.held_out, self.data.lengths, suggested_chunk=self.data.at_once, progress=main
+            )
 
         with self._autocast():
             result = self._with_weights(read)

@@ -28,14 +28,16 @@ from rope_extend.evaluation.plan import (
     META,
     MetaBytes,
     OwnCalls,
+    Reading,
+    Rehearsal,
     attending,
     available_memory,
+    foretold,
     format_bytes,
     quantized_savings,
     weight_bytes,
 )
 from rope_extend.hardware import Hardware
-from rope_extend.inspection import unwrap
 from rope_extend.loss import CHUNK_BYTES, NextTokenLoss
 from rope_extend.training.levers import TILE, Levers, pull, recomputes, tileable
 from rope_extend.training.loop import adapted, extended
@@ -99,6 +101,9 @@ class TrainingPlan:
         most: the longest block that fits with the levers chosen, in tokens; None where the block does.
         remarks: on levers that this model does not have.
         quantized: the last of them with weights of 4 bits, where all steps were asked for.
+        evaluation: how the run's longest evaluation reads, what is trained included in what it takes; None
+            where there are none.
+        most_evaluated: the longest window that can be evaluated, in tokens; None where that one fits.
     """
 
     steps: tuple[StepMemory, ...]
@@ -111,20 +116,35 @@ class TrainingPlan:
     most: int | None
     remarks: tuple[str, ...] = ()
     quantized: StepMemory | None = None
+    evaluation: Reading | None = None
+    most_evaluated: int | None = None
+
+    @property
+    def total(self) -> int:
+        """The most bytes held on the device at one time of the run."""
+        return max(self.chosen.total, self.evaluation.memory if self.evaluation else 0)
 
     def fits(self, step: StepMemory) -> bool:
         """Whether the memory is to be had."""
         return _fits(step, self.available, self.host)
 
     def check(self) -> None:
-        """Refuse a block that cannot fit.
+        """Refuse a block, or a window to evaluate at, that cannot fit.
 
         Raises:
             RopeExtendError: naming the longest that does.
         """
-        if self.fits(self.chosen):
-            return
-        step = self.chosen
+        step, evaluation = self.chosen, self.evaluation
+        if self.fits(step):
+            if evaluation is None or evaluation.fits:
+                return
+            nearest = f"up to {self.most_evaluated:,} tokens fit" if self.most_evaluated else "no length fits"
+            raise RopeExtendError(
+                f"the run's evaluations at {evaluation.length:,} tokens need about "
+                f"{format_bytes(evaluation.memory)}, {evaluation.reading}, and "
+                f"{format_bytes(self.available)} are to be had on {self.place}; {nearest}. Give shorter "
+                f"eval_lengths, or leave eval_data out and evaluate when the run is done"
+            )
         nearest = f"blocks of up to {self.most:,} tokens fit" if self.most else "no block fits"
         needed, room, where = step.total, self.available, f"on {self.place}"
         if step.total <= MARGIN * self.available:
@@ -161,6 +181,10 @@ class TrainingPlan:
             name = "+ quantize: 4bit" if step is self.quantized else _added(step.levers, before)
             lines.append(f"{name:<44}{cells}  {verdict}")
             before = step.levers
+        if (found := self.evaluation) is not None:
+            cells = f"{format_bytes(found.memory):>{12 * len(heads[:-1])}}{'-':>12}"
+            verdict = "fits" if found.fits else "does not fit"
+            lines.append(f"{f'evaluation at {found.length:,} tokens':<44}{cells}  {verdict}, {found.reading}")
         lines += [f"note: {remark}" for remark in self.remarks]
         return "\n".join(lines)
 
@@ -191,6 +215,7 @@ def plan_training(
     processes: int = 1,
     every: bool = False,
     place: torch.device | None = None,
+    evaluated: Sequence[int] = (),
 ) -> TrainingPlan | None:
     """Foretell what the steps of a run take, and choose the levers that its recipe leaves open.
 
@@ -202,6 +227,7 @@ def plan_training(
         processes: how many share the step; on a CPU they share its memory too.
         every: rehearse all levers, also where fewer fit.
         place: a device that is not here, with the memory that `hardware` is limited to.
+        evaluated: windows that the run evaluates at, in tokens.
 
     Returns:
         The plan; None, with a word in the log, for a family that does not run on the meta device.
@@ -210,12 +236,10 @@ def plan_training(
         RopeExtendError: the model has none of what a lever that the recipe names acts on.
     """
     place = place or hardware.place
+    empty = _without_weights(recipe, hardware, model)
     if model is None:
-        empty: Any = hardware.empty(recipe.model)
         weights = weight_bytes(recipe.model, empty, hardware)
     else:
-        with torch.device("meta"):
-            empty = type(model)(copy.deepcopy(model.config)).to(model.dtype)
         weights = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
     ladder, remarks = ([levers], []) if levers is not None else ladder_of(recipe, empty, place)
     pull(empty, ladder[0]).close()  # refuses what a lever named by the recipe finds nothing to act on
@@ -231,14 +255,42 @@ def plan_training(
     if model is not None and model.device.type == place.type:
         available += weights  # they are there already
     available = min(available, limit)
-    try:
+
+    def steps() -> TrainingPlan:
         rehearsal = _Rehearsal(recipe, empty, weights, place, processes)
         return _planned(rehearsal, ladder, remarks, available, host, every)
-    except RopeExtendError:
-        raise
-    except Exception as error:  # whatever a family does with values, which the meta device does not have
-        logger.info("%s: what a step takes cannot be foretold (%r)", unwrap(empty).config.model_type, error)
-        return None
+
+    found = foretold(steps, empty, "a step")
+    if found is None or not evaluated:
+        return found
+    anew = _without_weights(recipe, hardware, model)
+    rest = foretold(partial(_with_evaluation, found, recipe, anew, max(evaluated)), anew, "an evaluation")
+    return rest or found
+
+
+def _without_weights(recipe: Recipe, hardware: Hardware, model: Any | None) -> Any:
+    """A model of the recipe's, or of the shapes of `model`, on the meta device."""
+    if model is None:
+        return hardware.empty(recipe.model)
+    with torch.device("meta"):
+        return type(model)(copy.deepcopy(model.config)).to(model.dtype)
+
+
+def _with_evaluation(found: TrainingPlan, recipe: Recipe, empty: Any, tokens: int) -> TrainingPlan:
+    """The plan of a run that also evaluates: beside what is trained and the optimizer's moments of it."""
+    step, dtype, model = found.chosen, empty.dtype, adapted(empty, recipe).eval()
+
+    @contextmanager
+    def as_trained() -> Iterator[None]:
+        with _quiet(), extended(empty, recipe), pull(empty, step.levers), _casting(model, dtype):
+            yield
+
+    rehearsal = Rehearsal(
+        model, found.place, weights=step.weights + step.trained, available=found.available, ways=[as_trained]
+    )
+    reading = rehearsal.reading(tokens)
+    most = None if reading.fits else rehearsal.most(tokens)
+    return replace(found, evaluation=reading, most_evaluated=most)
 
 
 def _planned(
