@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FAMILIES, tiny_config, tiny_model
+from peft import LoraConfig, get_peft_model
 from test_perplexity import texts
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -113,6 +114,22 @@ def test_memory_is_what_was_foretold(
     assert found.at_once == (chunk or tokens)
     if patch is not None:
         patch.remove()
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "alibi"])
+@pytest.mark.parametrize("chunk", [None, 192])
+def test_what_an_adapter_takes_is_foretold_too(chunk: int | None, method: str, tmp_path: Path) -> None:
+    """To 5 %: its weights, and the states of its products, which are as wide as those of the model."""
+    base = str(tmp_path / "base")
+    AutoModelForCausalLM.from_config(SHAPES["llama"]).save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    patch = rx.extend(model, 2048, method)
+    rx.save(get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")), tmp_path / "adapter")
+    tuned = rx.load(tmp_path / "adapter").eval()
+    found = made(base, [1536], chunk=chunk, adapters=[(tmp_path / "adapter", patch.encoding)]).longest
+    peak = measured(tuned, 1536, chunk)
+    assert found.memory == pytest.approx(peak, rel=0.05)
+    assert found.memory > made(base, [1536], chunk=chunk).longest.memory
 
 
 def test_the_encoding_that_takes_most_counts(tmp_path: Path) -> None:

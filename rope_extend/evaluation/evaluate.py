@@ -255,11 +255,10 @@ def plan_of(
         if method not in (AS_IS, PLAIN):
             made = method_named(method).for_target(shape, wanted[-1])
             encodings += [made] if isinstance(made, RopeEncoding) else []
-    recorded = [read_record(adapter).encoding for adapter in adapters]
-    encodings += [one for one in recorded if isinstance(one, RopeEncoding)]
+    tuned = [(Path(adapter), read_record(adapter).encoding) for adapter in adapters]
     return plan(
-        model, wanted, hardware=hardware or Hardware(), encodings=encodings, trained_length=trained,
-        chunk=chunk, batched=batched,
+        model, wanted, hardware=hardware or Hardware(), encodings=encodings, adapters=tuned,
+        trained_length=trained, chunk=chunk, batched=batched,
     )  # fmt: skip
 
 

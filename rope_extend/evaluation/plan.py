@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from accelerate.utils import get_max_memory
+from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,7 +35,7 @@ from transformers.utils import cached_file
 
 from rope_extend.attention.functions import attention_modules
 from rope_extend.data import format_length
-from rope_extend.encodings import RopeEncoding
+from rope_extend.encodings import Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.lower_right import calls_by_name, causal_mask
 from rope_extend.evaluation.memory import LiveBytes
@@ -158,6 +159,7 @@ def plan(
     *,
     hardware: Hardware,
     encodings: Sequence[RopeEncoding | None] = (None,),
+    adapters: Sequence[tuple[Path, Encoding]] = (),
     trained_length: int | None = None,
     chunk: int | None = None,
     batched: bool = False,
@@ -169,6 +171,7 @@ def plan(
         lengths: in tokens.
         hardware: where and how it will be loaded.
         encodings: what it will read with; the one that takes most counts. None is as it is.
+        adapters: directories of adapters, and what it will read with under each; likewise.
         trained_length: the window the model was pretrained on, where the config does not say it.
         chunk: how many tokens to read at a time; by default as many as there is memory for.
         batched: whether short windows go through the model together.
@@ -178,6 +181,7 @@ def plan(
     """
     empty = hardware.empty(model)
     weights = weight_bytes(model, empty, hardware)
+    weights += max((_file_bytes(adapter) for adapter, _ in adapters), default=0)
     # Of encodings that act alike, one.
     alike = {(one is not None and one.rotates_in_attention, one is not None and one.per_row): one
              for one in reversed(encodings)}  # fmt: skip
@@ -194,11 +198,23 @@ def plan(
                 nullcontext if one is None
                 else partial(patch_model, empty, one, trained_length=trained_length)
                 for one in alike.values()
-            ],
+            ] + [partial(_tuned, empty, *adapter, trained_length) for adapter in adapters],
         )  # fmt: skip
         return _planned(rehearsal, sorted(set(lengths)), chunk)
 
     return foretold(rehearsed, empty, "it")
+
+
+@contextmanager
+def _tuned(empty: Any, adapter: Path, encoding: Encoding, trained_length: int | None) -> Iterator[None]:
+    """A model without weights as it is with an adapter, whose products have states of their own."""
+    config = PeftConfig.from_pretrained(str(adapter))
+    with patch_model(empty, encoding, trained_length=trained_length):
+        tuned = get_peft_model(empty, config)
+        try:
+            yield
+        finally:
+            tuned.unload()
 
 
 _Found = TypeVar("_Found")
@@ -534,9 +550,13 @@ def weight_bytes(name: str, model: nn.Module, hardware: Hardware) -> int:
     if is_quantized(config):  # what the files hold is what is loaded
         file = cached_file(name, "config.json", local_files_only=True)
         assert file is not None
-        return sum(weights.stat().st_size for weights in Path(file).parent.glob("*.safetensors"))
+        return _file_bytes(Path(file).parent)
     total = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
     return total if hardware.quantize is None else total - quantized_savings(model, hardware.quantize)
+
+
+def _file_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def quantized_savings(model: nn.Module, kind: str) -> int:
