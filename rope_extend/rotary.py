@@ -295,7 +295,10 @@ class ExtendedRotaryEmbedding(nn.Module):
         """Angles `[batch, T, dim/2]` and factors `[batch, 1, 1]`, each row under its own table."""
         if self.reader is not None:
             self.reader.refuse_changed_rows(position_ids)
-        lengths = (position_ids.amax(dim=-1) + 1).tolist()
+        if position_ids.is_meta:  # where what a text takes is rehearsed
+            lengths = [position_ids.shape[-1]] * len(position_ids)
+        else:
+            lengths = (position_ids.amax(dim=-1) + 1).tolist()
         tables = torch.stack([self.encoding.inv_freq(self.shape, length) for length in lengths])
         factors = [self.encoding.attention_factor(self.shape, length) for length in lengths]
         angles = angles_of(self.encoding, self.shape, position_ids, tables[:, None])

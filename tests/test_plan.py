@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import shlex
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, tiny_config, tiny_model
+from cases import ALTERNATIVES, ENCODINGS, FAMILIES, TARGET, TRAINED, EncodingCase, tiny_config, tiny_model
 from peft import LoraConfig, get_peft_model
 from test_perplexity import texts
 from torch.utils.flop_counter import FlopCounterMode
@@ -116,7 +117,7 @@ def test_memory_is_what_was_foretold(
         patch.remove()
 
 
-@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "alibi"])
+@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "alibi", "fire", "t5_bias"])
 @pytest.mark.parametrize("chunk", [None, 192])
 def test_what_an_adapter_takes_is_foretold_too(chunk: int | None, method: str, tmp_path: Path) -> None:
     """To 5 %: its weights, and the states of its products, which are as wide as those of the model."""
@@ -130,6 +131,26 @@ def test_what_an_adapter_takes_is_foretold_too(chunk: int | None, method: str, t
     peak = measured(tuned, 1536, chunk)
     assert found.memory == pytest.approx(peak, rel=0.05)
     assert found.memory > made(base, [1536], chunk=chunk).longest.memory
+
+
+@pytest.mark.parametrize("case", [*ENCODINGS, *ALTERNATIVES], ids=str)
+def test_what_any_encoding_takes_is_foretold(case: Any, tmp_path: Path) -> None:
+    """To 2 %, whole and in pieces, where it can be read in these."""
+    config = copy.deepcopy(SHAPES["llama"])
+    config.max_position_embeddings = TRAINED
+    model = AutoModelForCausalLM.from_config(config).eval()
+    made_of = case.made(shape_of(model)) if isinstance(case, EncodingCase) else case.made()
+    if made_of.name == "learned":
+        made_of = replace(made_of, rows=TARGET)
+    name = checkpoint(config, tmp_path)
+    for chunk in (None, 64):
+        found = made(name, [TARGET], encodings=[made_of], chunk=chunk).longest
+        with rx.patch_model(model, made_of, target_length=TARGET):
+            if found.way == "in one piece" and chunk:
+                with pytest.raises(RopeExtendError, match="without chunk"):
+                    measured(model, TARGET, chunk)
+            else:
+                assert found.memory == pytest.approx(measured(model, TARGET, chunk), rel=0.02)
 
 
 def test_the_encoding_that_takes_most_counts(tmp_path: Path) -> None:

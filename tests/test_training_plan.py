@@ -136,6 +136,8 @@ def test_learned_biases_are_trained_in_the_rehearsal_too() -> None:
         ("linear", torch.bfloat16, Levers(True)),
         ("dynamic_ntk", torch.float32, Levers(True)),
         ("alibi", torch.float32, Levers()),
+        ("t5_bias", torch.float32, Levers(True)),
+        ("learned", torch.float32, Levers(True)),
     ],
     ids=str,
 )

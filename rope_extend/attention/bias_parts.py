@@ -32,11 +32,27 @@ class Places:
         queries: positions `[rows, Q]`, where rows is 1 or the batch.
         keys: positions `[rows, K]` of the keys that are handed over, the queries' own last.
         gapless: whether each position is one after the position before it.
+        last: the greatest position of a query.
+        farthest: the greatest distance from a query to a key, in any row.
     """
 
     queries: Tensor
     keys: Tensor
     gapless: bool
+    last: int
+    farthest: int
+
+    @classmethod
+    def of(cls, queries: Tensor, keys: Tensor, device: torch.device) -> Places:
+        """From positions, `[1 or batch, Q]` and `[1 or batch, K]`, that may be on another device."""
+        rows = max(len(queries), len(keys))
+        return cls(
+            queries.to(device).expand(rows, -1),
+            keys.to(device).expand(rows, -1),
+            bool((keys.diff() == 1).all()),
+            int(queries.max()),
+            int((queries.amax(dim=1) - keys.amin(dim=1)).max()),
+        )
 
     @property
     def before(self) -> int:
@@ -87,14 +103,13 @@ class PartialBias:
             self.sources = tuple(learned.values())
             return
         device, keys = places.keys.device, places.keys.shape[1]
-        farthest = int((places.queries.amax(dim=1) - places.keys.amin(dim=1)).max())
-        self.table = int(places.queries.max()) <= encoding.same_until(shape, learned) and (
-            places.gapless or farthest < 4 * keys
+        self.table = places.last <= encoding.same_until(shape, learned) and (
+            places.gapless or places.farthest < 4 * keys
         )
         if not self.table:
             self.sources = tuple(learned.values())
             return
-        longest = keys if places.gapless else farthest + 1
+        longest = keys if places.gapless else places.farthest + 1
         distances = torch.arange(longest - 1, -1, -1, device=device)  # the nearest last
         table = self._shared(encoding.bias(shape, distances, torch.zeros_like(distances), learned))
         if places.gapless:

@@ -119,10 +119,7 @@ class BiasReader(PositionReader):
         """Where a layer's queries and keys stand; found once for all layers that see as many keys."""
         found: Places | None = forward.tables.get(("places", low, device))
         if found is None:
-            queries, keys = forward.queries.to(device), forward.keys[:, low:].to(device)
-            rows = max(len(queries), len(keys))
-            gapless = bool((keys.diff() == 1).all())
-            found = Places(queries.expand(rows, -1), keys.expand(rows, -1), gapless)
+            found = Places.of(forward.queries, forward.keys[:, low:], device)
             forward.tables["places", low, device] = found
         return found
 
@@ -189,7 +186,7 @@ class BiasReader(PositionReader):
 def _spans(call: _Call, rows: int) -> list[tuple[int, int]]:
     """The first key that any query of each part may see, and the one after the last."""
     new, keys = call.query.shape[2], call.key.shape[2]
-    if call.mask is None:
+    if call.mask is None or call.mask.is_meta:  # in a rehearsal, it is causal as well
         return [(0, call.places.before + min(start + rows, new)) for start in range(0, new, rows)]
     mask = call.mask
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from rope_extend.checkpoint import read_record
 from rope_extend.data import format_length, load_documents
-from rope_extend.encodings import RopeEncoding, method_named
+from rope_extend.encodings import Encoding, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.plan import Plan, plan
@@ -249,12 +249,11 @@ def plan_of(
     shape = info(model, trained_length=trained_length).shape
     trained = shape.trained_length
     wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
-    encodings: list[RopeEncoding | None] = [None]
+    encodings: list[Encoding | None] = [None]
     for method in methods:
         check_method(method, shape, wanted[-1])
         if method not in (AS_IS, PLAIN):
-            made = method_named(method).for_target(shape, wanted[-1])
-            encodings += [made] if isinstance(made, RopeEncoding) else []
+            encodings.append(method_named(method).for_target(shape, wanted[-1]))
     tuned = [(Path(adapter), read_record(adapter).encoding) for adapter in adapters]
     return plan(
         model, wanted, hardware=hardware or Hardware(), encodings=encodings, adapters=tuned,

@@ -158,7 +158,7 @@ def plan(
     lengths: Sequence[int],
     *,
     hardware: Hardware,
-    encodings: Sequence[RopeEncoding | None] = (None,),
+    encodings: Sequence[Encoding | None] = (None,),
     adapters: Sequence[tuple[Path, Encoding]] = (),
     trained_length: int | None = None,
     chunk: int | None = None,
@@ -181,10 +181,12 @@ def plan(
     """
     empty = hardware.empty(model)
     weights = weight_bytes(model, empty, hardware)
-    weights += max((_file_bytes(adapter) for adapter, _ in adapters), default=0)
-    # Of encodings that act alike, one.
-    alike = {(one is not None and one.rotates_in_attention, one is not None and one.per_row): one
-             for one in reversed(encodings)}  # fmt: skip
+    alike: dict[Any, Encoding | None] = {}  # of encodings that act alike, one
+    for one in encodings:
+        static = one is None
+        if isinstance(one, RopeEncoding):
+            static = not (one.rotates_in_attention or one.per_row)
+        alike.setdefault(type(None) if static else type(one), one)
 
     def rehearsed() -> Plan:
         rehearsal = Rehearsal(
@@ -196,7 +198,7 @@ def plan(
             together=default_batch_tokens(hardware.place) if batched else 1,
             ways=[
                 nullcontext if one is None
-                else partial(patch_model, empty, one, trained_length=trained_length)
+                else partial(_patched, empty, one, trained_length)
                 for one in alike.values()
             ] + [partial(_tuned, empty, *adapter, trained_length) for adapter in adapters],
         )  # fmt: skip
@@ -206,10 +208,29 @@ def plan(
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing is said of a patch: where it matters, the same is said of the model itself."""
+    log = logging.getLogger("rope_extend.patching")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+@contextmanager
+def _patched(empty: Any, encoding: Encoding, trained_length: int | None) -> Iterator[None]:
+    """A model without weights as it is with an encoding."""
+    with quiet(), patch_model(empty, encoding, trained_length=trained_length):
+        yield
+
+
+@contextmanager
 def _tuned(empty: Any, adapter: Path, encoding: Encoding, trained_length: int | None) -> Iterator[None]:
     """A model without weights as it is with an adapter, whose products have states of their own."""
     config = PeftConfig.from_pretrained(str(adapter))
-    with patch_model(empty, encoding, trained_length=trained_length):
+    with _patched(empty, encoding, trained_length):
         tuned = get_peft_model(empty, config)
         try:
             yield
@@ -286,11 +307,12 @@ class Rehearsal:
     Args:
         model: without weights, with or without adapter layers in it.
         place: where it will read.
-        weights: bytes that are held all the while.
+        weights: bytes that are held all the while, those of the model included.
         available: bytes to be had; beside the weights, where these go elsewhere.
         spread: whether they do.
         together: of how many tokens short windows go through the model together; 1 for each alone.
-        ways: what the model is to be put into, one after the other; the one that takes most counts.
+        ways: what the model is to be put into, one after the other; the one that takes most counts, with
+            the weights that it adds.
     """
 
     def __init__(
@@ -307,6 +329,7 @@ class Rehearsal:
         self.model, self.place, self.weights, self.available = model, place, weights, available
         self.spread, self.together, self.ways = spread, together, ways
         self.usual = LongReader(model, place)  # how much it reads at a time by itself
+        self.own = self._counted().live
 
     def reading(self, tokens: int, chunk: int | None = None) -> Reading:
         """The usual way of reading a window, or if that does not fit, the largest pieces that do."""
@@ -346,16 +369,20 @@ class Rehearsal:
             with counter, torch.no_grad():
                 way = reader.long.way if size < tokens and reader.in_pieces(tokens, size) else WHOLE
             ids = torch.zeros(max(1, self.together // tokens), tokens, dtype=torch.int64, device=META)
-            counter = MetaBytes()
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                counter.add(tensor)
-            before = counter.live
+            counter = self._counted()
             with counter, torch.no_grad():
                 # The first logits are computed while most else is still there; the others would hold as much.
                 scored = min(tokens - 1, size, 2 * reader.chunk_bytes // (4 * reader.vocabulary) + 1)
                 reader.losses(ids, ids[:, 1 : scored + 1], 1, scored + 1)
         losses = 8 * ids.numel()  # of all tokens, in pieces and joined
-        return self.weights + counter.peak - before + losses, way or WHOLE
+        return self.weights + counter.peak - self.own + losses, way or WHOLE
+
+    def _counted(self) -> MetaBytes:
+        """A counter that knows of the model."""
+        counter = MetaBytes()
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            counter.add(tensor)
+        return counter
 
 
 def operations_of(model: nn.Module) -> Operations:
@@ -550,13 +577,9 @@ def weight_bytes(name: str, model: nn.Module, hardware: Hardware) -> int:
     if is_quantized(config):  # what the files hold is what is loaded
         file = cached_file(name, "config.json", local_files_only=True)
         assert file is not None
-        return _file_bytes(Path(file).parent)
+        return sum(weights.stat().st_size for weights in Path(file).parent.glob("*.safetensors"))
     total = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
     return total if hardware.quantize is None else total - quantized_savings(model, hardware.quantize)
-
-
-def _file_bytes(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def quantized_savings(model: nn.Module, kind: str) -> int:

@@ -35,9 +35,11 @@ from rope_extend.evaluation.plan import (
     foretold,
     format_bytes,
     quantized_savings,
+    quiet,
     weight_bytes,
 )
 from rope_extend.hardware import Hardware
+from rope_extend.learned import learned_parameters
 from rope_extend.loss import CHUNK_BYTES, NextTokenLoss
 from rope_extend.training.levers import TILE, Levers, pull, recomputes, tileable
 from rope_extend.training.loop import adapted, extended
@@ -278,16 +280,20 @@ def _without_weights(recipe: Recipe, hardware: Hardware, model: Any | None) -> A
 
 def _with_evaluation(found: TrainingPlan, recipe: Recipe, empty: Any, tokens: int) -> TrainingPlan:
     """The plan of a run that also evaluates: beside what is trained and the optimizer's moments of it."""
-    step, dtype, model = found.chosen, empty.dtype, adapted(empty, recipe).eval()
+    step, dtype = found.chosen, empty.dtype
+    with quiet(), extended(empty, recipe):  # what is learned is the encoding's, and counted as trained
+        learned = sum(value.nbytes for value in learned_parameters(empty).values())
+    model = adapted(empty, recipe).eval()
 
     @contextmanager
     def as_trained() -> Iterator[None]:
-        with _quiet(), extended(empty, recipe), pull(empty, step.levers), _casting(model, dtype):
+        with quiet(), extended(empty, recipe), pull(empty, step.levers), _casting(model, dtype):
             yield
 
     rehearsal = Rehearsal(
-        model, found.place, weights=step.weights + step.trained, available=found.available, ways=[as_trained]
-    )
+        model, found.place, weights=step.weights + step.trained - learned, available=found.available,
+        ways=[as_trained],
+    )  # fmt: skip
     reading = rehearsal.reading(tokens)
     most = None if reading.fits else rehearsal.most(tokens)
     return replace(found, evaluation=reading, most_evaluated=most)
@@ -430,7 +436,7 @@ class _Rehearsal:
         flash = "flash" in config._attn_implementation
         self._attending = attending(model, maskless=False)
         self._attending.__enter__()
-        with _quiet():  # the run says the same of the model itself
+        with quiet():  # the run says the same of the model itself
             extended(model, recipe)
         # What acts inside attention reads a mask, where the kernel is not flash's.
         acts = config._attn_implementation.startswith(PREFIX)
@@ -515,17 +521,6 @@ class _Rehearsal:
     def _gradients(self) -> None:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    log = logging.getLogger("rope_extend.patching")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def _layers(model: Any) -> tuple[Any, nn.ModuleList]:
