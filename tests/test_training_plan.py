@@ -442,7 +442,7 @@ def test_a_run_whose_evaluations_cannot_be_rehearsed_is_planned_without(
     def fail(*_: Any) -> None:
         raise RuntimeError("needs values")
 
-    monkeypatch.setattr(planning.Rehearsal, "reading", fail)
+    monkeypatch.setattr(planning.ReadingRehearsal, "reading", fail)
     found = plan(replace(tiny, eval_data=tiny.data))
     assert found.evaluation is None
     assert found.chosen.total == found.total == plan(tiny).total
@@ -454,7 +454,7 @@ def test_a_family_that_cannot_be_rehearsed_trains_with_what_the_recipe_says(
     def fail(*_: Any) -> None:
         raise RuntimeError("needs values")
 
-    monkeypatch.setattr(planning._Rehearsal, "step", fail)
+    monkeypatch.setattr(planning._StepRehearsal, "step", fail)
     finetune(replace(tiny, steps=1))
     checkpoint = Path(tiny.output_dir) / "checkpoints" / "step-1"
     assert read_state(checkpoint).levers == asdict(Levers(True))

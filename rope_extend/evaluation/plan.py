@@ -189,7 +189,7 @@ def plan(
         alike.setdefault(type(None) if static else type(one), one)
 
     def rehearsed() -> Plan:
-        rehearsal = Rehearsal(
+        rehearsal = ReadingRehearsal(
             empty,
             hardware.place,
             weights=weights,
@@ -252,7 +252,7 @@ def foretold(rehearsed: Callable[[], _Found], model: nn.Module, what: str) -> _F
         return None
 
 
-def _planned(rehearsal: Rehearsal, lengths: Sequence[int], chunk: int | None) -> Plan:
+def _planned(rehearsal: ReadingRehearsal, lengths: Sequence[int], chunk: int | None) -> Plan:
     operations = operations_of(rehearsal.model)
     rates = measured_rates(rehearsal.model, rehearsal.place)
     rows = []
@@ -301,7 +301,7 @@ class Rates:
     attention: float
 
 
-class Rehearsal:
+class ReadingRehearsal:
     """Runs the evaluator on a model without weights, and counts.
 
     Args:

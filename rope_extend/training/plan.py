@@ -29,7 +29,7 @@ from rope_extend.evaluation.plan import (
     MetaBytes,
     OwnCalls,
     Reading,
-    Rehearsal,
+    ReadingRehearsal,
     attending,
     available_memory,
     foretold,
@@ -259,7 +259,7 @@ def plan_training(
     available = min(available, limit)
 
     def steps() -> TrainingPlan:
-        rehearsal = _Rehearsal(recipe, empty, weights, place, processes)
+        rehearsal = _StepRehearsal(recipe, empty, weights, place, processes)
         return _planned(rehearsal, ladder, remarks, available, host, every)
 
     found = foretold(steps, empty, "a step")
@@ -290,7 +290,7 @@ def _with_evaluation(found: TrainingPlan, recipe: Recipe, empty: Any, tokens: in
         with quiet(), extended(empty, recipe), pull(empty, step.levers), _casting(model, dtype):
             yield
 
-    rehearsal = Rehearsal(
+    rehearsal = ReadingRehearsal(
         model, found.place, weights=step.weights + step.trained - learned, available=found.available,
         ways=[as_trained],
     )  # fmt: skip
@@ -300,7 +300,7 @@ def _with_evaluation(found: TrainingPlan, recipe: Recipe, empty: Any, tokens: in
 
 
 def _planned(
-    rehearsal: _Rehearsal,
+    rehearsal: _StepRehearsal,
     ladder: Sequence[Levers],
     remarks: Sequence[str],
     available: int,
@@ -420,7 +420,7 @@ def continued(recipe: Recipe, state: RunState) -> Levers:
     return replace(levers, **named)
 
 
-class _Rehearsal:
+class _StepRehearsal:
     """Takes steps on a model without weights, and counts."""
 
     def __init__(self, recipe: Recipe, model: Any, weights: int, place: torch.device, processes: int) -> None:
