@@ -18,8 +18,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from rope_extend.errors import UnsupportedModelError
-from rope_extend.families import adapter_for
-from rope_extend.inspection import kinds_beside_full_attention
 from rope_extend.undo import UndoLog
 
 if TYPE_CHECKING:
@@ -31,9 +29,6 @@ PREFIX = "rope_extend_"
 """What the name of a wrapped attention implementation begins with: `rope_extend_sdpa`."""
 READER = "_rope_extend_reader"
 """The attribute by which a module finds the `PositionReader` of the patch that is active in it."""
-
-BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "sliding_window")
-"""What families hand to their attention function that plain causal attention does not do."""
 
 
 def never_compiled(function: _Function) -> _Function:
@@ -107,29 +102,6 @@ def attention_modules(decoder: nn.Module) -> list[Any]:
         for module in decoder.modules()
         if hasattr(module, "layer_idx") and hasattr(module, "scaling") and hasattr(module, "config")
     ]
-
-
-def beyond_plain_sdpa(lm: Any) -> str | None:
-    """Why a model's attention is not plain causal attention over all tokens by sdpa; None if it is.
-
-    What takes the place of such attention with `is_causal` alone would lose all that a family does beyond.
-
-    Args:
-        lm: a causal language model of transformers; one without weights will do.
-    """
-    config = lm.config.get_text_config()
-    implementation = config._attn_implementation
-    modules = attention_modules(lm.base_model)
-    unreachable = adapter_for(lm.config.model_type).unreachable
-    if unreachable or not modules:
-        return unreachable or "its attention does not go through transformers' interface"
-    if kinds := kinds_beside_full_attention(config):
-        return f"it has layers of kind {', '.join(sorted(kinds))}, and not full attention alone"
-    if getattr(config, "attn_logit_softcapping", None) or any(hasattr(m, "sinks") for m in modules):
-        return "its attention does more than a softmax over the tokens (a soft cap, or sinks)"
-    if implementation != "sdpa":
-        return f"attn_implementation is {implementation!r}; load the model with 'sdpa'"
-    return None
 
 
 def remove_readers(decoder: nn.Module, undo: UndoLog) -> None:

@@ -26,12 +26,12 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import AttentionInterface
 
-from rope_extend.attention.functions import BEYOND_PLAIN, attention_modules, beyond_plain_sdpa, own_function
+from rope_extend.attention.functions import attention_modules, own_function
 from rope_extend.data import Document, format_length
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import IGNORED, causal_lm, hidden_states
-from rope_extend.undo import UndoLog
+from rope_extend.training.plain_attention import BEYOND_PLAIN, beyond_plain_sdpa, in_place_of_sdpa
 
 UNPACKED = "none"
 """The value of `packing` for blocks of one document each."""
@@ -265,7 +265,7 @@ def takes_no_mask(model: torch.nn.Module) -> bool:
     reached: set[int] = set()
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=ids.device)  # else transformers looks at values
-    with _reading_lengths(lm, reached):
+    with in_place_of_sdpa(lm, _NAME, _REACHED, reached):
         hidden_states(model, ids, attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 2]))
     return all(id(module) in reached for module in attention_modules(lm.base_model))
 
@@ -283,23 +283,8 @@ def apart_without_mask(
     lm = causal_lm(model)
     apart = takes_no_mask(model) if run is None else run(takes_no_mask)
     sdpa = lm.config.get_text_config()._attn_implementation == "sdpa"
-    with _reading_lengths(lm) if apart and sdpa else nullcontext():
+    with in_place_of_sdpa(lm, _NAME, _REACHED, None) if apart and sdpa else nullcontext():
         yield
-
-
-@contextmanager
-def _reading_lengths(lm: Any, reached: set[int] | None = None) -> Iterator[None]:
-    """Let sdpa read cumulative lengths, and note the attention modules that are given some."""
-    undo = UndoLog()
-    modules = attention_modules(lm.base_model)
-    try:
-        for config in {id(part.config): part.config for part in (lm.base_model, *modules)}.values():
-            undo.set(config, "_attn_implementation_internal", _NAME)
-        for module in modules:
-            undo.set(module, _REACHED, reached)
-        yield
-    finally:
-        undo.unwind()
 
 
 def check_packing(packing: str, encoding: Encoding, shape: RopeShape, config: Any) -> None:

@@ -25,17 +25,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from rope_extend.attention.functions import (
-    BEYOND_PLAIN,
-    PREFIX,
-    attention_modules,
-    beyond_plain_sdpa,
-    own_function,
-)
+from rope_extend.attention.functions import PREFIX, attention_modules, own_function
 from rope_extend.encodings import Encoding
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import causal_lm, hidden_states
-from rope_extend.undo import UndoLog
+from rope_extend.training.plain_attention import BEYOND_PLAIN, beyond_plain_sdpa, in_place_of_sdpa
 
 _NAME = "shifted_sparse_sdpa"
 """The attention implementation while the option is on."""
@@ -193,17 +187,11 @@ def shifted_sparse(
     """
     lm = causal_lm(model)
     modules = attention_modules(lm.base_model)
-    option, undo = _Option(group), UndoLog()
-    try:
-        for config in {id(part.config): part.config for part in (lm.base_model, *modules)}.values():
-            undo.set(config, "_attn_implementation_internal", _NAME)
-        for module in modules:
-            undo.set(module, _OPTION, option)
+    option = _Option(group)
+    with in_place_of_sdpa(lm, _NAME, _OPTION, option):
         trial = partial(_try, option=option, modules=modules)
         trial(model) if run is None else run(trial)
         yield
-    finally:
-        undo.unwind()
 
 
 @torch.no_grad()
