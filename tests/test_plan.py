@@ -164,6 +164,26 @@ def test_the_encoding_that_takes_most_counts(tmp_path: Path) -> None:
     assert one < other == both
 
 
+def test_of_encodings_that_act_alike_one_is_rehearsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of one method by query and by row, both."""
+    model = checkpoint(SHAPES["llama"], tmp_path)
+    shape = shape_of(CPU.empty(model))
+    tried = []
+
+    def spy(lm: Any, encoding: Any, **options: Any) -> Any:
+        tried.append(str(encoding))
+        return rx.patch_model(lm, encoding, **options)
+
+    monkeypatch.setattr(planning, "patch_model", spy)
+    names = ("linear", "yarn", "dynamic_yarn", "dynamic_ntk")
+    rotary: list[Any] = [rotary_method(name).for_target(shape, 2048) for name in names]
+    by_row = replace(rotary[-1], per="row")
+    made(model, [64], encodings=[None, *rotary, by_row, rx.encoding("alibi")], chunk=64)
+    assert tried == [str(rotary[2]), str(by_row), str(rx.encoding("alibi"))]
+
+
 def test_short_windows_that_go_together_count_together(tmp_path: Path) -> None:
     model = checkpoint(SHAPES["llama"], tmp_path)
     alone, together = (made(model, [128], batched=batched).longest for batched in (False, True))

@@ -183,10 +183,7 @@ def plan(
     weights = weight_bytes(model, empty, hardware)
     alike: dict[Any, Encoding | None] = {}  # of encodings that act alike, one
     for one in encodings:
-        static = one is None
-        if isinstance(one, RopeEncoding):
-            static = not (one.rotates_in_attention or one.per_row)
-        alike.setdefault(type(None) if static else type(one), one)
+        alike.setdefault(_acting(one), one)
 
     def rehearsed() -> Plan:
         rehearsal = ReadingRehearsal(
@@ -205,6 +202,15 @@ def plan(
         return _planned(rehearsal, sorted(set(lengths)), chunk)
 
     return foretold(rehearsed, empty, "it")
+
+
+def _acting(encoding: Encoding | None) -> Any:
+    """What encodings have in common that take as much: inside attention, by row, or of their own kind."""
+    if encoding is None:
+        return False, False
+    if isinstance(encoding, RopeEncoding):
+        return encoding.rotates_in_attention, encoding.per_row
+    return type(encoding)
 
 
 @contextmanager
