@@ -91,17 +91,9 @@ class BiasReader(PositionReader):
         kwargs = dict(call.kwargs)
         if kwargs.get("scaling") is None:
             kwargs["scaling"] = query.shape[-1] ** -0.5
-        placed = _Call(
-            call.inner,
-            call.implementation,
-            call.module,
-            query,
-            key[:, :, :end],
-            value[:, :, :end],
-            call.mask[..., :end] if isinstance(call.mask, Tensor) else None,
-            kwargs,
-            self._places(forward, low, query.device),
-        )
+        mask = call.mask[..., :end] if isinstance(call.mask, Tensor) else None
+        held = replace(call, key=key[:, :, :end], value=value[:, :, :end], mask=mask, kwargs=kwargs)
+        placed = _Call(**vars(held), places=self._places(forward, low, query.device))
         shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
         slopes = self.encoding.slopes(shape)
         if slopes is not None and self.share != 1:

@@ -22,6 +22,7 @@ from rope_extend.undo import UndoLog
 
 if TYPE_CHECKING:
     from rope_extend.attention.reader import PositionReader
+    from rope_extend.families import FamilyAdapter
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -102,6 +103,18 @@ def attention_modules(decoder: nn.Module) -> list[Any]:
         for module in decoder.modules()
         if hasattr(module, "layer_idx") and hasattr(module, "scaling") and hasattr(module, "config")
     ]
+
+
+def attention_configs(decoder: Any, modules: list[Any]) -> list[Any]:
+    """The configs that say by which function a decoder and its attention modules attend, each once."""
+    return list({id(part.config): part.config for part in (decoder, *modules)}.values())
+
+
+def out_of_reach(adapter: FamilyAdapter, modules: list[Any]) -> str | None:
+    """Why the attention modules of a decoder cannot be acted in; None if they can."""
+    if adapter.unreachable or modules:
+        return adapter.unreachable
+    return "its attention does not go through transformers' interface"
 
 
 def remove_readers(decoder: nn.Module, undo: UndoLog) -> None:

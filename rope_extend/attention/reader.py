@@ -18,8 +18,10 @@ from transformers import Cache
 from rope_extend.attention.functions import (
     READER,
     AttentionCall,
+    attention_configs,
     attention_modules,
     never_compiled,
+    out_of_reach,
     wrapped_implementation,
 )
 from rope_extend.encodings import Encoding
@@ -110,14 +112,13 @@ class PositionReader:
             UnsupportedModelError: the family or its attention implementation cannot be acted on exactly.
         """
         readers = attention_modules(decoder)
-        if self.adapter.unreachable or not readers:
-            reason = self.adapter.unreachable or "its attention does not go through transformers' interface"
+        if reason := out_of_reach(self.adapter, readers):
             raise UnsupportedModelError(
                 f"{self.encoding} acts inside attention, which cannot be patched in "
                 f"{decoder.config.model_type}: {reason}. A static schedule works, such as yarn or linear"
             )
         self._configs = []
-        for config in {id(module.config): module.config for module in (decoder, *readers)}.values():
+        for config in attention_configs(decoder, readers):
             name = wrapped_implementation(config._attn_implementation)
             undo.set(config, "_attn_implementation_internal", name)
             self._configs.append((config, name))

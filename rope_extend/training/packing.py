@@ -31,7 +31,7 @@ from rope_extend.data import Document, format_length
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import IGNORED, causal_lm, hidden_states
-from rope_extend.training.plain_attention import BEYOND_PLAIN, beyond_plain_sdpa, in_place_of_sdpa
+from rope_extend.training.plain_attention import beyond_plain, beyond_plain_sdpa, in_place_of_sdpa
 
 UNPACKED = "none"
 """The value of `packing` for blocks of one document each."""
@@ -237,7 +237,7 @@ def _attention(
         return own_function(module, "sdpa")(module, query, key, value, attention_mask, **kwargs)
     if (reached := getattr(module, _REACHED, None)) is not None:
         reached.add(id(module))
-    if beyond := [name for name in BEYOND_PLAIN if kwargs.get(name) is not None]:
+    if beyond := beyond_plain(kwargs):
         raise UnsupportedModelError(
             f"documents are kept apart in plain causal attention, and {type(module).__name__} was given "
             f"{', '.join(beyond)}; use packing: none"

@@ -9,13 +9,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rope_extend.attention.functions import attention_modules
+from rope_extend.attention.functions import attention_configs, attention_modules, out_of_reach
 from rope_extend.families import adapter_for
 from rope_extend.inspection import kinds_beside_full_attention
 from rope_extend.undo import UndoLog
 
-BEYOND_PLAIN = ("softcap", "s_aux", "position_bias", "sliding_window")
+_BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")
 """What families hand to their attention function that plain causal attention does not do."""
+
+
+def beyond_plain(kwargs: dict[str, Any]) -> list[str]:
+    """What an attention function was given that plain causal attention does not do."""
+    return [name for name in _BEYOND if kwargs.get(name) is not None]
 
 
 def beyond_plain_sdpa(lm: Any) -> str | None:
@@ -27,9 +32,8 @@ def beyond_plain_sdpa(lm: Any) -> str | None:
     config = lm.config.get_text_config()
     implementation = config._attn_implementation
     modules = attention_modules(lm.base_model)
-    unreachable = adapter_for(lm.config.model_type).unreachable
-    if unreachable or not modules:
-        return unreachable or "its attention does not go through transformers' interface"
+    if reason := out_of_reach(adapter_for(lm.config.model_type), modules):
+        return reason
     if kinds := kinds_beside_full_attention(config):
         return f"it has layers of kind {', '.join(sorted(kinds))}, and not full attention alone"
     if getattr(config, "attn_logit_softcapping", None) or any(hasattr(m, "sinks") for m in modules):
@@ -52,7 +56,7 @@ def in_place_of_sdpa(lm: Any, name: str, attribute: str, value: Any) -> Iterator
     undo = UndoLog()
     modules = attention_modules(lm.base_model)
     try:
-        for config in {id(part.config): part.config for part in (lm.base_model, *modules)}.values():
+        for config in attention_configs(lm.base_model, modules):
             undo.set(config, "_attn_implementation_internal", name)
         for module in modules:
             undo.set(module, attribute, value)

@@ -29,7 +29,7 @@ from rope_extend.attention.functions import PREFIX, attention_modules, own_funct
 from rope_extend.encodings import Encoding
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import causal_lm, hidden_states
-from rope_extend.training.plain_attention import BEYOND_PLAIN, beyond_plain_sdpa, in_place_of_sdpa
+from rope_extend.training.plain_attention import beyond_plain, beyond_plain_sdpa, in_place_of_sdpa
 
 _NAME = "shifted_sparse_sdpa"
 """The attention implementation while the option is on."""
@@ -128,7 +128,7 @@ def _attention(
     if option is None or (option.tried and not module.training):
         return own_function(module, "sdpa")(module, query, key, value, attention_mask, **kwargs)
     option.reached.add(id(module))
-    beyond = [name for name in BEYOND_PLAIN if kwargs.get(name) is not None]
+    beyond = beyond_plain(kwargs)
     if attention_mask is not None or key.shape[2] != query.shape[2]:
         beyond.append("a mask or a cache, as for padding")
     if beyond:
