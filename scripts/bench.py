@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_extend as rx
 from rope_extend.data import Document
-from rope_extend.encodings import ModelShape
+from rope_extend.encodings import ModelShape, RopeEncoding
 from rope_extend.evaluation import perplexity
 from rope_extend.evaluation.memory import LiveBytes
 from rope_extend.evaluation.plan import operations_of
@@ -270,12 +270,13 @@ def graphs(lm: LlamaForCausalLM, ids: torch.Tensor) -> float:
 def static_methods() -> list[str]:
     """The methods that are no more than another table: they act in the rotary module and nowhere else."""
     names = []
-    for name in rx.encodings():
+    for name in rx.encodings(RopeEncoding):
         try:
             patch = rx.extend(model(layers=1), 2048, name)
-        except rx.RopeExtendError:  # not rotary, or needs more than a length
+        except rx.RopeExtendError:  # needs more than a length
             continue
         encoding, one = patch.encoding, torch.arange(1)
+        assert isinstance(encoding, RopeEncoding)
         inside = encoding.rotates_in_attention or encoding.logit_scale(patch.shape, one) is not None
         if not inside and not encoding.depends_on_length:
             names.append(name)
@@ -585,7 +586,7 @@ def packed_documents(repetitions: int, tokens: int = 4096, count: int = 8) -> It
             loss = next_token_loss(lm, ids, labels, **document_inputs(lm, places, restarts=True))
         loss.backward()
         lm.zero_grad()
-        return float(loss)
+        return loss.item()
 
     ways: list[Callable[[], AbstractContextManager[None]]] = [lambda: apart_without_mask(lm), nullcontext]
     ours, theirs = (step(way()) for way in ways)

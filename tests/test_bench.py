@@ -83,6 +83,12 @@ def test_lora_steps_take_what_is_asked(bench: ModuleType) -> None:
     assert [row["target"] for row in times] == [0.8] * 4
 
 
+def test_static_methods_are_rotary_and_act_outside_attention(bench: ModuleType) -> None:
+    found = bench.static_methods()
+    assert {"linear", "ntk", "yarn", "llama3", "nope"} <= set(found)
+    assert not {"alibi", "dynamic_ntk", "logn", "drope", "learned"} & set(found)
+
+
 def test_packed_documents_take_less_than_under_a_mask(bench: ModuleType) -> None:
     found = rows(bench.packed_documents(1, tokens=2048))
     assert [row["unit"] for row in found.values()] == ["s", "B"]
