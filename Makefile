@@ -4,17 +4,27 @@ BIN := .venv/bin
 # The oldest transformers that is supported; the newest tested one is in constraints.txt.
 OLDEST := 5.17.0
 # Tests are many and small: one thread each, and as many workers as cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+WORKERS := -n auto --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
+# Tests that compare float32 results of two orders of summation.
+NUMERICAL := tests/attention tests/training/test_memory_options.py tests/training/test_loss.py \
+	tests/data/test_packing.py tests/checkpoint/test_merge.py tests/checkpoint/test_golden.py
+# Tests of what rope_extend uses of transformers.
+CORE := tests/encodings tests/attention/test_attention.py tests/models/test_rotary.py tests/models/test_families.py \
+	tests/patching/test_matrix.py tests/patching/test_patching.py tests/patching/test_transformers_checks.py \
+	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py
 
-.PHONY: help demo test test-slow test-oldest lint format bench clean
+.PHONY: help demo test test-slow test-other-cpu test-oldest test-all lint format bench clean
 
 help:
-	@echo "make demo         install, and extend the bundled model 8x: table and picture in demo-output/"
-	@echo "make test         install, and run the test suite (minutes)"
-	@echo "make test-slow    the tests that take longer"
-	@echo "make test-oldest  the core tests on transformers $(OLDEST)"
-	@echo "make lint         ruff and mypy --strict"
-	@echo "make bench        speed and memory against named peers"
+	@echo "make demo            install, and extend the bundled model 8x: table and picture in demo-output/"
+	@echo "make test            install, and run the test suite (minutes)"
+	@echo "make test-slow       the tests that take longer, without the full product"
+	@echo "make test-other-cpu  numerical tests with other kernels and two threads"
+	@echo "make test-oldest     the core tests on transformers $(OLDEST)"
+	@echo "make test-all        every test, with every method in every family (hours; not in CI)"
+	@echo "make lint            ruff and mypy --strict"
+	@echo "make bench           speed and memory against named peers"
 
 .venv/.runtime: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -34,6 +44,13 @@ test: .venv/.dev
 test-slow: .venv/.dev
 	$(PYTEST) -m "slow and not gpu"
 
+test-other-cpu: .venv/.dev
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(WORKERS) \
+		-m "not slow and not gpu" $(NUMERICAL)
+
+test-all: .venv/.dev
+	$(PYTEST) --full -m "not gpu"
+
 .venv-oldest/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	grep -vE '^(transformers|tokenizers|huggingface_hub)==' constraints.txt > .venv-oldest/constraints.txt
@@ -42,10 +59,7 @@ test-slow: .venv/.dev
 	@touch $@
 
 test-oldest: .venv-oldest/.installed
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" \
-		tests/test_encodings.py tests/test_rotary.py tests/test_matrix.py tests/test_patching.py \
-		tests/test_attention.py tests/test_families.py tests/test_transformers_checks.py \
-		tests/test_loss.py tests/test_perplexity.py tests/test_checkpoint.py
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(WORKERS) -m "not slow and not gpu" $(CORE)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -53,7 +67,7 @@ lint: .venv/.dev
 	$(BIN)/mypy
 
 bench: .venv/.runtime
-	$(BIN)/python scripts/bench.py
+	$(BIN)/python benchmarks/run_benchmarks.py
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

@@ -1,11 +1,11 @@
-"""An outside referee: EleutherAI's lm-evaluation-harness on a model that rope_extend has patched.
+"""An independent check: EleutherAI's lm-evaluation-harness on a model that rope_extend has patched.
 
     pip install lm_eval
     python examples/lm_eval_harness.py rope_extend/demo/model 1k path/to/text.txt --method yarn
 
-The harness takes the model object, so nothing is saved, and can run any of its tasks that fits the window.
-Here it is the form of its wikitext task, on a text of your own, and beside it our protocol `disjoint`, which
-gives the number that the harness gives.
+The harness takes the model object, so nothing is saved. It can run any of its tasks that fits the window.
+This example runs the form of its wikitext task on your own text, and our protocol `disjoint`, which gives the
+same number.
 """
 
 import argparse
@@ -18,12 +18,12 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
-from rope_extend.data import Document, parse_length
+from rope_extend.units import parse_length
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("model", help="a checkpoint's directory or hub id")
+parser.add_argument("model", help="directory or hub id of a checkpoint")
 parser.add_argument("length", type=parse_length, help="window to extend it to, such as 32k")
-parser.add_argument("text", help="a file of text, longer than that")
+parser.add_argument("text", help="text file, longer than that window")
 parser.add_argument("--method", default="yarn")
 arguments = parser.parse_args()
 
@@ -31,8 +31,8 @@ tokenizer = AutoTokenizer.from_pretrained(arguments.model)
 model = AutoModelForCausalLM.from_pretrained(arguments.model)
 patch = rx.extend(model, arguments.length, arguments.method)
 
-# The harness reads the window from the config, `max_position_embeddings`, which the patch keeps in step. But
-# methods that follow the length leave the trained window there, as stock loaders need it; so it is said here.
+# The harness takes the window from the config, `max_position_embeddings`, which the patch keeps in step. But
+# methods that follow the length keep the trained window there, because stock loaders need it.
 harness = HFLM(pretrained=model, tokenizer=tokenizer, max_length=patch.target_length, batch_size=1)
 task = {
     "task": "my_text",
@@ -44,13 +44,13 @@ task = {
     "doc_to_target": "{{text}}",
     "metric_list": [{"metric": "byte_perplexity"}],
 }
-found = lm_eval.simple_evaluate(model=harness, tasks=[task], bootstrap_iters=0)["results"]["my_text"]
-theirs = math.log(found["byte_perplexity,none"])
+results = lm_eval.simple_evaluate(model=harness, tasks=[task], bootstrap_iters=0)["results"]["my_text"]
+theirs = math.log(results["byte_perplexity,none"])
 
-# The same tokens, behind the same first one; nats per byte, as the harness counts.
+# The same tokens after the same first token, in nats per byte, as the harness counts.
 text = Path(arguments.text).read_text(encoding="utf-8")
 ids = torch.tensor([harness.prefix_token_id, *harness.tok_encode(text)])
-result = rx.perplexity(model, [Document("text", ids)], [harness.max_length], protocol="disjoint")
+result = rx.perplexity(model, [rx.Document("text", ids)], [harness.max_length], protocol="disjoint")
 ours = math.log(result.ppl[harness.max_length]) * (len(ids) - 1) / len(text.encode())
 
 print(f"{patch.encoding}, windows of {harness.max_length} tokens, {len(ids) - 1} scored")

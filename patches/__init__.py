@@ -1,1 +1,1 @@
-"""The family shapes, each a module with one `ADAPTER` or `ADAPTERS`; `rope_extend.families` finds them."""
+"""The family shapes, each a module with one `ADAPTER` or `ADAPTERS`."""

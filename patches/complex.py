@@ -1,4 +1,4 @@
-"""Complex rotary: one complex number for each pair of neighbouring channels, `cos + i sin`, for both at once.
+"""Complex rotary: one complex number, `cos + i sin`, for each pair of neighbouring channels.
 
 DeepSeek-V2 rotates the last channels of a head. Llama 4 leaves every fourth layer unrotated; where it
 normalises queries and keys after the rotation (`use_qk_norm`), a factor on cos and sin has no effect.
@@ -6,7 +6,7 @@ normalises queries and keys after the rotation (`use_qk_norm`), a factor on cos 
 
 from typing import Any
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
 
 def has_rotary(attention: Any) -> bool:
@@ -15,7 +15,7 @@ def has_rotary(attention: Any) -> bool:
 
 
 def normalises(attention: Any) -> bool:
-    """Whether it does so with queries and keys after rotating them."""
+    """Whether an attention module of Llama 4 normalises queries and keys after the rotation."""
     return hasattr(attention, "qk_norm")
 
 
@@ -25,7 +25,7 @@ ADAPTERS = (
         rotary_paths=("rotary_emb",),
         note="the last channels of a head, as complex numbers",
         in_float32=("deepseek_v2",),
-        widened="complex",
+        layout="complex",
         pairs="neighbours",
         rotated="last",
     ),
@@ -34,7 +34,7 @@ ADAPTERS = (
         rotary_paths=("model.rotary_emb",),
         note="all channels of a head, as complex numbers, in three of four layers",
         in_float32=("llama4_text",),
-        widened="complex",
+        layout="complex",
         pairs="neighbours",
         rotates=has_rotary,
         normalises=normalises,

@@ -1,10 +1,10 @@
-"""Hybrids: attention of Llama's shape in some layers or beside a recurrence that knows no positions.
+"""Hybrids: attention of Llama's shape in some layers, or in parallel with a recurrence without positions.
 
-The recurrent and convolutional parts take order from the sequence itself; the tables act in attention
-alone. Bamba and Qwen 3 Next rotate only the first channels of each head.
+The recurrent and convolutional parts get the order from the sequence itself. The tables act in attention
+only. Bamba and Qwen 3 Next rotate only the first channels of each head.
 """
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
 ADAPTERS = (
     FamilyAdapter(

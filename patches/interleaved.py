@@ -1,23 +1,23 @@
-"""Interleaved rotary: as Llama's shape, but a pair is two neighbouring channels, not one of each half.
+"""Interleaved rotary: Llama's shape, but a pair is two neighbouring channels, not one of each half.
 
-Which channels make a pair does not change how fast it turns, so neither do the tables. ERNIE, GLM and
-Helium take cos and sin laid out in halves and spread them over neighbours themselves; Cohere's rotary
-module gives them spread. GLM rotates only the first half of each head. From Command R7B on, Cohere rotates
-only where attention slides.
+The choice of channels does not change a pair's frequency, so the tables are the same. ERNIE, GLM and Helium
+take cos and sin in halves and spread them over neighbours themselves; Cohere's rotary module returns them
+spread. GLM rotates only the first half of each head. From Command R7B on, Cohere rotates only in layers with
+a sliding window.
 """
 
 from torch import nn
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
 
 def slides(attention: nn.Module) -> bool:
-    """Cohere 2: where the window slides."""
+    """Cohere 2 rotates in layers with a sliding window."""
     return attention.sliding_window is not None
 
 
 def slides_or_dense(attention: nn.Module) -> bool:
-    """Its mixture of experts: and in the dense layers at the beginning."""
+    """Cohere 2 MoE also rotates in the dense layers at the beginning."""
     return attention.sliding_window is not None or bool(attention.force_rope)
 
 
@@ -37,14 +37,14 @@ ADAPTERS = (
         model_types=("cohere",),
         rotary_paths=_PATHS,
         note=_NOTE,
-        widened="neighbours",
+        layout="neighbours",
         pairs="neighbours",
     ),
     FamilyAdapter(
         model_types=("cohere2",),
         rotary_paths=_PATHS,
         note=_NOTE_SOME,
-        widened="neighbours",
+        layout="neighbours",
         pairs="neighbours",
         rotates=slides,
     ),
@@ -52,7 +52,7 @@ ADAPTERS = (
         model_types=("cohere2_moe",),
         rotary_paths=_PATHS,
         note=_NOTE_SOME,
-        widened="neighbours",
+        layout="neighbours",
         pairs="neighbours",
         rotates=slides_or_dense,
     ),

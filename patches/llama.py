@@ -1,17 +1,17 @@
 """Llama's shape: one rotary module in the decoder, every channel of a head rotated in halves.
 
-Gemma 2, Mistral, Qwen 2 and Starcoder 2 have layers or options with a sliding window. The window limits
-which keys a query sees, not how they are rotated, so the same tables serve them. Ministral 3 also scales
-queries by their position; a scaled query turns like any other.
+Gemma 2, Mistral, Qwen 2 and Starcoder 2 have layers or options with a sliding window. The window limits the
+keys that a query sees, not their rotation, so the tables are the same. Ministral 3 also scales queries by
+their position, which does not change their rotation.
 """
 
 from torch import nn
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
 
 def always(attention: nn.Module) -> bool:
-    """NanoChat normalises queries and keys after rotating them, without weights."""
+    """NanoChat normalises queries and keys after the rotation in every layer, without weights."""
     return True
 
 
@@ -69,7 +69,7 @@ ADAPTERS = (
     FamilyAdapter(
         model_types=("nanochat",),
         rotary_paths=("rotary_emb",),
-        note=f"{_NOTE}, turned backwards",
+        note=f"{_NOTE}, rotated backwards",
         backwards=True,
         normalises=always,
     ),

@@ -1,13 +1,13 @@
-"""Latent attention (MLA): keys and values are kept compressed, and a few channels beside them are rotated.
+"""Latent attention (MLA): keys and values are compressed, and a few separate channels are rotated.
 
-Queries and keys reach the attention function as the compressed channels, expanded, then the rotated ones,
-in halves whatever their layout in the weights. Some families choose by an indexer which keys a query sees.
+At the attention function, a head has the expanded latent channels first, then the rotated ones. Those are in
+halves, for any layout in the weights. In some families an indexer chooses the keys that a query sees.
 """
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
 _PATHS = ("rotary_emb",)
-_NOTE = "the channels beside the latent ones"
+_NOTE = "the channels next to the latent ones"
 
 ADAPTERS = (
     FamilyAdapter(
@@ -29,6 +29,6 @@ ADAPTERS = (
         rotary_paths=_PATHS,
         note=f"{_NOTE}, and an indexer's",
         rotated="last",
-        unreachable="its indexer chooses keys by rotated queries of its own, outside the attention function",
+        unreachable="its indexer rotates its own queries to choose keys, outside the attention function",
     ),
 )

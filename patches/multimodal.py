@@ -1,16 +1,16 @@
-"""Text decoders inside multimodal models: a shape of another module, one level further down.
+"""Text decoders inside multimodal models, one level below the model.
 
-What sees or hears is not rotated by these tables. Mllama's layers that look at the image read its keys, not
-the text's, and rotate none.
+These tables do not rotate the encoders of images and sound. Mllama's layers that attend to the image do not
+rotate either.
 """
 
 from torch import nn
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
 
 def of_text(attention: nn.Module) -> bool:
-    """Not the audio encoder's, and not a layer of the decoder that attends to an image."""
+    """Whether a module is text attention: not in the audio encoder, and not attention to an image."""
     return not any(part in type(attention).__name__ for part in ("Audio", "Cross", "Vision"))
 
 

@@ -1,10 +1,10 @@
-"""Partial rotary: as Llama's shape, but only the first channels of each head are rotated.
+"""Partial rotary: Llama's shape, but only the first channels of each head are rotated.
 
-The share is `partial_rotary_factor`; the frequencies follow from the rotated width, which is read off the
-model's own table.
+Their share is `partial_rotary_factor`. The frequencies are computed from the rotated width, which is that of
+the model's own table.
 """
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
 _NOTE = "the first channels of a head"
 
@@ -18,6 +18,6 @@ ADAPTERS = (
         model_types=("minimax_m3_vl_text",),
         rotary_paths=("rotary_emb",),
         note=_NOTE,
-        unreachable="its indexer chooses keys by rotated queries of its own, outside the attention function",
+        unreachable="its indexer rotates its own queries to choose keys, outside the attention function",
     ),
 )

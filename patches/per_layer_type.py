@@ -1,34 +1,33 @@
-"""A table for each kind of layer: `forward(x, position_ids, layer_type)`, `rope_parameters` nested by kind.
+"""A table for each layer type: `forward(x, position_ids, layer_type)`, `rope_parameters` nested by type.
 
-Layers with full attention read the whole text, and their table is extended. Layers with a sliding window
-never see a distance beyond it, so their table stays as it was, bit for bit, and goes on being computed by the
-family's own module.
+Layers with full attention see the whole text, and their table is extended. Layers with a sliding window never
+see a longer distance. The family's own module still computes their table, bit for bit as before.
 
 Gemma 4 and LFM 3 rotate "proportionally" in full-attention layers: the exponents of the frequencies count
-all channels of a head, but only the fastest pairs turn. For an encoding, such a head has as many channels as
-turn, and the base to the power of their share; the other pairs stay at rest.
+all channels of a head, but only the fastest pairs rotate. An encoding sees such a head as one with fewer
+channels, and with the base to the power of their share. The other pairs have frequency zero.
 """
 
 from typing import Any
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
-_FULL_KINDS = ("full_attention", "hybrid", "indexed_attention")
+_FULL_TYPES = ("full_attention", "hybrid", "indexed_attention")
 
 
 def has_full_attention(attention: Any) -> bool:
-    """Whether an attention module reads the whole text."""
-    return str(attention.config.layer_types[attention.layer_idx]) in _FULL_KINDS
+    """Whether an attention module sees the whole text."""
+    return str(attention.config.layer_types[attention.layer_idx]) in _FULL_TYPES
 
 
 _FULL = ("full_attention",)
-_AT_REST = "its rotated channels do not lie next to each other in the head"
+_NOT_ADJACENT = "its rotated channels are not next to each other in the head"
 
 ADAPTERS = (
     FamilyAdapter(
         model_types=("gemma3_text", "gemma3n_text", "mellum", "modernbert-decoder", "olmo3"),
         rotary_paths=("rotary_emb",),
-        note="full-attention layers only; sliding ones as they were",
+        note="full-attention layers only; sliding ones unchanged",
         in_float32=("olmo3",),
         rotates=has_full_attention,
         layer_types=_FULL,
@@ -36,7 +35,7 @@ ADAPTERS = (
     FamilyAdapter(
         model_types=("gemma3",),
         rotary_paths=("language_model.rotary_emb",),
-        note="full-attention layers only; sliding ones as they were",
+        note="full-attention layers only; sliding ones unchanged",
         rotates=has_full_attention,
         config_path="text_config",
         layer_types=_FULL,
@@ -58,18 +57,18 @@ ADAPTERS = (
     FamilyAdapter(
         model_types=("gemma4_text", "gemma4_unified_text", "lfm3"),
         rotary_paths=("rotary_emb",),
-        note="full-attention layers only, of whose pairs the fastest turn",
+        note="full-attention layers only, where only the fastest pairs rotate",
         in_float32=("lfm3",),
         rotates=has_full_attention,
-        unreachable=_AT_REST,
+        unreachable=_NOT_ADJACENT,
         layer_types=_FULL,
     ),
     FamilyAdapter(
         model_types=("gemma4", "gemma4_unified"),
         rotary_paths=("language_model.rotary_emb",),
-        note="full-attention layers only, of whose pairs the fastest turn",
+        note="full-attention layers only, where only the fastest pairs rotate",
         rotates=has_full_attention,
-        unreachable=_AT_REST,
+        unreachable=_NOT_ADJACENT,
         config_path="text_config",
         layer_types=_FULL,
     ),
@@ -80,7 +79,7 @@ ADAPTERS = (
         pairs="neighbours",
         rotated="last",
         rotates=has_full_attention,
-        unreachable="its indexer rotates queries and keys of its own, outside of attention",
+        unreachable="its indexer rotates its own queries and keys, outside the attention function",
         layer_types=("indexed_attention", "full_attention"),
     ),
 )

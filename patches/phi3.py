@@ -1,26 +1,26 @@
-"""Phi-3: Llama's shape, but its config classes load only two kinds of rotary parameters.
+"""Phi-3: Llama's shape, but its config classes load only two types of rotary parameters.
 
-Every other schedule travels as `longrope`, which carries any static table. Phi-4-mini shares the class of
-Phi-3 and rotates three quarters of each head; Phi-4 multimodal is the same beside an eye and an ear.
-Phi-3.5-MoE multiplies cos and sin by numbers of its own, for short texts and long ones.
+Every other schedule is saved as `longrope`, which expresses any static table. Phi-4-mini uses the class of
+Phi-3 and rotates three quarters of each head. Phi-4 multimodal is the same with encoders of images and sound.
+Phi-3.5-MoE has separate factors on cos and sin for short and long texts.
 """
 
 from typing import Any
 
 from torch import nn
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
 
 def of_text(attention: nn.Module) -> bool:
-    """Phi-4 multimodal: images and sound are not rotated."""
+    """Phi-4 multimodal rotates only in the text decoder, not in the encoders of images and sound."""
     return type(attention).__name__ == "Phi4MultimodalAttention"
 
 
 def with_mscale(parameters: dict[str, Any]) -> dict[str, Any] | None:
-    """Phi-3.5-MoE: the attention factor under the names its config class asks for.
+    """Phi-3.5-MoE: the attention factor under the names that its config class requires.
 
-    It reads the short list of `longrope` at any length, so a form whose lists differ does not serve.
+    It uses the short list of `longrope` at any length, so a form with different lists is not possible.
     """
     if parameters["rope_type"] == "default":
         return parameters

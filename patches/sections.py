@@ -1,10 +1,10 @@
-"""Positions in parts (time, height, width), each turning pairs of its own; for text, all three are the same.
+"""Positions with three parts (time, height, width), each for some of the pairs; for text all parts are equal.
 
-Qwen 3.5 interleaves them: pairs take turns, as often as `mrope_section` says. Only the first channels of each
-head are rotated, and only in every fourth layer; the others have linear attention, without positions.
+Qwen 3.5 assigns pairs to the parts in turn, as many as `mrope_section` says. Only the first channels of each
+head are rotated, and only in every fourth layer. The other layers have linear attention, without positions.
 """
 
-from rope_extend.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter
 
 ADAPTER = FamilyAdapter(
     model_types=("qwen3_5_text", "qwen3_5_moe_text"),
@@ -12,4 +12,4 @@ ADAPTER = FamilyAdapter(
     note="the first channels of a head; positions may have three parts",
     sections=True,
 )
-"""The config carries `mrope_section` along, under every schedule."""
+"""The config keeps `mrope_section` under every schedule."""

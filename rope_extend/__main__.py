@@ -1,5 +1,5 @@
-"""`python -m rope_extend` is the `rope-extend` command."""
+"""Makes `python -m rope_extend` the `rope-extend` command, also under torchrun and accelerate launch."""
 
-from rope_extend.cli import main
+from rope_extend.cli.main import main
 
 main()

@@ -1,13 +1,17 @@
-"""The errors that tell a user what to change; the command line prints them without a traceback."""
+"""Errors that a user can correct. The command line prints them in one line, without a traceback."""
 
 
 class RopeExtendError(ValueError):
-    """A request that cannot be carried out: the message says what was wrong, received, and would work."""
+    """A request that cannot be carried out. The message says what is wrong, what was given and what to do.
+
+    Messages name arguments as Python does, `overwrite=True`. The command line prints them as its own flags,
+    `--overwrite`.
+    """
 
 
 class UnsupportedModelError(RopeExtendError):
-    """The model's family has no adapter, or an adapter that cannot act on this configuration."""
+    """The model's family has no adapter, or its adapter does not support this configuration."""
 
 
 class PatchError(RopeExtendError):
-    """A patch could not be applied, would have changed nothing, or is removed out of order."""
+    """A patch cannot be applied, would change nothing, or is not removed in reverse order."""

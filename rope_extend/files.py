@@ -1,13 +1,27 @@
-"""Writing files so that none is ever half there."""
+"""Writing files and directories so that a reader finds the old one or the new one, never a part of it.
+
+Everything is written under a new temporary name in the same directory, and then renamed. The temporary name
+is random and is created with `O_EXCL`, so an existing file or link of that name is never written to.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+PARTIAL = ".partial"
+"""Suffix of temporary names. A process that is killed may leave such files behind; they can be deleted."""
 
 
 def flush(path: Path) -> None:
-    """Wait until a file or a directory's entries are on disk."""
+    """Wait until a file, or the list of entries of a directory, is on disk."""
     if path.is_dir() and os.name == "nt":
         return  # Windows neither needs nor allows it
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -17,15 +31,100 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file, UTF-8, that replaces an earlier one only when it is complete.
+def sha256(path: Path) -> str:
+    """SHA-256 of a file's contents, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _temporary_name(path: Path) -> Path:
+    """A name in the same directory that no other process uses. The old name is cut to fit in 255 bytes."""
+    return path.with_name(f".{path.name[:40]}.{uuid4().hex[:8]}{PARTIAL}")
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Write a file that appears under `path` when the block ends; an earlier file stays if the block raises.
+
+    The block gets the path of a new empty file in the same directory, and writes that file.
+
+    Args:
+        path: the final name. A link of that name is replaced, not followed.
+        durable: wait until the contents are on disk before the file is renamed, so that a power cut cannot
+            leave an empty file under the final name.
 
     Raises:
-        OSError: it cannot be written; an earlier one is as it was.
+        OSError: the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _temporary_name(path)
+    exclusive = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+    os.close(os.open(partial, exclusive, 0o666))
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
+        if durable:
+            flush(partial)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a UTF-8 text file, whole or not at all; see `replacing`.
+
+    Raises:
+        OSError: the file cannot be written; an earlier one is unchanged.
+    """
+    with replacing(path, durable=durable) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def write_json(
+    path: Path, data: Any, *, durable: bool = False, indent: int = 2, sort_keys: bool = False
+) -> None:
+    """Write a JSON file, whole or not at all; see `replacing`.
+
+    Raises:
+        OSError: the file cannot be written; an earlier one is unchanged.
+    """
+    write_text(path, json.dumps(data, indent=indent, sort_keys=sort_keys) + "\n", durable=durable)
+
+
+def publish_directory(partial: Path, final: Path, *, durable: bool = False) -> None:
+    """Rename a complete directory to its final name; an earlier directory of that name is removed.
+
+    Args:
+        partial: the complete directory, on the same file system.
+        final: the final name.
+        durable: wait until all files and both directories are on disk.
+
+    Raises:
+        OSError: the directory cannot be renamed.
+    """
+    if durable:
+        for path in (*partial.rglob("*"), partial):
+            flush(path)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    if durable:
+        flush(final.parent)
+
+
+@contextmanager
+def replacing_directory(final: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Fill a directory that appears under `final` when the block ends; an earlier one stays if it raises.
+
+    Args:
+        final: the final name.
+        durable: as in `publish_directory`.
+
+    Raises:
+        OSError: the directory cannot be created or renamed.
+    """
+    partial = _temporary_name(final)
+    partial.mkdir()
+    try:
+        yield partial
+        publish_directory(partial, final, durable=durable)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,10 +1,11 @@
-"""Patching: the one place that changes a model, and changes it back bit for bit.
+"""Patching: the only module that changes a model, and that restores it bit for bit.
 
-A patch replaces the decoder's rotary modules by stand-ins and keeps the model's config, generation config
-and tokenizer in step, so that `save_pretrained` writes a checkpoint which stock transformers reads. For an
-encoding that is not rotary, the stand-ins turn nothing, and what acts instead is installed beside them. Every
-change goes through an undo log of plain data, so that a patched model can be copied and pickled, and an
-exception half-way leaves nothing behind.
+A patch replaces the decoder's rotary modules and updates the model's config, generation config and tokenizer,
+so that `save_pretrained` writes a checkpoint for stock transformers. For an encoding that is not rotary, the
+new rotary modules do not rotate, and a handler inside attention does the rest.
+
+Every change goes through an undo log of plain data. So a patched model can be copied and pickled, and an
+exception in the middle leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -18,32 +19,27 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from rope_extend.attention.biases import BiasReader
-from rope_extend.attention.functions import attention_modules, remove_readers
-from rope_extend.attention.linear import LinearReader
-from rope_extend.attention.reader import PositionReader
-from rope_extend.attention.rotation import RotationReader
-from rope_extend.encodings import (
-    AbsoluteEncoding,
-    BiasEncoding,
-    Encoding,
-    KernelEncoding,
-    ModelShape,
-    PositionRemap,
-    RopeEncoding,
-    RopeShape,
-    method_named,
-    rotary_method,
-)
-from rope_extend.encodings.base import check_length, check_number
+from rope_extend.attention.functions import attention_modules, remove_handlers
+from rope_extend.attention.handlers import handler_for
+from rope_extend.attention.positions import AttentionHandler
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_named, rotary_method
+from rope_extend.encodings.core.checks import check_length, check_number
 from rope_extend.errors import PatchError, RopeExtendError
-from rope_extend.families import FamilyAdapter, adapter_for
-from rope_extend.inspection import CONFIG_RECORD, active_table, layer_config, rotary_part, shape_of, unwrap
-from rope_extend.learned import LEARNED, LearnedParameters
-from rope_extend.rotary import ExtendedRotaryEmbedding, Start
-from rope_extend.stock_forms import CARRIED, nested, softmax_scale_of, stock_forms, stock_parameters
-from rope_extend.undo import UndoLog
-from rope_extend.vectors import VectorReader
+from rope_extend.models.families import FamilyAdapter, adapter_for
+from rope_extend.models.parameters import LEARNED, LearnedParameters
+from rope_extend.models.rotary import ExtendedRotaryEmbedding, InitialRotation, RotarySlot
+from rope_extend.models.stock_config import (
+    missing_attributes,
+    nested,
+    softmax_scale_of,
+    stock_forms,
+    stock_parameters,
+    window_attributes,
+    with_carried,
+)
+from rope_extend.models.undo import UndoLog
+from rope_extend.models.view import CONFIG_RECORD, active_table, rotary_part, shape_of, unwrap
+from rope_extend.units import parse_length
 
 logger = logging.getLogger(__name__)
 
@@ -56,45 +52,48 @@ def current_patch(model: nn.Module) -> Patch | None:
     return stack[-1] if stack else None
 
 
-def _resting(shape: RopeShape) -> RopeEncoding:
-    """The schedule that turns nothing, for an encoding that is not rotary."""
+def _no_rotation(shape: RopeShape) -> RopeEncoding:
+    """A rotary schedule of zero frequencies, for encodings that are not rotary."""
     return rotary_method("nope").for_target(shape, shape.trained_length)
 
 
-def _reach(decoder: Any, adapter: FamilyAdapter) -> int | None:
-    """How many tokens the layers that rotate can see, if the others are without positions and these slide."""
+def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
+    """The largest sliding window of the layers that rotate; None if a layer that rotates has no window.
+
+    Also None if all layers of the family rotate, or if only its layers with full attention are extended.
+    """
     if adapter.rotates is None or adapter.layer_types:
         return None
-    rotating = [module for module in attention_modules(decoder) if adapter.rotates(module)]
+    rotating = [module for module in attention_modules(decoder) if adapter.extends(module)]
     windows = [int(getattr(module, "sliding_window", None) or 0) for module in rotating]
     return max(windows) if windows and all(windows) else None
 
 
 class Patch:
-    """A handle on one change of a model's position encoding; also a context manager that undoes it.
+    """One change of a model's position encoding; also a context manager that undoes it.
 
     Attributes:
-        model: the model that was handed in.
-        encoding: what it reads with now.
-        rotary: the schedule of its rotary tables, the encoding itself unless that is not rotary.
-        shape: the rotary shape the tables are computed from, as pretrained.
-        target_length: the window it is meant to read, in tokens.
-        changed: whether the model reads otherwise than before the patch.
-        learned: the parameters that the encoding learns, a part of the model until the patch is removed, and
-            kept here afterwards; None if there are none.
+        model: the model that was patched, as it was given.
+        encoding: the new encoding.
+        rotary: the schedule of the rotary tables: the encoding itself, or no rotation if it is not rotary.
+        shape: the rotary shape of the model as pretrained.
+        target_length: the context window that the encoding is meant for, in tokens.
+        changed: whether the patched model computes anything else than before.
+        learned: the parameters that the encoding learns; None if it learns none. They are part of the model
+            until the patch is removed, and stay here afterwards.
     """
 
     def __init__(self, model: nn.Module, encoding: Encoding, shape: RopeShape, target_length: int) -> None:
         self.model = model
         self.encoding = encoding
-        self.rotary = encoding if isinstance(encoding, RopeEncoding) else _resting(shape)
+        self.rotary = encoding if isinstance(encoding, RopeEncoding) else _no_rotation(shape)
         self.shape = shape
         self.target_length = target_length
         self.changed = False
         self.learned: LearnedParameters | None = None
         self._undo = UndoLog()
-        self._reader: PositionReader | None = None
-        self._starts: dict[str, Start | None] = {}
+        self._handler: AttentionHandler | None = None
+        self._starts: dict[str, InitialRotation | None] = {}
         self._active = False
 
     def _apply(self, tokenizer: Any | None) -> None:
@@ -102,19 +101,18 @@ class Patch:
         adapter = adapter_for(base.config.model_type)
         modules = adapter.rotary_modules(base.base_model)
         try:
-            self._act_beside_tables(base, adapter)
+            self._install_handler(base, adapter)
             for path, module in modules.items():
                 before = active_table(module, base.config, self.target_length)
-                self._starts[path] = self._start(base, module, *before)
+                self._starts[path] = self._initial_rotation(base, module, *before)
                 self._replace(base, path, module, adapter)
                 installed = base.base_model.get_submodule(path)
                 after = active_table(installed, base.config, self.target_length)
                 self.changed |= not torch.allclose(before[0], after[0], rtol=1e-5, atol=0)
                 self.changed |= abs(before[1] - after[1]) > 1e-6
-            self.changed |= self.rotary.decay(self.shape) is not None
-            self.changed |= self.rotary.logit_scale(self.shape, torch.arange(1)) is not None
-            self.changed |= self.rotary is not self.encoding
-            self._keep_config_in_step(base, adapter)
+            effects = self.encoding.effects(self.shape)
+            self.changed |= effects.decays or effects.scales_logits or not effects.rotary
+            self._update_config(base, adapter)
             if tokenizer is not None:
                 self._undo.set(tokenizer, "model_max_length", self.target_length)
             self._undo.set(base, _STACK, [*getattr(base, _STACK, []), self])
@@ -123,91 +121,54 @@ class Patch:
             raise
         self._active = True
 
-    def _act_beside_tables(self, base: Any, adapter: FamilyAdapter) -> None:
-        """Install what the encoding needs beside its tables, and put away what an earlier one needed."""
+    def _install_handler(self, base: Any, adapter: FamilyAdapter) -> None:
+        """Install the handler that the encoding needs, and remove that of an earlier patch."""
         decoder = base.base_model
-        remove_readers(decoder, self._undo)
+        remove_handlers(decoder, self._undo)
         if getattr(decoder, LEARNED, None) is not None:
             self._undo.set(decoder, LEARNED, None)
-        encoding = self.encoding
-        if isinstance(encoding, BiasEncoding):
-            self._reader = reader = BiasReader(encoding, adapter)
-            reader.install(decoder, self._undo)
-            modules = [module for module in attention_modules(decoder) if reader.acts_on(module)]
-            reader.shape = self._model_shape(base, modules[0])
-            layers = sorted({int(module.layer_idx) for module in modules})
-            reader.learned = self._learn(decoder, reader.shape, layers)
+        handler = handler_for(self.encoding, self.shape, base, adapter)
+        if handler is None:
             return
-        if isinstance(encoding, AbsoluteEncoding):
-            shape = self._model_shape(base)
-            self._reader = adder = VectorReader(encoding, shape, adapter)
-            adder.install(decoder, self._undo)
-            adder.learned = self._learn(decoder, shape, [])
-            return
-        if isinstance(encoding, KernelEncoding):
-            self._reader = LinearReader(encoding, self.shape, adapter)
-            self._reader.install(decoder, self._undo)
-            return
-        scales = self.rotary.logit_scale(self.shape, torch.arange(1)) is not None
-        inside = scales or self.rotary.rotates_in_attention
-        if inside or self.rotary.per_row:
-            self._reader = RotationReader(self.rotary, self.shape, adapter)
-            if inside:
-                self._reader.install(decoder, self._undo)
-            else:
-                self._reader.watch(decoder, self._undo)
-
-    def _model_shape(self, base: Any, attention: Any = None) -> ModelShape:
-        """The numbers of a model, and of an attention module of it, where that says more than its config."""
-        config = layer_config(base.config)
-        heads, hidden = config.num_attention_heads, config.hidden_size
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
-        width = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None) or head_dim
-        value = getattr(attention, "v_head_dim", None) or width
-        return ModelShape(heads, hidden, self.shape.trained_length, width, value)
-
-    def _learn(self, decoder: Any, shape: ModelShape, layers: list[int]) -> LearnedParameters | None:
-        """Make what the encoding learns a part of the model."""
-        if self.encoding.initial(shape):
-            device = next(decoder.parameters()).device
-            self.learned = LearnedParameters(self.encoding, shape, layers, device)
+        self._handler, self.learned = handler, handler.learned
+        handler.install(decoder, self._undo)
+        if self.learned is not None:
             self._undo.set(decoder, LEARNED, self.learned)
-        return self.learned
 
     def _unwind(self, decoder: Any) -> None:
-        if self._reader is not None:
-            self._reader.leave(decoder)
+        if self._handler is not None:
+            self._handler.leave(decoder)
         self._undo.unwind()
 
     def _replace(self, base: Any, path: str, module: Any, adapter: FamilyAdapter) -> None:
+        """Put an `ExtendedRotaryEmbedding` in the place of a rotary module."""
         parent_path, _, name = path.rpartition(".")
-        kind = adapter.layer_type(base.config)
-        original: Any = module.original if kind and isinstance(module, ExtendedRotaryEmbedding) else module
-        table = original.inv_freq if kind is None else getattr(original, f"{kind}_inv_freq")
+        layer_type = adapter.layer_type(base.config)
+        patched = isinstance(module, ExtendedRotaryEmbedding)
+        original: Any = module.original if layer_type and patched else module
+        table = original.inv_freq if layer_type is None else getattr(original, f"{layer_type}_inv_freq")
         sections = (getattr(module, "sections", None) or module.mrope_section) if adapter.sections else ()
-        stand_in = ExtendedRotaryEmbedding(
-            self.rotary,
-            self.shape,
+        slot = RotarySlot(
             adapter.rotary_config(base.config),
-            device=table.device,
-            widened=adapter.widened,
-            reader=self._reader,
-            original=original,
-            layer_type=kind,
             pairs=table.shape[-1],
-            sections=sections,
+            device=table.device,
+            layout=adapter.layout,
+            original=original,
+            layer_type=layer_type,
+            sections=tuple(sections),
             dtype=torch.float32 if base.config.model_type in adapter.in_float32 else None,
+            listener=self._handler,
         )
-        stand_in.train(module.training)
-        self._undo.set(base.base_model.get_submodule(parent_path), name, stand_in)
+        extended = ExtendedRotaryEmbedding(self.rotary, self.shape, slot)
+        extended.train(module.training)
+        self._undo.set(base.base_model.get_submodule(parent_path), name, extended)
 
-    def _keep_config_in_step(self, base: Any, adapter: FamilyAdapter) -> None:
+    def _update_config(self, base: Any, adapter: FamilyAdapter) -> None:
+        """Write the encoding into the model's config, and log what changed."""
         config = base.config
         part, old = rotary_part(config)
         old_parameters, old_length = dict(old), part.max_position_embeddings
-        if not getattr(part, "is_heterogeneous", False) and getattr(part, "head_dim", 0) is None:
-            # Mixtral leaves it open, and the stock functions for `yarn` and `dynamic` then fail on reload.
-            self._undo.set(part, "head_dim", part.hidden_size // part.num_attention_heads)
+        self._set_all(part, missing_attributes(part))
         pairs = next(iter(adapter.rotary_modules(base.base_model).values())).pairs
         softmax_scale = softmax_scale_of(base)
         stock = None
@@ -218,21 +179,15 @@ class Patch:
             )
         none = rotary_method("none").for_target(self.shape, self.shape.trained_length)
         parameters = stock or next(stock_forms(none, self.shape, pairs, softmax_scale))
-        parameters |= {
-            key: old_parameters[key] for key in CARRIED if key in old_parameters and key not in parameters
-        }
-        if "llama_4_scaling_beta" in parameters:  # Ministral 3 scales queries by the window they stand in
-            parameters.setdefault("original_max_position_embeddings", self.shape.trained_length)
-        if getattr(part, "layer_rope_theta", None):  # Granite's bases by layer, 0 where nothing is rotated
-            bases = [theta and parameters["rope_theta"] for theta in part.layer_rope_theta]
-            self._undo.set(part, "layer_rope_theta", bases)
+        parameters = with_carried(parameters, old_parameters, self.shape.trained_length)
+        if bases := adapter.bases(config):
+            new_bases = [base and parameters["rope_theta"] for base in bases]
+            self._undo.set(part, adapter.layer_bases, new_bases)
         self._undo.set(part, "rope_parameters", nested(adapter, config, parameters))
-        length = self.shape.trained_length  # of a stock form that there is not
+        length = self.shape.trained_length
         if stock is not None:
             length = self.rotary.max_position_embeddings(self.shape, self.target_length)
-        self._undo.set(part, "max_position_embeddings", length)
-        if hasattr(part, "original_max_position_embeddings"):  # Phi-3 gives it precedence over the above
-            self._undo.set(part, "original_max_position_embeddings", self.shape.trained_length)
+        self._set_all(part, window_attributes(part, length, self.shape.trained_length))
         record = {
             "encoding": self.encoding.to_dict(),
             "shape": asdict(self.shape),
@@ -243,84 +198,89 @@ class Patch:
         generation = getattr(base, "generation_config", None)
         if generation is not None and getattr(generation, "max_length", None) == old_length:
             self._undo.set(generation, "max_length", self.target_length)
-        if base.device.type != "meta":  # on a model without weights, a patch is a rehearsal
-            was = f"{old_parameters.get('rope_type', 'default')} (window {old_length})"
-            self._tell(config.model_type, was, has_stock_form=stock is not None)
+        if base.device.type != "meta":  # on a model without weights, a patch is a dry run
+            before = f"{old_parameters.get('rope_type', 'default')} (window {old_length})"
+            self._log_changes(config.model_type, before, in_stock=stock is not None)
 
-    def _tell(self, model_type: str, was: str, *, has_stock_form: bool) -> None:
-        """Log what was replaced, and what a user has to know about it."""
+    def _set_all(self, owner: Any, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            self._undo.set(owner, name, value)
+
+    def _log_changes(self, model_type: str, before: str, *, in_stock: bool) -> None:
+        """Log what was replaced, and warn about limits."""
         logger.info(
             "%s: %s replaced by %s (window %d, trained on %d)",
-            model_type, was, self.encoding, self.target_length, self.shape.trained_length,
+            model_type, before, self.encoding, self.target_length, self.shape.trained_length,
         )  # fmt: skip
-        kind = adapter_for(model_type).layer_type(unwrap(self.model).config)
-        if kind is not None:
+        adapter, base = adapter_for(model_type), unwrap(self.model)
+        layer_type = adapter.layer_type(base.config)
+        if layer_type is not None:
             logger.info(
-                "%s: only %s layers are extended; the tables of others are as they were", model_type, kind
-            )
-        decoder = unwrap(self.model).base_model
-        reach = _reach(decoder, adapter_for(model_type))
-        if reach is not None and reach <= self.shape.trained_length and self.changed:
-            logger.warning(
-                "%s rotates only in layers that see %d tokens, in texts of any length; %s cannot help there, "
-                "and changes what they learnt", model_type, reach, self.encoding,
+                "%s: only %s layers are extended; the tables of other layers are unchanged",
+                model_type, layer_type,
             )  # fmt: skip
-        if not has_stock_form:
+        window = _rotated_window(base.base_model, adapter)
+        if window is not None and window <= self.shape.trained_length and self.changed:
             logger.warning(
-                "%s has no form that stock transformers loads for %s; only rope_extend.save keeps it, and "
-                "only rope_extend.load restores it; otherwise the checkpoint reads with its old window",
+                "%s rotates only in layers that see %d tokens, in texts of any length; %s changes what these "
+                "layers learned, and does not extend the context window", model_type, window, self.encoding,
+            )  # fmt: skip
+        if not in_stock:
+            logger.warning(
+                "stock transformers cannot represent %s for %s; save the model with rope_extend.save and "
+                "load it with rope_extend.load, or the checkpoint has its old context window",
                 self.encoding, model_type,
             )  # fmt: skip
         elif self.encoding.depends_on_length:
             logger.warning(
-                "%s: stock transformers reads its form by the longest row of a batch, and inexactly with a "
-                "cache beyond %d tokens; rope_extend.load reads it as it is read now",
+                "%s: stock transformers uses the table of the longest row of a batch, which is inexact with "
+                "a cache beyond %d tokens; load the model with rope_extend.load to compute it as now",
                 self.encoding, self.shape.trained_length,
             )  # fmt: skip
 
     def learn(self, values: Mapping[str, Tensor], source: str, *, partial: bool = False) -> None:
-        """Put values into the learned parameters, by name; `partial` lets some of them be.
+        """Set the learned parameters by name; with `partial`, names may be missing.
 
         Raises:
-            RopeExtendError: the encoding learns nothing, or other things; `source` says where they are from.
+            RopeExtendError: the encoding has no such parameters; `source` is named in the message.
         """
         if self.learned is not None:
             self.learned.put(values, source, partial=partial)
         elif values:
-            raise RopeExtendError(f"{source} has values for {min(values)!r}, and {self.encoding} learns none")
+            raise RopeExtendError(f"{source} has values for {min(values)!r}, but {self.encoding} learns none")
 
     def mix(self, share: float) -> None:
-        """Read by a mix of the model's own rotation and the encoding: on the way from the one to the other.
+        """Blend the model's own rotation into the encoding, for annealing.
 
-        Rotary frequencies, and factors on cos, sin and logits, go in a straight line from the model's own to
-        the encoding's; where that does not rotate, this is interpolation of positions by a factor that grows
-        without end. Biases and added vectors are multiplied by `share`; of linear attention and softmax it
-        is the outputs that are mixed. 0 is the model as it was, and 1, which a new patch begins with, is the
-        encoding, each bit for bit.
+        - 0 is the model as it was, and 1 is the encoding, each bit for bit. A new patch begins with 1.
+        - Rotary frequencies, and factors on cos, sin and logits, are interpolated linearly. If the encoding
+          does not rotate, this is position interpolation by a factor that grows without limit.
+        - Biases and added vectors are multiplied by `share`.
+        - Of linear attention and softmax attention, the outputs are interpolated.
 
-        Config and record are the encoding's all the while, and a cache that was filled under one share is
-        wrong under another.
+        Config and record are always the encoding's. A cache that was filled under one share is wrong under
+        another.
 
         Raises:
             RopeExtendError: `share` is not from 0 to 1.
-            PatchError: the patch is not the one that acts, or there is no such way to its encoding.
+            PatchError: this patch is not the active one, or its encoding cannot be blended.
         """
         share = check_number("mix", "share", share, minimum=0, maximum=1)
         if current_patch(self.model) is not self:
             raise PatchError(
-                f"cannot mix in {self.encoding}: its patch was removed, or another acts on the model"
+                f"cannot blend in {self.encoding}: its patch was removed, or a later patch is active"
             )
-        base, rotary, why = unwrap(self.model), self.rotary, ""
+        base, rotary, reason = unwrap(self.model), self.rotary, ""
         if rotary.depends_on_length or rotary.rotates_in_attention or rotary.start_tokens:
-            why = "it does not rotate by one table"
+            reason = "it does not rotate by one table"
         elif not self.changed:
-            why = "the model reads by it already"
+            reason = "the model already computes the same"
         elif None in self._starts.values():
-            why = "the model's own depends on the length, or is an earlier patch's"
-        if why:
+            reason = "the model's own rotation depends on the length, or is that of an earlier patch"
+        if reason:
             raise PatchError(
-                f"there is no way by degrees from the model's rotation to {self.encoding}: {why}; train "
-                f"without one (anneal_steps 0)"
+                f"cannot anneal from the model's RoPE to {self.encoding}: {reason}; train without annealing "
+                f"(anneal_steps 0)"
             )
         modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
         for path, module in modules.items():
@@ -328,28 +288,24 @@ class Patch:
             assert isinstance(module, ExtendedRotaryEmbedding)
             assert start is not None
             if share == 0:
-                self._follow(base, start.module, module.inv_freq.device)
-            if isinstance(self._reader, LinearReader):
-                self._reader.start = start
-                module.mix(0.0 if share == 0 else 1.0, start)  # between, queries and keys turn in attention
-            else:
-                module.mix(share, start)
-        if self._reader is not None:
-            self._reader.share = share
+                self._move(base, start.module, module.inv_freq.device)
+            module.mix(share if self._handler is None else self._handler.blend(share, start), start)
 
-    def _start(self, base: Any, module: nn.Module, table: Tensor, factor: float) -> Start | None:
-        """What a rotary module rotates by before the patch; None if that is not one table, or not stock."""
+    def _initial_rotation(
+        self, base: Any, module: nn.Module, table: Tensor, factor: float
+    ) -> InitialRotation | None:
+        """The rotation of a module before the patch; None if it is not one table, or not the stock module."""
         if isinstance(module, ExtendedRotaryEmbedding):
             return None
-        short, same = active_table(module, base.config, 1)
-        if not torch.equal(short, table) or same != factor:
+        short_table, short_factor = active_table(module, base.config, 1)
+        if not torch.equal(short_table, table) or short_factor != factor:
             return None
-        return Start(module, table[: self.shape.dim // 2], factor)
+        return InitialRotation(module, table[: self.shape.dim // 2], factor)
 
     def remove(self) -> None:
         """Undo the patch: modules, config and tokenizer are the objects and values they were before.
 
-        Removing twice does nothing.
+        The attention implementation stays the one that was chosen last. Removing twice does nothing.
 
         Raises:
             PatchError: a later patch of the same model is still active.
@@ -368,11 +324,11 @@ class Patch:
         self._unwind(base.base_model)
         self._active = False
         for path, device in devices.items():
-            self._follow(base, base.base_model.get_submodule(path), device)
+            self._move(base, base.base_model.get_submodule(path), device)
 
     @staticmethod
-    def _follow(base: Any, module: Any, device: torch.device) -> None:
-        """Bring a module to where the model went while the module was out of it."""
+    def _move(base: Any, module: Any, device: torch.device) -> None:
+        """Move a stock module to the device to which the model went while the module was not part of it."""
         present = next(module.buffers()).device
         if device.type == "meta" or present == device:
             return
@@ -407,38 +363,36 @@ def patch_model(
     tokenizer: Any | None = None,
     learned: Mapping[str, Tensor] | None = None,
 ) -> Patch:
-    """Put an encoding into a model; the returned `Patch` undoes it, by `remove()` or as a context manager.
+    """Put an encoding into a model. The returned `Patch` undoes it, by `remove()` or as a context manager.
 
-    Scaling that the checkpoint already carries is replaced, not added to. Patches nest, and are removed in
-    the reverse order.
+    Scaling that the checkpoint already has is replaced, not multiplied. Patches nest, and are removed in
+    reverse order.
 
     Args:
-        model: a transformers model of a supported family; PEFT-wrapped, before or after, is fine.
-        encoding: what it shall read with.
-        trained_length: the window it was pretrained on, in tokens, where the config does not say it right.
-        target_length: the window it shall read, in tokens; by default the encoding's own, or else the
-            model's present one.
-        tokenizer: its `model_max_length` is kept in step.
-        learned: values for what the encoding learns, by name, such as another patch's
-            `learned.state_dict()`; what is not named starts as the encoding says.
+        model: a transformers model of a supported family, with or without a PEFT adapter.
+        encoding: the encoding.
+        trained_length: the window that the model was pretrained on, in tokens; needed if its config is wrong.
+        target_length: the new context window in tokens; by default the encoding's own, or else the model's
+            present one.
+        tokenizer: its `model_max_length` is set to the new window.
+        learned: values for the learned parameters, by name, such as another patch's `learned.state_dict()`.
+            Parameters without a value here start as the encoding defines.
 
     Raises:
-        UnsupportedModelError: no adapter for the family.
-        RopeExtendError: the encoding is not of a kind that can be patched in, or a length is invalid.
+        UnsupportedModelError: no adapter for the family, or the encoding cannot act inside its attention.
+        RopeExtendError: this is not an encoding, or a length is invalid.
     """
     if not isinstance(encoding, Encoding):
         raise RopeExtendError(
-            f"patch_model takes an encoding, such as encoding('yarn', factor=8.0), got {encoding!r}"
+            f"patch_model takes an encoding, got {encoding!r}; make one with encoding('yarn', factor=8.0)"
         )
-    if isinstance(encoding, PositionRemap):
-        raise RopeExtendError(f"{encoding.name} changes positions, which this version does not patch in")
     shape = shape_of(model, trained_length)
     if target_length is None:
         target_length = encoding.target_length(shape)
     if target_length is None:
         target_length = rotary_part(unwrap(model).config)[0].max_position_embeddings
     patch = Patch(model, encoding, shape, check_length("patch_model", "target_length", target_length))
-    with torch.device("cpu"):  # tables are made there, also for a model that is made under another device
+    with torch.device("cpu"):  # tables are computed on the CPU, whatever the caller's default device
         patch._apply(tokenizer)
     if learned is not None:
         try:
@@ -451,7 +405,7 @@ def patch_model(
 
 def extend(
     model: nn.Module,
-    target_length: int,
+    target_length: int | str,
     method: str = "yarn",
     *,
     trained_length: int | None = None,
@@ -459,26 +413,31 @@ def extend(
     short: str | None = None,
     **parameters: Any,
 ) -> Patch:
-    """Make a model read `target_length` tokens; the one dial is the length, everything else follows.
+    """Extend the context window of a model to `target_length` tokens.
+
+    The parameters of the method follow from the length.
 
     Args:
-        model: a transformers model of a supported family; PEFT-wrapped, before or after, is fine.
-        target_length: the window it shall read, in tokens; longer than the one it was trained on.
-        method: a method's name, see `rope_extend.encodings()`; or rotary ones composed, `resonance(yarn)`.
-        trained_length: the window it was pretrained on, in tokens, where the config does not say it right.
-        tokenizer: its `model_max_length` is kept in step.
-        short: `original` reads texts within the trained window as the model was pretrained, exactly, and
-            longer ones by the method; the same as the method `short_original(...)`.
-        parameters: the method's own, such as `beta_fast=16`; never `factor`, which follows from the length.
+        model: a transformers model of a supported family, with or without a PEFT adapter.
+        target_length: the new context window in tokens, such as 32768 or `"32k"`; beyond the trained one.
+        method: a method's name, see `rope_extend.encoding_names()`; or composed, `resonance(yarn)`.
+        trained_length: the window that the model was pretrained on, in tokens; needed if its config is wrong.
+        tokenizer: its `model_max_length` is set to the new window.
+        short: `original` uses the original RoPE for texts within the trained window, exactly, and the method
+            for longer ones; the same as the method `short_original(...)`.
+        parameters: further parameters of the method, such as `beta_fast=16`; never `factor`, which follows
+            from the length.
 
     Raises:
-        UnsupportedModelError: no adapter for the family.
+        UnsupportedModelError: no adapter for the family, or the method cannot act inside its attention.
         PatchError: the rotary tables would not change.
         RopeExtendError: an unknown method or parameter, or a target that is not beyond the trained window.
     """
     if short not in (None, "original"):
         raise RopeExtendError(f"extend: short must be 'original' or None, got {short!r}")
     named = method_named(f"short_original({method})" if short else method)
+    if isinstance(target_length, str):
+        target_length = parse_length(target_length)
     target_length = check_length("extend", "target_length", target_length)
     shape = shape_of(model, trained_length)
     if target_length <= shape.trained_length:
@@ -493,7 +452,7 @@ def extend(
     if not patch.changed:
         patch.remove()
         raise PatchError(
-            f"extend: {encoding} leaves the rotary tables as they were, so the model would not read further; "
+            f"extend: {encoding} leaves the rotary tables as they were, so the window would not grow; "
             f"choose one of the scaling methods, or use patch_model for a control"
         )
     return patch

@@ -1,11 +1,11 @@
-"""Write docs/alternatives.md: what each encoding in the place of rotation reaches after the same training.
+"""Write docs/alternatives.md: what each encoding instead of RoPE reaches after the same training.
 
     python scripts/compare_alternatives.py                      # train every row, write table and picture
     python scripts/compare_alternatives.py --rows alibi,yarn    # only these
-    python scripts/compare_alternatives.py --page               # from results that are there
+    python scripts/compare_alternatives.py --page               # from existing results
 
-Rows are trained one after the other into `--runs`; one that was interrupted goes on, and one that is done is
-left alone. Each is the bundled model under `configs/demo_alternatives.yaml`.
+Rows are trained one after the other into `--runs`. Interrupted rows resume, and finished rows are kept. Each
+row trains the bundled model with `configs/demo_alternatives.yaml`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from rope_extend import RopeExtendError
-from rope_extend.data import format_length
 from rope_extend.demo.run import finetune_once
-from rope_extend.evaluation.tables import markdown_table
-from rope_extend.plots import INK, PALETTE, PLAIN, QUIET
+from rope_extend.plots.style import INK, PALETTE, PLAIN, QUIET
+from rope_extend.report.tables import markdown_table
 from rope_extend.training.recipe import Recipe
+from rope_extend.units import format_length
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "demo_alternatives.yaml"
@@ -63,21 +63,25 @@ ROWS = (
     Row("nope annealed", {"method": "nope"}, annealed=True),
     Row(NARROW, {"method": "alibi", "lora_targets": "attention", "train_norm_embed": False}),
 )
-"""The controls first; drope by its own recipe, in blocks of the trained window."""
+"""The controls first. DroPE follows its paper, with blocks of the trained window."""
 
 PAGE = """\
-# Encodings in the place of rotation, after the same training
+# Encodings instead of RoPE, after the same training
 
 <!-- written by scripts/compare_alternatives.py -->
 
-The bundled model was trained with RoPE on 256 tokens. Each row puts another encoding in the place of the
-rotation and trains for {steps} steps of {per_step:,} tokens ({tokens:,} in all) in blocks of {block:,}, by
-`configs/demo_alternatives.yaml`: LoRA on all linear layers, norms and embeddings with them. `drope` is
-recalibrated in blocks of 256, as its paper has it, for as many tokens. Rows called annealed go over from RoPE
-by degrees in the first fifth of the steps, the others at once. In the last row, LoRA on attention is all that
-is trained. `sinusoidal` has a `scale` of 0.1, and `learned` a row for each position that starts at zero.
-`none` and `yarn` are the controls, trained in the same way. Perplexity on {documents} held-out files, by
-length:
+The bundled model was trained with RoPE on 256 tokens. Each row replaces RoPE by another encoding and trains
+for {steps} steps of {per_step:,} tokens ({tokens:,} in all) in blocks of {block:,}, with
+`configs/demo_alternatives.yaml`: LoRA on all linear layers, norms and embeddings.
+
+- `none` and `yarn` are the controls, trained in the same way.
+- `drope` is recalibrated in blocks of 256, as in its paper, for the same number of tokens.
+- Rows called annealed blend from RoPE to the encoding over the first fifth of the steps. The others switch
+  at once.
+- In the last row, only LoRA on attention is trained.
+- `sinusoidal` has a `scale` of 0.1. `learned` has a row for each position, which starts at zero.
+
+Perplexity on {documents} held-out files, by length:
 
 {table}
 
@@ -87,10 +91,11 @@ length:
 """
 
 SAYS = """\
-So few tokens bring no encoding in the place of rotation near the controls: the best of them, {best}, reads
-{beyond:.1f} at {length} and {inside:.1f} inside the window, where `yarn` reads {yarn_beyond:.1f} and
-{yarn_inside:.1f}, so this says which of them begin well, and not where long training ends. Going over by
-degrees {verdict} ({pairs}, at {length}), and LoRA on attention alone takes alibi to {narrow:.1f}.
+After so short a training, no encoding instead of RoPE comes near the controls. The best of them, {best},
+has {beyond:.1f} at {length} and {inside:.1f} inside the window; `yarn` has {yarn_beyond:.1f} and
+{yarn_inside:.1f}. So this shows which of them start well, and not where long training ends. Annealing
+{verdict}. At {length}, switching at once and annealing give: {pairs}. LoRA on attention alone takes alibi
+to {narrow:.1f}.
 """
 
 
@@ -111,7 +116,7 @@ def says(results: list[dict[str, Any]]) -> str:
         beyond=replaced[best][length], yarn_inside=by_label["yarn"][short],
         yarn_beyond=by_label["yarn"][length], verdict=verdict, narrow=by_label[NARROW][length],
         pairs=", ".join(
-            f"{cold} {replaced[cold][length]:.1f} at once and {replaced[label][length]:.1f} by degrees"
+            f"{cold} {replaced[cold][length]:.1f} and {replaced[label][length]:.1f}"
             for label, cold in pairs.items()
         ),
     )  # fmt: skip
@@ -125,7 +130,7 @@ def recipe_of(row: Row, runs: Path, steps: int | None = None) -> Recipe:
 
 
 def trained(recipe: Recipe, label: str) -> dict[str, Any]:
-    """Train a row, or go on with it; and what came of it."""
+    """Train a row, or resume it, and return its results."""
     finetune_once(recipe)
     directory = Path(recipe.output_dir)
     lines = [json.loads(text) for text in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -161,20 +166,20 @@ def page(results: list[dict[str, Any]]) -> str:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """For each row the perplexity inside the trained window and at its longest, on one axis."""
+    """Draw the perplexity of each row inside the trained window and at the longest length."""
     ranked = sorted(results, key=lambda one: -list(one["after"].values())[-1])
     figure = Figure(figsize=(8, 1.4 + 0.3 * len(ranked)), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for place, one in enumerate(ranked):
-        inside, *_, beyond = one["after"].values()
-        control = one["label"] in ("none", "yarn")
-        axes.plot([inside, beyond], [place, place], color=QUIET, linewidth=1.5, zorder=1)
-        axes.plot(inside, place, "o", color=PALETTE[0], markersize=6)
-        axes.plot(beyond, place, "D", color=PALETTE[1], markersize=6)
+    for height, result in enumerate(ranked):
+        inside, *_, beyond = result["after"].values()
+        control = result["label"] in ("none", "yarn")
+        axes.plot([inside, beyond], [height, height], color=QUIET, linewidth=1.5, zorder=1)
+        axes.plot(inside, height, "o", color=PALETTE[0], markersize=6)
+        axes.plot(beyond, height, "D", color=PALETTE[1], markersize=6)
         axes.annotate(
-            one["label"], (0, place), (-8, 0), xycoords=axes.get_yaxis_transform(), ha="right", va="center",
-            textcoords="offset points", color=PLAIN if control else INK, annotation_clip=False,
+            result["label"], (0, height), (-8, 0), xycoords=axes.get_yaxis_transform(), ha="right",
+            va="center", textcoords="offset points", color=PLAIN if control else INK, annotation_clip=False,
             style="italic" if control else "normal",
         )  # fmt: skip
     axes.set_xscale("log")
@@ -192,14 +197,14 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def write(results: list[dict[str, Any]], docs: Path) -> None:
-    """The page, and beside it the results and the picture."""
-    beside = docs / "alternatives"
-    beside.mkdir(parents=True, exist_ok=True)
+    """Write the page, the results and the picture."""
+    folder = docs / "alternatives"
+    folder.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(one) + "\n" for one in results)
-    (beside / "results.jsonl").write_text(text, encoding="utf-8")
-    with (beside / "results.csv").open("w", encoding="utf-8", newline="") as file:
+    (folder / "results.jsonl").write_text(text, encoding="utf-8")
+    with (folder / "results.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(table(results))
-    draw(results, beside / "perplexity.png")
+    draw(results, folder / "perplexity.png")
     (docs / "alternatives.md").write_text(page(results), encoding="utf-8")
 
 
@@ -210,24 +215,28 @@ def read(docs: Path) -> list[dict[str, Any]]:
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, default=Path("runs/alternatives"), help="where rows are trained")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where alternatives.md is written")
-    parser.add_argument("--rows", help="labels, separated by commas (default: all)")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/alternatives"), help="directory of the training runs"
+    )
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="directory of alternatives.md")
+    parser.add_argument("--rows", help="labels of rows, separated by commas (default: all)")
     parser.add_argument("--steps", type=int, help="optimizer steps of each row (default: the recipe's)")
-    parser.add_argument("--page", action="store_true", help="only write the page again")
-    given = parser.parse_args(words)
-    if given.page:
-        write(read(given.docs), given.docs)
+    parser.add_argument(
+        "--page", action="store_true", help="only write the page again, from existing results"
+    )
+    arguments = parser.parse_args(words)
+    if arguments.page:
+        write(read(arguments.docs), arguments.docs)
         return
-    wanted = None if given.rows is None else given.rows.split(",")
-    rows = [row for row in ROWS if wanted is None or row.label in wanted]
-    if not rows or (wanted and len(rows) < len(wanted)):
-        parser.error(f"--rows takes some of: {','.join(row.label for row in ROWS)}")
+    labels = None if arguments.rows is None else arguments.rows.split(",")
+    rows = [row for row in ROWS if labels is None or row.label in labels]
+    if not rows or (labels and len(rows) < len(labels)):
+        parser.error(f"--rows takes labels from this list: {','.join(row.label for row in ROWS)}")
     results = []
     for number, row in enumerate(rows, start=1):
         print(f"\n[{number}/{len(rows)}] {row.label}", flush=True)
-        results.append(trained(recipe_of(row, given.runs, given.steps), row.label))
-    write(results, given.docs)
+        results.append(trained(recipe_of(row, arguments.runs, arguments.steps), row.label))
+    write(results, arguments.docs)
     print(markdown_table(table(results)))
 
 

@@ -1,13 +1,13 @@
 """Pretrain the demonstration model from the Python sources of this environment, on the CPU.
 
     python scripts/pretrain_demo.py                                        # train (about 80 minutes)
-    python scripts/pretrain_demo.py --resume                               # go on from the checkpoint
-    python scripts/pretrain_demo.py --resume --total-tokens 30000000       # end sooner: decay from here
+    python scripts/pretrain_demo.py --resume                               # resume from the checkpoint
+    python scripts/pretrain_demo.py --resume --total-tokens 30000000       # end earlier: decay from here
     python scripts/pretrain_demo.py --resume --export rope_extend/demo/model
 
 The tokenizer, the token stream, the checkpoint, the loss curve and the final measurements go to the
 output directory. Training computes in bfloat16 with float32 master weights and optimizer states. The
-learning rate depends on the tokens seen and on nothing else: warm-up, constant, then linear decay to zero.
+learning rate depends only on the tokens seen: warm-up, constant, then linear decay to zero.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
+from pretrain_corpus import key_value_document, pretraining_corpus
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -40,13 +41,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from rope_extend.demo import (
-    evaluation_files,
-    key_value_document,
-    passkey_document,
-    pretraining_corpus,
-    read_text,
-)
+from rope_extend.data.bundled import evaluation_files, passkey_document, read_text
 
 END_OF_TEXT = "<|endoftext|>"
 Config = dict[str, Any]
@@ -59,14 +54,14 @@ def main() -> None:
         config["training"]["total_tokens"] = arguments.total_tokens
     output: Path = arguments.output
     if (output / "checkpoint.pt").exists() and not arguments.resume:
-        raise SystemExit(f"{output} holds a checkpoint: pass --resume, or another --output")
+        raise SystemExit(f"{output} already holds a checkpoint: give --resume, or another --output")
     if arguments.export and arguments.export.exists() and not arguments.overwrite:
-        raise SystemExit(f"{arguments.export} exists: pass --overwrite to replace it")
+        raise SystemExit(f"{arguments.export} already exists: give --overwrite to replace it")
     output.mkdir(parents=True, exist_ok=True)
     stream = prepare_text(output, config)
     trainer = Trainer(output, config, stream, load_tokenizer(output))
     if not trainer.train(arguments.max_steps):
-        log(f"stopped after {arguments.max_steps} steps of this run; --resume goes on")
+        log(f"stopped after {arguments.max_steps} steps of this run; resume with --resume")
         return
     model = trainer.master
     results = measure(model, trainer.tokenizer, windows=None)
@@ -83,10 +78,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, default=Path("configs/pretrain_demo.yaml"))
     parser.add_argument("--output", type=Path, default=Path("runs/pretrain_demo"))
-    parser.add_argument("--resume", action="store_true", help="go on from the output directory's checkpoint")
-    parser.add_argument("--total-tokens", type=int, help="replace training.total_tokens, also when resuming")
-    parser.add_argument("--max-steps", type=int, help="stop this run after so many steps, with a checkpoint")
-    parser.add_argument("--export", type=Path, help="write the final Hugging Face checkpoint here")
+    parser.add_argument(
+        "--resume", action="store_true", help="resume from the checkpoint in the output directory"
+    )
+    parser.add_argument("--total-tokens", type=int, help="replaces training.total_tokens, also when resuming")
+    parser.add_argument(
+        "--max-steps", type=int, help="stop this run after this number of steps, and write a checkpoint"
+    )
+    parser.add_argument("--export", type=Path, help="directory for the final Hugging Face checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="let --export replace a directory")
     return parser.parse_args()
 
@@ -95,11 +94,8 @@ def log(message: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
 
 
-# ---------------------------------------------------------------------------------------------- text
-
-
 def prepare_text(output: Path, config: Config) -> np.ndarray:
-    """Choose the corpus, train the tokenizer and write the token stream, unless a former run did."""
+    """Choose the corpus, train the tokenizer and write the token stream, unless an earlier run did."""
     stream, manifest = output / "tokens.npy", output / "corpus.json"
     if not (stream.exists() and manifest.exists()):
         corpus = pretraining_corpus(**config["corpus"])
@@ -121,7 +117,7 @@ def prepare_text(output: Path, config: Config) -> np.ndarray:
 
 
 def train_tokenizer(texts: Sequence[str], config: Config) -> Tokenizer:
-    """Train a byte-level BPE tokenizer in which every digit is a token of its own."""
+    """Train a byte-level BPE tokenizer in which every digit is a separate token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -146,7 +142,7 @@ def _until(texts: Sequence[str], characters: int) -> Iterator[str]:
 
 
 def load_tokenizer(output: Path) -> PreTrainedTokenizerFast:
-    # One token serves as beginning, end and padding, as in GPT-2: the stream has no other boundary mark.
+    # One token is beginning, end and padding, as in GPT-2: the stream has no other boundary mark.
     return PreTrainedTokenizerFast(
         tokenizer_file=str(output / "tokenizer.json"),
         bos_token=END_OF_TEXT,
@@ -158,7 +154,7 @@ def load_tokenizer(output: Path) -> PreTrainedTokenizerFast:
 
 
 class Batches:
-    """Training batches as a pure function of the seed and the step, so that a resumed run repeats none."""
+    """Training batches as a function of seed and step only, so that a resumed run repeats none."""
 
     def __init__(self, stream: np.ndarray, tokenizer: PreTrainedTokenizerFast, config: Config) -> None:
         training = config["training"]
@@ -176,13 +172,13 @@ class Batches:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def _code_window(self, index: int) -> np.ndarray:
-        epoch, place = divmod(index, self.per_epoch)
+        epoch, number = divmod(index, self.per_epoch)
         if self._order is None or self._order[0] != epoch:
             rng = np.random.default_rng([self.seed, epoch])
-            # Another offset each epoch: the windows of a second epoch are cut at other places.
+            # Another offset in each epoch: the windows of the second epoch start at other tokens.
             starts = rng.permutation(self.per_epoch) * self.window + rng.integers(self.window)
             self._order = (epoch, starts)
-        start = int(self._order[1][place])
+        start = int(self._order[1][number])
         return self.stream[start : start + self.window + 1]
 
     def _retrieval_window(self, step: int, row: int) -> np.ndarray:
@@ -195,19 +191,16 @@ class Batches:
 
 
 def retrieval_text(rng: random.Random) -> str:
-    """One document of the synthetic part, of mixed lengths so that answers lie at many distances."""
+    """One synthetic document. Lengths are mixed, so that answers are at many distances."""
     if rng.random() < 0.5:
         return passkey_document(rng, filler_lines=rng.randint(1, 16)).text
     return key_value_document(rng, pairs=rng.randint(2, 14), queries=rng.randint(1, 3)).text
 
 
-# ------------------------------------------------------------------------------------------ training
-
-
 class TiedCrossEntropy(torch.autograd.Function):
-    """Next-token loss from hidden states, in chunks: the logits of a whole batch are never held at once.
+    """Next-token loss from hidden states in chunks: the logits of a whole batch never exist at once.
 
-    The gradients are computed in the forward pass, while the chunk's probabilities are at hand.
+    The forward pass also computes the gradients, because it has the probabilities of the chunk.
     """
 
     @staticmethod
@@ -251,15 +244,15 @@ class Trainer:
         for parameter in self.compute.parameters():
             # Not .to(bfloat16): that would round the rotary frequencies, which are a buffer.
             parameter.data = parameter.data.to(torch.bfloat16)
-        # One single-threaded worker a core, each with its own gradients: a core that other programs slow
-        # down then takes fewer parts of the batch, where a parallel matrix product would wait for it.
+        # One single-threaded worker per core, each with its own gradients. A core that other programs slow
+        # down then gets fewer parts of the batch; a parallel matrix product would wait for it.
         workers = os.cpu_count() or 1
         self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
         self.replicas: SimpleQueue[LlamaForCausalLM] = SimpleQueue()
         for _ in range(workers):
             replica = copy.deepcopy(self.compute)
-            for own, shared in zip(replica.parameters(), self.compute.parameters(), strict=True):
-                own.data = shared.data
+            for parameter, shared in zip(replica.parameters(), self.compute.parameters(), strict=True):
+                parameter.data = shared.data
             self.replicas.put(replica)
         self.optimizers = self._optimizers()
         self.step, self.tokens, self.seconds = 0, 0, 0.0
@@ -284,7 +277,7 @@ class Trainer:
         return [muon, adam]
 
     def train(self, max_steps: int | None = None) -> bool:
-        """Train up to the planned tokens; False if `max_steps` ended the run before that."""
+        """Train up to the planned tokens; False if `max_steps` ended the run earlier."""
         training = self.training
         saved = time.monotonic()
         first, begun, before = self.step, time.monotonic(), self.seconds
@@ -322,7 +315,7 @@ class Trainer:
         return True
 
     def _rate(self) -> float:
-        """The learning rate's factor between 0 and 1 at the tokens seen so far."""
+        """The factor on the learning rate, from 0 to 1, at the tokens seen so far."""
         warmup = min(1.0, (self.step + 1) / self.training["warmup_steps"])
         total = self.training["total_tokens"]
         left = (total - self.tokens) / (total * self.training["decay_fraction"])
@@ -336,7 +329,7 @@ class Trainer:
         ids = self.batches[self.step]
         parts = ids.split(self.training["sequences_per_part"])
         results = list(self.pool.map(self._gradients, parts))
-        # Summed in the order of the parts, whichever worker was first: the run is the same every time.
+        # Summed in the order of the parts, not of the workers, so that every run is the same.
         for index, master in enumerate(self.master.parameters()):
             gradients = [gradient[index].float() for gradient, _ in results]
             master.grad = torch.stack(gradients).sum(0) / len(parts)
@@ -354,7 +347,7 @@ class Trainer:
         return by_row[:code].mean().item(), by_row[code:].mean().item(), norm.item()
 
     def _gradients(self, ids: Tensor) -> tuple[list[Tensor], Tensor]:
-        """One part's gradients in the order of the parameters, and its losses by token; runs in a worker."""
+        """Gradients of one part, in the order of the parameters, and losses by token; runs in a worker."""
         replica = self.replicas.get()
         hidden = replica.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
         loss, losses = TiedCrossEntropy.apply(
@@ -376,7 +369,7 @@ class Trainer:
         }
         partial = self.output / "checkpoint.pt.partial"
         torch.save(state, partial)
-        partial.replace(self.output / "checkpoint.pt")  # A killed run leaves the former checkpoint whole.
+        partial.replace(self.output / "checkpoint.pt")  # A killed run leaves the old checkpoint intact.
 
     def _restore(self) -> None:
         state = torch.load(self.output / "checkpoint.pt", weights_only=True)
@@ -405,12 +398,9 @@ def model_config(config: Config, tokenizer: PreTrainedTokenizerFast) -> LlamaCon
     )
 
 
-# --------------------------------------------------------------------------------- measurement, export
-
-
 @torch.no_grad()
 def measure(model: nn.Module, tokenizer: PreTrainedTokenizerFast, windows: int | None) -> dict[str, Any]:
-    """Perplexity on held-out files and greedy retrieval inside the window; `windows=None` takes all."""
+    """Perplexity on held-out files and greedy retrieval inside the window; `windows=None` uses all."""
     was_training = model.training
     model.eval()
     rows = evaluation_windows(tokenizer, 256)
@@ -436,7 +426,7 @@ def measure(model: nn.Module, tokenizer: PreTrainedTokenizerFast, windows: int |
 
 
 def evaluation_windows(tokenizer: PreTrainedTokenizerFast, window: int) -> Tensor:
-    """The evaluation files cut into windows that do not overlap; a file's short last part is left out."""
+    """The evaluation files in windows that do not overlap, without the short last part of each file."""
     rows: list[Tensor] = []
     for path in evaluation_files():
         ids = torch.tensor(tokenizer.encode(read_text(path), add_special_tokens=False, verbose=False))
@@ -446,7 +436,7 @@ def evaluation_windows(tokenizer: PreTrainedTokenizerFast, window: int) -> Tenso
 
 @torch.no_grad()
 def retrieval_rate(model: nn.Module, tokenizer: PreTrainedTokenizerFast, kind: str, documents: int) -> float:
-    """Share of fresh retrieval documents of at most 256 tokens whose answer is the greedy continuation."""
+    """Share of new retrieval documents, of at most 256 tokens, that greedy decoding answers correctly."""
     solved = 0
     for number in range(documents):
         rng = random.Random(f"evaluation {kind} {number}")
@@ -472,9 +462,9 @@ def export(output: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizer
     )
     half.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    # Stored in half the space, loaded in float32: a CPU computes faster and trains better that way.
+    # Stored in float16, loaded in float32: a CPU computes faster and trains better in float32.
     edit_json(target / "config.json", dtype="float32")
-    # The name that every release of transformers with fast tokenizers knows.
+    # Every release of transformers with fast tokenizers knows this name.
     edit_json(target / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     (target / "model.safetensors").chmod(0o644)
     write_loss_curve(output / "loss_curve.jsonl", target / "loss_curve.csv")
@@ -493,7 +483,9 @@ def write_loss_curve(source: Path, target: Path) -> None:
     with target.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
-        for _, record in sorted(records.items()):  # A resumed run logs some steps twice: the last one counts.
+        for _, record in sorted(
+            records.items()
+        ):  # A resumed run logs some steps twice; the last line counts.
             writer.writerow([record.get(column, "") for column in columns])
 
 

@@ -1,4 +1,4 @@
-"""Batches of rows of different lengths, and what a model says of them: at once, and in parts with a cache."""
+"""Batches of rows of different lengths, and their logits: in one forward, or in parts with a cache."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import itertools
 from typing import Any
 
 import torch
+from tolerances import assert_same_but_rounding
 from torch import Tensor
 from transformers import PreTrainedModel
 
 LENGTH = 80
 """Tokens in a row, padding included: beyond the trained window of the models in `cases`."""
+ONE_BY_ONE = [28, *range(29, 36), *range(47, 53), LENGTH]
+"""Where the parts of a row end: single tokens where rows with 0 and 17 columns of padding leave the trained
+window, longer parts elsewhere."""
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
@@ -19,26 +23,26 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 
 class Batch(dict[str, Tensor]):
-    """Rows of different lengths, padded on the left, by the names under which a model takes them."""
+    """Rows of different lengths, padded on the left, as keyword arguments of a model."""
 
     def __init__(self, input_ids: Tensor, attention_mask: Tensor) -> None:
         position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         super().__init__(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids)
 
     def part(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Some columns, for a model that has read those before; its mask says which of them are tokens."""
+        """Columns for a model whose cache has those before; the mask covers all columns up to `stop`."""
         return {
             name: value[:, :stop] if name == "attention_mask" else value[:, start:stop]
             for name, value in self.items()
         }
 
     def rows(self, which: Any) -> Batch:
-        """Some rows, in an order of choice."""
+        """The rows `which`, in that order."""
         return Batch(self["input_ids"][which], self["attention_mask"][which])
 
 
 def batch(padding: tuple[int, ...] = (0, 17, 59)) -> Batch:
-    """Rows of `LENGTH` columns, of which the first so many are padding."""
+    """Rows of `LENGTH` columns. `padding` gives how many of the first columns of each row are padding."""
     mask = torch.ones(len(padding), LENGTH, dtype=torch.long)
     for row, width in enumerate(padding):
         mask[row, :width] = 0
@@ -47,13 +51,13 @@ def batch(padding: tuple[int, ...] = (0, 17, 59)) -> Batch:
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, input_ids: Tensor, **inputs: Any) -> Tensor:
-    """Of one forward without a cache."""
+    """Logits of one forward without a cache."""
     return model(input_ids, use_cache=False, **inputs).logits
 
 
 @torch.no_grad()
 def in_parts(model: PreTrainedModel, data: Batch, stops: list[int], cache: Any = None) -> Tensor:
-    """Logits of consecutive parts, each read with the cache of those before; by default the model's own."""
+    """Logits of consecutive parts, each with the cache of those before; by default the model's own cache."""
     parts = []
     for start, stop in itertools.pairwise([0, *stops]):
         output = model(**data.part(start, stop), past_key_values=cache, use_cache=True)
@@ -63,15 +67,16 @@ def in_parts(model: PreTrainedModel, data: Batch, stops: list[int], cache: Any =
 
 
 def same(actual: Tensor, expected: Tensor, data: Batch | None = None) -> None:
-    """Equal to 1e-4 wherever a token stands."""
+    """Equal but for float32's rounding at every position that is a token."""
     if data is not None:
         there = data["attention_mask"][:, :, None].bool()
         actual, expected = actual.masked_fill(~there, 0), expected.masked_fill(~there, 0)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+    assert_same_but_rounding(actual, expected)
 
 
 def gradients(model: PreTrainedModel, length: int, *, checkpointing: bool) -> dict[str, Tensor]:
-    """Of all weights, by two forwards before one backward: layers run again stand where they stood."""
+    """Gradients of all weights. Two forwards at other positions come before one backward, so a layer that is
+    recomputed needs the positions of its own forward."""
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable()

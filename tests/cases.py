@@ -1,7 +1,7 @@
-"""THE matrix: one row per encoding, one row per family. A new row gets every check.
+"""The matrix: one row per encoding, one row per family. A new row gets every check.
 
-An oracle is computed independently of rope_extend: by stock transformers where it has the method, else by
-the formula of the source, written out in plain Python floats.
+An oracle is independent of rope_extend. It is stock transformers' own function if there is one, else the
+formula of the paper in plain Python floats.
 """
 
 from __future__ import annotations
@@ -68,23 +68,23 @@ def base(theta: Callable[[RopeShape], float]) -> Oracle:
 
 @dataclass(frozen=True)
 class EncodingCase:
-    """One method: its parameters, which may follow from the model's shape, and its oracle."""
+    """One method: its oracle, and its parameters, which may depend on the model's shape."""
 
     name: str
     oracle: Oracle
     parameters: Mapping[str, Any] | Callable[[RopeShape], Mapping[str, Any]] = field(default_factory=dict)
     label: str = ""
     reloads: bool = True
-    """Whether stock transformers has a form for it."""
+    """Whether stock transformers supports it."""
     tolerance: float = 1e-12
-    """How far, relative, the oracle itself may be off: `FLOAT32` where it is stock transformers."""
+    """Relative error of the oracle itself: `FLOAT32` if it is stock transformers."""
 
-    def made(self, shape: RopeShape) -> RopeEncoding:
+    def build(self, shape: RopeShape) -> RopeEncoding:
         """The encoding for a model of this shape."""
-        given = self.parameters(shape) if callable(self.parameters) else self.parameters
-        made = encoding(self.name, **given)
-        assert isinstance(made, RopeEncoding)
-        return made
+        parameters = self.parameters(shape) if callable(self.parameters) else self.parameters
+        method = encoding(self.name, **parameters)
+        assert isinstance(method, RopeEncoding)
+        return method
 
     def __str__(self) -> str:
         return self.label or self.name
@@ -109,7 +109,7 @@ def by_parts(shape: RopeShape, seq_len: int, factor: float = FACTOR) -> tuple[li
 
 
 def yarn_by_turns(shape: RopeShape, seq_len: int, factor: float = FACTOR) -> tuple[list[float], float]:
-    """The same table with equation 15's factor."""
+    """The same table with the factor of equation 15."""
     return by_parts(shape, seq_len, factor)[0], 0.1 * math.log(factor) + 1
 
 
@@ -124,7 +124,7 @@ def needed(shape: RopeShape, seq_len: int) -> float:
 
 
 def divisors(shape: RopeShape, last: float) -> list[float]:
-    """A list such as LongRoPE's search finds: from about 1 at the fastest pair up to `last`."""
+    """A list like those of LongRoPE's search: from about 1 at the fastest pair up to `last`."""
     pairs = shape.dim // 2
     return [1.01 + (last - 1.01) * i / (pairs - 1) for i in range(pairs)]
 
@@ -144,7 +144,7 @@ def stock_longrope(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
 
 
 def rounded(inner: Oracle) -> Oracle:
-    """Algorithm 1 of 2403.00071: whole wavelengths, for those shorter than the trained window."""
+    """Algorithm 1 of 2403.00071: wavelengths shorter than the trained window become whole numbers."""
 
     def oracle(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
         table, factor = inner(shape, seq_len)
@@ -156,7 +156,7 @@ def rounded(inner: Oracle) -> Oracle:
 
 
 def fastest(pairs: Callable[[RopeShape], int], factor: float = 1.0) -> Oracle:
-    """2410.06205: the first pairs, the rest 0."""
+    """2410.06205: the first pairs keep their frequency, the others get 0."""
 
     def oracle(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
         return [theta / factor if i < pairs(shape) else 0.0 for i, theta in enumerate(plain(shape))], 1.0
@@ -165,7 +165,7 @@ def fastest(pairs: Callable[[RopeShape], int], factor: float = 1.0) -> Oracle:
 
 
 def faded(count: int | None) -> Oracle:
-    """2602.05258: half a cosine over the last pairs; by default over those that turn less than once."""
+    """2602.05258: half a cosine over the last pairs; by default over those with less than one turn."""
 
     def oracle(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
         table = plain(shape)
@@ -190,7 +190,7 @@ def power(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
     return [theta * math.sqrt(1 - i / (shape.dim / 2)) for i, theta in enumerate(plain(shape))], 1.0
 
 
-def still(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
+def zero_frequencies(shape: RopeShape, seq_len: int) -> tuple[list[float], float]:
     return [0.0] * (shape.dim // 2), 1.0
 
 
@@ -304,8 +304,8 @@ ENCODINGS = [
         reloads=False,
     ),
     EncodingCase("xpos", base(lambda shape: shape.theta), reloads=False),
-    EncodingCase("nope", still),
-    EncodingCase("drope", still, {"factor": FACTOR}, reloads=False),
+    EncodingCase("nope", zero_frequencies),
+    EncodingCase("drope", zero_frequencies, {"factor": FACTOR}, reloads=False),
     EncodingCase(
         "short_original",
         beyond(stock("yarn")),
@@ -327,13 +327,13 @@ Vectors = Callable[[Mapping[str, Tensor], int, list[int]], Tensor]
 
 @dataclass(frozen=True)
 class AlternativeCase:
-    """One encoding that is not rotary: its parameters, and its formula, written out in float64."""
+    """One encoding that is not rotary: its parameters, and its formula in float64."""
 
     name: str
     dense: Dense | None = None
-    """Of a bias that follows from positions alone; one that follows from the query too is in its own test."""
+    """The bias, if it depends on positions alone. A bias that depends on the query has its own test."""
     vectors: Vectors | None = None
-    """Of vectors added to embeddings."""
+    """The vectors that are added to embeddings."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     label: str = ""
 
@@ -342,7 +342,7 @@ class AlternativeCase:
         """The encoding's class."""
         return encoding_class(self.name)
 
-    def made(self) -> Encoding:
+    def build(self) -> Encoding:
         """The encoding."""
         return encoding(self.name, **self.parameters)
 
@@ -355,7 +355,7 @@ def by_head(values: list[float]) -> Tensor:
 
 
 def alibi(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, trained: int) -> Tensor:
-    """2108.12409, and for other numbers of heads the recursion of its code."""
+    """2108.12409, and the recursion of its code for numbers of heads that are no power of two."""
 
     def slopes(n: int) -> list[float]:
         if math.log2(n).is_integer():
@@ -367,7 +367,7 @@ def alibi(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, train
 
 
 def t5(buckets: int, furthest: int) -> Dense:
-    """1910.10683, for tokens that come before."""
+    """1910.10683, for keys before the query."""
 
     def bucket(r: float) -> int:
         half = buckets // 2
@@ -384,16 +384,16 @@ def t5(buckets: int, furthest: int) -> Dense:
 
 
 def kerple_log(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, trained: int) -> Tensor:
-    """2205.09921, of the exponentials of what is learned."""
+    """2205.09921, with the exponentials of the learned parameters."""
     one, two = (torch.exp(learned[name]).view(-1, *[1] * r.dim()) for name in ("r1", "r2"))
     return -one * torch.log(1 + two * r)
 
 
 def kerple_power(learned: Mapping[str, Tensor], heads: int, r: Tensor, i: Tensor, trained: int) -> Tensor:
-    """2205.09921, the exponent between 0 and 2."""
+    """2205.09921, with an exponent between 0 and 2."""
     one, two = (learned[name].view(-1, *[1] * r.dim()) for name in ("r1", "r2"))
     exponent = 2 / (1 + torch.exp(-two))
-    # A distance of 0 to any power is 0, but its derivative is not one of torch's.
+    # Zero to any power is 0, but torch has no derivative for it.
     return -torch.exp(one) * torch.where(r > 0, torch.exp(exponent * torch.log(r.clamp(min=1))), 0.0)
 
 
@@ -437,7 +437,7 @@ def sinusoidal(scale: float, base: float) -> Vectors:
 
 
 def table_rows(learned: Mapping[str, Tensor], hidden: int, positions: list[int]) -> Tensor:
-    """Row p of the table, and of what was put behind it."""
+    """Row p of the table, continued by the fresh rows."""
     rows = [*learned["table"], *learned.get("fresh", ())]
     return torch.stack([rows[p] for p in positions])
 
@@ -503,21 +503,20 @@ ALTERNATIVES = [
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """One family: what its tiny config needs beyond the common one."""
+    """One family: what its tiny config needs in addition to COMMON."""
 
     model_type: str
     config: Mapping[str, Any] = field(default_factory=dict)
     counts_cached: bool = True
-    """Whether stock's forward, if it is given no positions, counts on from what is in the cache."""
+    """Whether a stock forward without positions counts from the length of the cache."""
     auto_reloads: bool = True
-    """Whether `AutoModelForCausalLM` loads what the stock model saves."""
+    """Whether `AutoModelForCausalLM` loads a saved stock model."""
     limits: Mapping[str, str] = field(default_factory=dict)
-    """Checks that the unpatched model fails as well, `cache` or `padding`, and why."""
+    """Checks that the unpatched model fails too, `cache` or `padding`, each with the reason."""
     reloads: Collection[str] | None = None
-    """The rows of ENCODINGS that stock transformers has a form for in this family; None for as many as
-    elsewhere."""
+    """The rows of ENCODINGS that stock transformers supports in this family; None for the usual ones."""
     seed: int = 0
-    """Of its weights, where those of another magnify float32's rounding."""
+    """Of its random weights. Some seeds give weights that magnify float32's rounding."""
 
     def __str__(self) -> str:
         return self.model_type
@@ -547,9 +546,9 @@ SENSE = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 32, "patch_size": 16,
 }  # fmt: skip
-"""For the eyes and ears of multimodal models, which stay closed."""
-SOME = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}
-"""For families that rotate only where attention slides: one layer of each kind."""
+"""For the vision and audio parts of multimodal models, which the tests do not use."""
+SLIDING_AND_FULL = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention"]}
+"""For families that rotate only in layers with a sliding window: one layer of each kind."""
 MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8}
 
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
@@ -579,8 +578,8 @@ GEMMA4 = {**GEMMA, "global_head_dim": 32, "num_kv_shared_layers": 0}
 GEMMA4_TEXT = {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
 SIGHT = {"num_key_value_heads": 2, "head_dim": 8, "image_size": 16, "patch_size": 8}
 ONE_BASE = ("none", "linear", "ntk", "abf")
-"""All that `proportional` can carry; transformers raises on `longrope` where layers have heads of different
-widths, or different numbers of heads."""
+"""The methods that `proportional` can express. transformers raises on `longrope` if the layers differ in the
+width or number of their heads."""
 NO_LISTS = (*ONE_BASE, "yarn", "yarn-options", "yarn-attention", "llama3")
 """All but `longrope`."""
 
@@ -602,21 +601,24 @@ DOTS3 = {
     "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "swa_qk_nope_head_dim": 8,
     "swa_v_head_dim": 16,
 }  # fmt: skip
+LINEAR_HEADS = {
+    "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
 SECTIONS = {
-    "head_dim": 32, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    **LINEAR_HEADS, "head_dim": 32, "layer_types": ["linear_attention", "full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
                         "mrope_section": [3, 3, 2], "mrope_interleaved": True},
 }  # fmt: skip
-_AHEAD = "under sdpa it reads its mask the wrong way round, and sees what comes after"
+_AHEAD = "under sdpa it inverts its mask, and attends to later tokens"
 DOGE = {} if Version(transformers.__version__) >= Version("5.23") else {"cache": _AHEAD, "padding": _AHEAD}
-"""What the Doge of transformers 5.17 does not do."""
+"""Limits of Doge in transformers 5.17."""
 
 SOFT = {"attention_multiplier": 0.25}
-"""Granite's is 1 by default: logits of the attention so wide that they magnify float32's rounding."""
+"""Granite's default is 1, which makes attention so sharp that it magnifies float32's rounding."""
 
 ALL_FAMILIES = [
-    FamilyCase("afmoe", {**MOE, **SOME, "head_dim": 16, "num_shared_experts": 1}),
+    FamilyCase("afmoe", {**MOE, **SLIDING_AND_FULL, "head_dim": 16, "num_shared_experts": 1}),
     FamilyCase("apertus", PLAIN),
     FamilyCase("arcee"),
     FamilyCase("aria_text"),
@@ -632,13 +634,13 @@ ALL_FAMILIES = [
         "blt",
         BLT,
         limits={
-            "cache": "its global transformer reads without a cache",
+            "cache": "its global transformer has no cache",
             "padding": "its global transformer takes no attention mask",
         },
     ),
     FamilyCase("cohere", {**PLAIN, "logit_scale": 1.0}),
-    FamilyCase("cohere2", {**SOME, "logit_scale": 1.0}),
-    FamilyCase("cohere2_moe", {**MOE, **SOME, "head_dim": 16, "logit_scale": 1.0}),
+    FamilyCase("cohere2", {**SLIDING_AND_FULL, "logit_scale": 1.0}),
+    FamilyCase("cohere2_moe", {**MOE, **SLIDING_AND_FULL, "head_dim": 16, "logit_scale": 1.0}),
     FamilyCase("cwm", PLAIN),
     FamilyCase("deepseek_v2", {**LATENT, "head_dim": 16, "first_k_dense_replace": 1}),
     FamilyCase("deepseek_v3", LATENT),
@@ -647,13 +649,13 @@ ALL_FAMILIES = [
     FamilyCase("doge", limits=DOGE),
     FamilyCase("dots3_note_text", DOTS3, reloads=NO_LISTS),
     FamilyCase("ernie4_5"),
-    FamilyCase("ernie4_5_moe"),
-    FamilyCase("exaone4", SOME),
-    FamilyCase("exaone_moe", SOME),
+    FamilyCase("ernie4_5_moe", {"moe_intermediate_size": 24, "moe_num_experts": 4, "moe_k": 2}),
+    FamilyCase("exaone4", SLIDING_AND_FULL),
+    FamilyCase("exaone_moe", {**MOE, **SLIDING_AND_FULL}),
     FamilyCase("falcon"),
     FamilyCase("falcon_h1", {"mamba_d_ssm": 32, **MAMBA}),
     FamilyCase("flex_olmo", {"pad_token_id": 0}),
-    FamilyCase("flint", {**SHARED, **SOME, "head_dim": 16}),
+    FamilyCase("flint", {**SHARED, **SLIDING_AND_FULL, "head_dim": 16}),
     FamilyCase("fuyu", {"text_config": {**COMMON, **PARTIAL, "model_type": "persimmon"}}),
     FamilyCase("gemma", {"head_dim": 16}),
     FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 64}),
@@ -685,7 +687,7 @@ ALL_FAMILIES = [
     FamilyCase("gemma4_unified_text", GEMMA4, reloads=ONE_BASE),
     FamilyCase("glm", {"head_dim": 16, "pad_token_id": 0}),
     FamilyCase("glm4", {"head_dim": 16, "pad_token_id": 0}),
-    FamilyCase("glm4_moe"),
+    FamilyCase("glm4_moe", {**MOE, "n_routed_experts": 4}),
     FamilyCase("glm4_moe_lite", LATENT),
     FamilyCase("glm_moe_dsa", INDEXED),
     FamilyCase(
@@ -715,15 +717,15 @@ ALL_FAMILIES = [
     ),
     FamilyCase("granitemoeshared", SOFT),
     FamilyCase("helium", {"head_dim": 16, "pad_token_id": 0}),
-    FamilyCase("hrm_text"),
-    FamilyCase("hy_v3"),
+    FamilyCase("hrm_text", {"head_dim": 16}),
+    FamilyCase("hy_v3", {**MOE, "head_dim": 16}),
     FamilyCase("hy_v4", {**INDEXED, "pad_token_id": 0}),
     FamilyCase("hyperclovax"),
     FamilyCase("internlm3"),
     FamilyCase("iquestcoder"),
     FamilyCase("jais2"),
-    FamilyCase("jetmoe"),
-    FamilyCase("kolibri1", {**SHARED, **SOME, "head_dim": 16}),
+    FamilyCase("jetmoe", {"kv_channels": 16}),
+    FamilyCase("kolibri1", {**SHARED, **SLIDING_AND_FULL, "head_dim": 16}),
     FamilyCase(
         "laguna",
         {
@@ -888,6 +890,7 @@ ALL_FAMILIES = [
         {
             **PARTIAL,
             **SHARED,
+            **LINEAR_HEADS,
             "head_dim": 16,
             "num_hidden_layers": 3,
             "layer_types": ["linear_attention", *["full_attention"] * 2],
@@ -895,7 +898,7 @@ ALL_FAMILIES = [
     ),
     FamilyCase("seed_oss", {"head_dim": 16}),
     FamilyCase("smollm3", {**PLAIN, "no_rope_layers": [1, 0], "pad_token_id": 0}),
-    FamilyCase("solar_open"),
+    FamilyCase("solar_open", {**MOE, "n_routed_experts": 4, "head_dim": 16}),
     FamilyCase("stablelm", PARTIAL),
     FamilyCase("starcoder2", {"sliding_window": None}),
     FamilyCase("vaultgemma", {"head_dim": 16}),
@@ -914,16 +917,7 @@ ALL_FAMILIES = [
 ]
 
 FAMILIES = [case for case in ALL_FAMILIES if case.model_type in CONFIG_MAPPING]
-"""Those that the installed transformers knows: some are younger than the oldest that is supported."""
-
-
-KEY_FAMILIES = ("gemma3_text", "glm", "gpt_neox", "gpt_oss", "llama", "phi3", "qwen3")
-"""Those in which the default test run tries every method: one of each shape that most models have."""
-KEY_ENCODINGS = (
-    "none", "linear", "yarn", "dynamic_ntk", "longrope", "short_original(yarn)", "alibi",
-    "sinusoidal",
-)  # fmt: skip
-"""Those that it tries in every family: one for each way in which an encoding acts and is saved."""
+"""Families of the installed transformers. The oldest supported version lacks some of them."""
 
 
 def tiny_config(case: FamilyCase) -> Any:
@@ -932,10 +926,10 @@ def tiny_config(case: FamilyCase) -> Any:
 
 
 def tiny_model(case: FamilyCase) -> PreTrainedModel:
-    """A random model of the family, in evaluation mode, whose logits feel its positions.
+    """A random model of the family, in evaluation mode, whose logits depend on positions.
 
-    Weights are drawn wider than the families' own initialisation: at a standard deviation of 0.02 attention
-    is so flat that a wrong position changes no logit visibly.
+    Weights are larger than the families' own initialisation. With a standard deviation of 0.02 attention is
+    so flat that a wrong position hardly changes a logit.
     """
     torch.manual_seed(case.seed)
     model = AutoModelForCausalLM.from_config(tiny_config(case)).eval()
@@ -956,7 +950,7 @@ def llama(**changes: Any) -> PreTrainedModel:
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
-    """A tiny Llama as its class initialises it, with a vocabulary that bytes fit into: for training."""
+    """A tiny Llama with the initialisation of its class and a vocabulary for bytes: for training."""
     torch.manual_seed(0)
     values = {
         "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,

@@ -1,4 +1,4 @@
-"""Quiet, offline, and one thread per test process: the parallel runs share the cores."""
+"""Quiet, offline, and one thread per test process unless OMP_NUM_THREADS says otherwise."""
 
 from __future__ import annotations
 
@@ -14,27 +14,40 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import numpy as np
 import pytest
 import torch
-from cases import KEY_ENCODINGS, KEY_FAMILIES, AlternativeCase, EncodingCase, FamilyCase, tiny_llama
+from cases import tiny_llama
+from covering import OPTIONS
+from hypothesis import settings
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 disable_progress_bar()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the matrix's default run short: each method in some families, some methods in each family.
+# The same examples in every run, and few of them: `--full` searches for others.
+settings.register_profile("default", max_examples=30, derandomize=True, deadline=None, database=None)
+settings.register_profile("full", max_examples=200, deadline=None, print_blob=True)
 
-    The rest of it is marked slow, and so are the checks that need it.
-    """
-    for item in items:
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
-        family, case = parameters.get("family"), parameters.get("case")
-        pair = isinstance(family, FamilyCase) and isinstance(case, EncodingCase | AlternativeCase)
-        if pair and family.model_type not in KEY_FAMILIES and str(case) not in KEY_ENCODINGS:
-            item.add_marker("slow")
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="every method in every family, and random examples: takes hours"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    OPTIONS.full = config.getoption("--full")
+    settings.load_profile("full" if OPTIONS.full else "default")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--full`, leave out what is marked `full`."""
+    if not OPTIONS.full:
+        full = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=full)
 
 
 @pytest.fixture(autouse=True)

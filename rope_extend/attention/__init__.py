@@ -1,1 +1,1 @@
-"""What acts inside attention: rotation that follows the length, biases, and linear attention."""
+"""Every attention function that rope_extend registers with transformers."""

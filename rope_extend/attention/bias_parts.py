@@ -1,9 +1,9 @@
-"""A bias of attention in parts: never for all queries and keys at once, and where it can, as a view.
+"""A bias on attention logits in parts, never for all queries and keys at once.
 
-Where positions follow each other without a gap, a bias that depends on the distance alone is one table
-`[heads, distances]`: read backwards, the row of each query is the same row moved by one. So with queries in
-reverse order, the bias of any run of queries is a strided view of that table, and nothing is built at all.
-Elsewhere, the parts are computed, of a few dozen queries at a time.
+If positions have no gaps, a bias that depends on the distance alone is one table `[heads, distances]`. The
+row of each query is the row of the next query, moved by one. So with queries in reverse order, the bias of
+consecutive queries is a strided view of that table, without a copy. In all other cases the bias is computed
+for a few dozen queries at a time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.nn import functional
 from rope_extend.encodings import BiasEncoding, ModelShape, RelativeEncoding
 
 PART_ELEMENTS = 2**22
-"""How many numbers a part of a bias may hold; so long as that leaves it `FEWEST` queries."""
+"""The largest number of elements of a part, unless it would have fewer than `FEWEST` queries."""
 FEWEST, MOST = 32, 256
-"""Queries of a part."""
+"""The smallest and the largest number of queries of a part."""
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the queries and keys of one call of attention stand.
+class CallPositions:
+    """The positions of the queries and keys of one attention call.
 
     Attributes:
-        queries: positions `[rows, Q]`, where rows is 1 or the batch.
-        keys: positions `[rows, K]` of the keys that are handed over, the queries' own last.
-        gapless: whether each position is one after the position before it.
+        queries: positions `[rows, Q]`; rows is 1 or the batch size.
+        keys: positions `[rows, K]` of the keys of the call; the last Q are those of the queries.
+        gapless: whether each position is one more than the position before it.
         last: the greatest position of a query.
         farthest: the greatest distance from a query to a key, in any row.
     """
@@ -43,8 +43,8 @@ class Places:
     farthest: int
 
     @classmethod
-    def of(cls, queries: Tensor, keys: Tensor, device: torch.device) -> Places:
-        """From positions, `[1 or batch, Q]` and `[1 or batch, K]`, that may be on another device."""
+    def of(cls, queries: Tensor, keys: Tensor, device: torch.device) -> CallPositions:
+        """Positions `[1 or batch, Q]` and `[1 or batch, K]` of any device, moved to `device`."""
         rows = max(len(queries), len(keys))
         return cls(
             queries.to(device).expand(rows, -1),
@@ -56,36 +56,36 @@ class Places:
 
     @property
     def before(self) -> int:
-        """How many keys come before the first query's own."""
+        """The number of keys before that of the first query."""
         return self.keys.shape[1] - self.queries.shape[1]
 
 
 def rows_of_part(heads: int, keys: int) -> int:
-    """How many queries make a part."""
+    """The number of queries of a part."""
     return max(FEWEST, min(MOST, PART_ELEMENTS // (heads * keys)))
 
 
 class PartialBias:
-    """The bias of one layer in one call of attention, handed out in parts.
+    """The bias of one layer in one attention call, computed in parts.
 
     Args:
-        encoding: what the bias is.
-        shape: the numbers it follows from, with as many heads as the layer has.
-        places: where queries and keys stand.
+        encoding: the bias.
+        shape: the sizes that the bias follows from, with the number of heads of the layer.
+        positions: the positions of queries and keys.
         learned: the learned parameters; gradients reach them through `sources`.
-        causal: whether keys after a query are shut out here; otherwise a mask does.
-        share: of the bias that acts, and of vectors on values; less than 1 while a model is annealed to it.
+        causal: whether the bias also excludes the keys after a query; otherwise a mask does.
+        share: the factor on the bias and on vectors on values; below 1 while a model is annealed.
 
     Attributes:
-        sources: the tensors that parts are made from, the table or the learned parameters.
-        weighs: whether the weights of attention are asked for, see `values`.
+        sources: the tensors that parts are computed from: the table, or the learned parameters.
+        needs_weights: whether attention weights are needed to compute the output, see `values`.
     """
 
     def __init__(
         self,
         encoding: BiasEncoding,
         shape: ModelShape,
-        places: Places,
+        positions: CallPositions,
         learned: Mapping[str, Tensor],
         *,
         causal: bool,
@@ -93,27 +93,27 @@ class PartialBias:
     ) -> None:
         self.encoding = encoding
         self.shape = shape
-        self.places = places
+        self.positions = positions
         self.causal = causal
         self.share = share
         self.names = tuple(learned)
-        self.table = self.weighs = False
+        self.table = self.needs_weights = False
         if isinstance(encoding, RelativeEncoding):
-            self.weighs = encoding.of_values(learned) is not None
+            self.needs_weights = encoding.value_vectors(learned) is not None
             self.sources = tuple(learned.values())
             return
-        device, keys = places.keys.device, places.keys.shape[1]
-        self.table = places.last <= encoding.same_until(shape, learned) and (
-            places.gapless or places.farthest < 4 * keys
+        device, keys = positions.keys.device, positions.keys.shape[1]
+        self.table = positions.last <= encoding.distance_only_until(shape, learned) and (
+            positions.gapless or positions.farthest < 4 * keys
         )
         if not self.table:
             self.sources = tuple(learned.values())
             return
-        longest = keys if places.gapless else places.farthest + 1
+        longest = keys if positions.gapless else positions.farthest + 1
         distances = torch.arange(longest - 1, -1, -1, device=device)  # the nearest last
         table = self._shared(encoding.bias(shape, distances, torch.zeros_like(distances), learned))
-        if places.gapless:
-            # Behind the nearest there are keys after the query: as far as a part reaches, or a mask lets it.
+        if positions.gapless:
+            # After distance 0 come the keys after the query, as many as a part or a mask can include.
             later = table[:, -1:].expand(-1, MOST + (0 if causal else keys))
             table = torch.cat([table, torch.full_like(later, -math.inf) if causal else later], dim=1)
         self.sources = (table,)
@@ -121,23 +121,26 @@ class PartialBias:
     def part(
         self, start: int, stop: int, first: int, end: int, sources: Sequence[Tensor], query: Tensor
     ) -> Tensor:
-        """The bias of queries `stop - 1` down to `start`, in this order, and keys `first` to `end`.
+        """The bias of queries `stop - 1` down to `start`, in this order, for keys `first` to `end`.
 
-        `[rows, heads, stop - start, end - first]` float32. `sources` are those of this object, or tensors of
-        their values that gradients shall reach; `query` are the scaled queries, in the same order,
-        `[batch, heads, stop - start, head_dim]`.
+        Args:
+            sources: `sources` of this object, or tensors of the same values that gradients have to reach.
+            query: the scaled queries in the same order, `[batch, heads, stop - start, head_dim]`.
+
+        Returns:
+            `[rows, heads, stop - start, end - first]` float32.
         """
-        places = self.places
-        if self.table and places.gapless:
+        positions = self.positions
+        if self.table and positions.gapless:
             (table,) = sources
-            farthest = places.before + stop - 1 - first
-            skipped = places.keys.shape[1] - 1 - farthest
+            farthest = positions.before + stop - 1 - first
+            skipped = positions.keys.shape[1] - 1 - farthest
             window = table[:, skipped : skipped + (stop - start) + (end - first) - 1]
             return window.unfold(1, end - first, 1)[None]
-        queries = places.queries[:, start:stop].flip(1)[:, :, None]
-        distance = queries - places.keys[:, None, first:end]
+        queries = positions.queries[:, start:stop].flip(1)[:, :, None]
+        distance = queries - positions.keys[:, None, first:end]
         if isinstance(self.encoding, RelativeEncoding):
-            vectors = self.encoding.of_keys(self._learned(sources))
+            vectors = self.encoding.key_vectors(self._learned(sources))
             index = self._ranges(start, stop, first, end)
             bias = self._shared(query.float() @ vectors.T).gather(-1, index.expand(*query.shape[:3], -1))
         elif self.table:
@@ -150,20 +153,22 @@ class PartialBias:
             bias = self._shared(bias).movedim(0, 1)
         if not self.causal:
             return bias
-        slots = torch.arange(first, end, device=bias.device)
-        own = torch.arange(places.before + stop - 1, places.before + start - 1, -1, device=bias.device)
-        return bias.masked_fill(slots > own[:, None], -math.inf)
+        keys = torch.arange(first, end, device=bias.device)
+        last_key = torch.arange(
+            positions.before + stop - 1, positions.before + start - 1, -1, device=bias.device
+        )
+        return bias.masked_fill(keys > last_key[:, None], -math.inf)
 
     def values(
         self, start: int, stop: int, first: int, end: int, sources: Sequence[Tensor], weights: Tensor
     ) -> Tensor:
-        """What vectors on values add to the output of queries `stop - 1` down to `start`.
+        """The addition of vectors on values to the output of queries `stop - 1` down to `start`.
 
-        `weights` `[batch, heads, stop - start, end - first]` are those of attention; gives
+        `weights` `[batch, heads, stop - start, end - first]` are the attention weights. Returns
         `[batch, heads, stop - start, value_dim]`.
         """
         assert isinstance(self.encoding, RelativeEncoding)
-        vectors = self.encoding.of_values(self._learned(sources))
+        vectors = self.encoding.value_vectors(self._learned(sources))
         assert vectors is not None
         index = self._ranges(start, stop, first, end).expand_as(weights)
         shares = weights.new_zeros(*weights.shape[:3], len(vectors)).scatter_add(-1, index, weights)
@@ -173,10 +178,10 @@ class PartialBias:
         return values if self.share == 1 else self.share * values
 
     def _ranges(self, start: int, stop: int, first: int, end: int) -> Tensor:
-        """`[rows, 1, stop - start, end - first]`, the range of each distance."""
+        """The range that each distance falls into, `[rows, 1, stop - start, end - first]`."""
         assert isinstance(self.encoding, RelativeEncoding)
-        queries = self.places.queries[:, start:stop].flip(1)[:, :, None]
-        return self.encoding.ranges((queries - self.places.keys[:, None, first:end]).clamp(min=0))[:, None]
+        queries = self.positions.queries[:, start:stop].flip(1)[:, :, None]
+        return self.encoding.ranges((queries - self.positions.keys[:, None, first:end]).clamp(min=0))[:, None]
 
     def _learned(self, sources: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.names, sources, strict=True))

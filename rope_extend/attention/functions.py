@@ -1,65 +1,55 @@
-"""The attention functions that transformers calls: found in a model, wrapped under a name, and taken back.
+"""How a handler gets between an attention module and its attention function.
 
-A model's own function (sdpa, eager, flash, flex) is registered a second time, as `rope_extend_sdpa`, with the
-same mask function. Under that name, a module's reader is asked first, if it has one.
+An attention module looks up its function by `config._attn_implementation`. A module with a handler gets a
+`HandlerConfig` in place of the model's config. It has the same values, but names a registered function that
+calls the handler. The model's config is not changed, so `set_attn_implementation` and `output_attentions`
+work as in a model without a patch.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from rope_extend.attention.registry import AttentionFunction, never_compiled, own_function, register
+from rope_extend.encodings import Encoding
 from rope_extend.errors import UnsupportedModelError
-from rope_extend.undo import UndoLog
+from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.undo import UndoLog
 
-if TYPE_CHECKING:
-    from rope_extend.attention.reader import PositionReader
-    from rope_extend.families import FamilyAdapter
+HANDLER = "_rope_extend_handler"
+"""The attribute of a module that holds the handler of the active patch."""
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+_handled: dict[str, str] = {}
+"""Names of attention implementations, and the names under which the same functions are called by handlers."""
 
-PREFIX = "rope_extend_"
-"""What the name of a wrapped attention implementation begins with: `rope_extend_sdpa`."""
-READER = "_rope_extend_reader"
-"""The attribute by which a module finds the `PositionReader` of the patch that is active in it."""
-
-
-def never_compiled(function: _Function) -> _Function:
-    """Run as written under `torch.compile`: what it does follows from the values of position ids."""
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-
-
-def own_function(module: nn.Module, implementation: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The family's own function for an attention implementation."""
-    home = sys.modules[type(module).__module__]
-    interface = getattr(home, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-    return interface.get_interface(implementation, getattr(home, "eager_attention_forward", None))
+_in_own_function = ContextVar("_in_own_function", default=False)
+"""Whether a handler is calling a model's own attention function; each thread has its own value."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What transformers asks of an attention function, and the model's own that would answer.
+    """One call of an attention function by a module, and the model's own function for it.
 
     Attributes:
-        inner: the family's own function.
+        inner: the model's own attention function.
         implementation: its name: `sdpa`, `eager`, ...
-        module: the attention module that asks.
+        module: the attention module.
         query: `[batch, heads, T, head_dim]`.
         key: `[batch, kv_heads, K, head_dim]`, as cached.
-        value: likewise.
-        mask: in the form that the implementation takes; None where causality is all there is.
-        kwargs: `scaling`, `dropout`, `position_ids`, and what else a family hands over.
+        value: `[batch, kv_heads, K, value_dim]`.
+        mask: in the form that the implementation takes; None for plain causal attention.
+        kwargs: `scaling`, `dropout`, `position_ids`, and further arguments of the family.
     """
 
-    inner: Callable[..., tuple[Tensor, Tensor | None]]
+    inner: AttentionFunction
     implementation: str
     module: Any
     query: Tensor
@@ -69,8 +59,78 @@ class AttentionCall:
     kwargs: dict[str, Any]
 
     def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
-        """What the model's own function answers on other tensors: `[batch, T, heads, head_dim]`, weights."""
-        return self.inner(self.module, query, key, value, mask, **self.kwargs)
+        """Call the model's own function on other tensors; gives `[batch, T, heads, head_dim]` and weights."""
+        token = _in_own_function.set(True)  # flash attention reads the implementation from the config
+        try:
+            return self.inner(self.module, query, key, value, mask, **self.kwargs)
+        finally:
+            _in_own_function.reset(token)
+
+
+class Handler(Protocol):
+    """Computes the attention of the modules that it is installed in."""
+
+    share: float
+
+    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """Attention for one call."""
+
+
+class HandlerConfig:
+    """A model's config as an attention module with a handler sees it.
+
+    Only `_attn_implementation` differs: it names the function that calls the handler, except for the model's
+    own function while that runs. It is computed on each access, so it follows every change of the
+    implementation.
+
+    Attributes:
+        model_config: the model's own config, to which all reads and writes go.
+    """
+
+    model_config: Any
+
+    def __init__(self, config: Any) -> None:
+        object.__setattr__(self, "model_config", config)
+
+    @property
+    def _attn_implementation(self) -> str:
+        implementation: str = self.model_config._attn_implementation
+        # The model's own function is never compiled, and the compiler cannot read a context variable.
+        if not torch.compiler.is_compiling() and _in_own_function.get():
+            return implementation
+        return handled_implementation(implementation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model_config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.model_config, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HandlerConfig, (self.model_config,)
+
+
+def handled_implementation(implementation: str) -> str:
+    """The name under which an attention implementation calls the handler of its module.
+
+    Raises:
+        UnsupportedModelError: transformers has no mask function for the implementation.
+    """
+    name = _handled.get(implementation)
+    if name is not None:
+        return name
+    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise UnsupportedModelError(
+            f"attention implementation {implementation!r} has no mask function in transformers; encodings "
+            f"that act inside attention work with {', '.join(sorted(ALL_MASK_ATTENTION_FUNCTIONS))}"
+        )
+    name = register(
+        f"handler_{implementation}",
+        partial(_attention, implementation=implementation),
+        partial(_mask, implementation=implementation),
+    )
+    _handled[implementation] = name
+    return name
 
 
 def _attention(
@@ -83,21 +143,27 @@ def _attention(
     implementation: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls under the name `rope_extend_<implementation>`."""
+    """What transformers calls under the name of `handled_implementation`."""
     inner = own_function(module, implementation)
-    reader: PositionReader | None = getattr(module, READER, None)
-    if reader is None or reader.share == 0 or not reader.acts_on(module):
-        return inner(module, query, key, value, attention_mask, **kwargs)
-    return _ask(reader, inner, implementation, module, query, key, value, attention_mask, kwargs)
+    handler: Handler | None = getattr(module, HANDLER, None)
+    return _call_handler(handler, inner, implementation, module, query, key, value, attention_mask, kwargs)
 
 
 @never_compiled
-def _ask(reader: PositionReader, *call: Any) -> tuple[Tensor, Tensor | None]:
-    return reader.attend(AttentionCall(*call))
+def _call_handler(handler: Handler | None, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+    call = AttentionCall(*arguments)
+    if handler is None or handler.share == 0:
+        return call.own(call.query, call.key, call.value, call.mask)
+    return handler.attend(call)
+
+
+def _mask(*args: Any, implementation: str, **kwargs: Any) -> Any:
+    """The mask of an attention implementation, for attention modules that make masks themselves."""
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](*args, **kwargs)
 
 
 def attention_modules(decoder: nn.Module) -> list[Any]:
-    """The attention modules of a decoder: those that know their layer and how to scale their logits."""
+    """The attention modules of a decoder: those with a layer index and a scale of their logits."""
     return [
         module
         for module in decoder.modules()
@@ -105,56 +171,59 @@ def attention_modules(decoder: nn.Module) -> list[Any]:
     ]
 
 
-def attention_configs(decoder: Any, modules: list[Any]) -> list[Any]:
-    """The configs that say by which function a decoder and its attention modules attend, each once."""
-    return list({id(part.config): part.config for part in (decoder, *modules)}.values())
+def model_config(module: Any) -> Any:
+    """The model's config that a module uses, also if the module has a handler."""
+    config = module.config
+    return config.model_config if isinstance(config, HandlerConfig) else config
+
+
+def attention_configs(modules: Iterable[Any]) -> list[Any]:
+    """The model's configs that name the attention functions of modules, each once."""
+    return list({id(config): config for config in map(model_config, modules)}.values())
+
+
+def acts_inside(decoder: nn.Module) -> bool:
+    """Whether a handler acts inside the attention of a decoder."""
+    return any(isinstance(getattr(module, "config", None), HandlerConfig) for module in decoder.modules())
 
 
 def out_of_reach(adapter: FamilyAdapter, modules: list[Any]) -> str | None:
-    """Why the attention modules of a decoder cannot be acted in; None if they can."""
+    """Why no handler can act inside the attention modules of a decoder; None if one can."""
     if adapter.unreachable or modules:
         return adapter.unreachable
     return "its attention does not go through transformers' interface"
 
 
-def remove_readers(decoder: nn.Module, undo: UndoLog) -> None:
-    """Let a decoder's own attention functions act again, and whatever a reader acted on."""
-    for module in decoder.modules():
-        if getattr(module, READER, None) is not None:
-            undo.set(module, READER, None)
-            name = getattr(getattr(module, "config", None), "_attn_implementation", None) or ""
-            if name.startswith(PREFIX):
-                undo.set(module.config, "_attn_implementation_internal", name.removeprefix(PREFIX))
-
-
-def wrapped_implementation(implementation: str) -> str:
-    """The name under which an attention implementation rotates its queries and keys; registers it.
+def extended_modules(encoding: Encoding, decoder: Any, adapter: FamilyAdapter) -> list[Any]:
+    """The attention modules of a decoder in which the handler of an encoding acts.
 
     Raises:
-        UnsupportedModelError: transformers has no mask for the implementation, so it would run without.
+        UnsupportedModelError: no handler can act in this family.
     """
-    implementation = implementation.removeprefix(PREFIX)
-    name = PREFIX + implementation
-    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
+    modules = attention_modules(decoder)
+    if reason := out_of_reach(adapter, modules):
         raise UnsupportedModelError(
-            f"attention implementation {implementation!r} has no mask function in transformers; encodings "
-            f"that act inside attention work with {', '.join(sorted(ALL_MASK_ATTENTION_FUNCTIONS))}"
+            f"{encoding} acts inside attention, which cannot be patched in {decoder.config.model_type}: "
+            f"{reason}. A static schedule works, such as yarn or linear"
         )
-    AttentionInterface.register(name, partial(_attention, implementation=implementation))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[implementation])
-    return name
+    return [module for module in modules if adapter.extends(module)]
 
 
-def is_dense(implementation: str) -> bool:
-    """Whether an implementation takes a mask over queries and keys, where flash takes a causal flag."""
-    return "flash" not in implementation and "flex" not in implementation
+def add_handler(handler: Handler, modules: Iterable[Any], undo: UndoLog) -> list[Any]:
+    """Put a handler between attention modules and their functions; returns the model's configs they use."""
+    modules = list(modules)
+    configs = attention_configs(modules)
+    views = {id(config): HandlerConfig(config) for config in configs}
+    for module in modules:
+        undo.set(module, HANDLER, handler)
+        undo.set(module, "config", views[id(model_config(module))])
+    return configs
 
 
-def causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:
-    """`[1, 1, queries, keys]`: the queries are the last of the keys' positions."""
-    allowed = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
-    if implementation == "sdpa":
-        return allowed[None, None]
-    return torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device).masked_fill_(
-        ~allowed, torch.finfo(like.dtype).min
-    )
+def remove_handlers(decoder: nn.Module, undo: UndoLog) -> None:
+    """Take every handler out of a decoder, so that its own attention functions are called again."""
+    for module in decoder.modules():
+        if getattr(module, HANDLER, None) is not None:
+            undo.set(module, HANDLER, None)
+            if isinstance(getattr(module, "config", None), HandlerConfig):
+                undo.set(module, "config", model_config(module))

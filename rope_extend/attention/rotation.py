@@ -1,8 +1,8 @@
-"""Rotation inside attention, for every `RopeEncoding` whose tables follow the length.
+"""Rotation inside attention, for every `RopeEncoding` whose tables depend on the length.
 
-A length-dependent schedule rotates a key by the table of the query that reads it, so the key cannot be
-rotated when it is cached. Here the rotary module turns nothing, caches of any class hold unrotated keys, and
-queries and keys are rotated where they meet, around the model's own attention function.
+A length-dependent schedule rotates a key by the table of the query that attends to it. So a key cannot be
+rotated before it is cached. The rotary module does not rotate, and caches of any class hold unrotated keys.
+Queries and keys are rotated here, just before the model's own attention function.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_extend.attention.functions import AttentionCall, attention_modules, causal_mask, is_dense
-from rope_extend.attention.reader import Forward, PositionReader
+from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.positions import AttentionHandler, Forward
+from rope_extend.attention.registry import causal_mask, is_dense
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import PatchError
-from rope_extend.families import FamilyAdapter
-from rope_extend.rotary import angles_of
-from rope_extend.undo import UndoLog
+from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.rotary import angles_of
+from rope_extend.models.undo import UndoLog
 
 DECAY_LIMIT = 4.0
-"""Decay (xPos) is counted from a centre that moves on before any factor exceeds `exp` of this."""
+"""Decay (xPos) is counted from a centre that moves before any factor exceeds `exp` of this."""
 MASK_ROWS = 512
-"""Where causality needs a mask of its own, it is built for at most this many queries at a time."""
+"""The largest number of queries for which a causal mask is built at a time."""
 TABLE_BYTES = 2**28
-"""How much of one forward's cos and sin is kept for the next layer, rather than computed again."""
+"""The largest size of the cos and sin of one forward that is kept for the next layer."""
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Consecutive queries `start` to `stop` of a forward, over which no row changes its table.
+    """Consecutive queries `start` to `stop` of a forward; in each row, all of them use the same table.
 
     Attributes:
-        lengths: the length whose table each row is read by, one number where all rows agree.
-        centres: the position from which decay is counted, likewise.
+        lengths: for each row, the length that sets its table; one number if all rows agree.
+        centres: for each row, the position from which decay is counted; one number if all rows agree.
     """
 
     start: int
@@ -47,12 +48,12 @@ class _Segment:
 
 @dataclass
 class _Forward(Forward):
-    """Where the queries and keys of one forward stand, and the tables they are rotated by."""
+    """The positions of the queries and keys of one forward, and the tables that rotate them."""
 
     encoding: RopeEncoding
     shape: RopeShape
     normalised: bool
-    """Whether what is rotated is then normalised in the stock model, where a factor has no effect."""
+    """Whether the model normalises queries and keys after rotating them, so that a factor has no effect."""
     segments: list[_Segment] = field(init=False)
     scale: Tensor | None = field(init=False)
 
@@ -79,13 +80,13 @@ class _Forward(Forward):
         return [_Segment(*part) for part in parts]
 
     def rotation(self, segment: _Segment, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`(cos, sin)` of the segment's queries and `(cos, sin)` of all keys up to its last one.
+        """`(cos, sin)` of the segment's queries, and `(cos, sin)` of all keys up to its last one.
 
-        Each `[1 or batch, 1, n, dim/2]` in the dtype and on the device of `like`.
+        Each is `[1 or batch, 1, n, dim/2]` in the dtype and on the device of `like`.
         """
-        wanted = (segment.start, like.dtype, like.device)
-        if wanted in self.tables:
-            return self.tables[wanted]
+        name = (segment.start, like.dtype, like.device)
+        if name in self.tables:
+            return self.tables[name]
         past = self.keys.shape[1] - self.queries.shape[1]
         keys = self.keys[:, : past + segment.stop].to(like.device)
         tables = [
@@ -104,57 +105,69 @@ class _Forward(Forward):
         decay = self.encoding.decay(self.shape)
         if decay is not None:
             centre = torch.tensor(segment.centres, device=like.device)[:, None]
-            # Keys after the block are never attended to, but what multiplies them must stay finite.
-            away = (keys - centre).clamp(max=_decay_block(decay))[..., None] * decay.to(
+            # No query attends to keys after the block, but their factor must stay finite.
+            distance = (keys - centre).clamp(max=_decay_block(decay))[..., None] * decay.to(
                 like.device, cos.dtype
             )
-            pair_q = tuple(part * away[:, first:].exp() for part in pair_q)  # type: ignore[assignment]
-            pair_k = tuple(part * (-away).exp() for part in pair_k)  # type: ignore[assignment]
-        made = tuple(part[:, None].to(like.dtype) for part in (*pair_q, *pair_k))
-        size = sum(part.numel() for part in made) * like.element_size()
+            pair_q = tuple(part * distance[:, first:].exp() for part in pair_q)  # type: ignore[assignment]
+            pair_k = tuple(part * (-distance).exp() for part in pair_k)  # type: ignore[assignment]
+        rotation = tuple(part[:, None].to(like.dtype) for part in (*pair_q, *pair_k))
+        size = sum(part.numel() for part in rotation) * like.element_size()
         if size * len(self.segments) <= TABLE_BYTES:
-            self.tables[wanted] = made
-        return made  # type: ignore[return-value]
+            self.tables[name] = rotation
+        return rotation  # type: ignore[return-value]
 
 
 def _decay_block(decay: Tensor) -> int:
-    """How many positions share a centre of decay."""
+    """The number of positions with the same centre of decay."""
     return max(1, int(DECAY_LIMIT / max(float(-decay.min()), 1e-9)))
 
 
-class RotationReader(PositionReader):
-    """Rotates queries and keys inside attention, for one patch of one model."""
+class RotationHandler(AttentionHandler):
+    """Rotates queries and keys inside attention, for one patch of one model.
+
+    Args:
+        encoding: the schedule.
+        adapter: the model's family.
+        shape: the rotary shape of the model.
+        normalised: whether the model normalises queries and keys after rotating them, so that a factor on cos
+            and sin has no effect.
+    """
 
     encoding: RopeEncoding
-    _forward: _Forward | None
 
-    def __init__(self, encoding: RopeEncoding, shape: RopeShape, adapter: FamilyAdapter) -> None:
+    def __init__(
+        self, encoding: RopeEncoding, adapter: FamilyAdapter, shape: RopeShape, *, normalised: bool
+    ) -> None:
         super().__init__(encoding, adapter)
         self.shape = shape
-        self._normalised = False
+        self._normalised = normalised
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
-        """Put this reader into a decoder, in place of any other.
+        """Act inside the attention of a decoder; for a schedule with one table per row, only find the caches.
 
         Raises:
-            UnsupportedModelError: the family or its attention implementation cannot be acted on exactly.
+            UnsupportedModelError: this is not possible in the family, or not with the attention
+                implementation.
         """
-        super().install(decoder, undo)
-        if self.adapter.normalises is not None:
-            self._normalised = any(map(self.adapter.normalises, attention_modules(decoder)))
+        if self.encoding.effects(self.shape).in_attention:
+            super().install(decoder, undo)
+        else:
+            self.watch(decoder, undo)
 
     def new_forward(self, queries: Tensor, keys: Tensor) -> _Forward:
-        """A forward, cut where its tables change."""
+        """A forward, cut into segments where its tables change."""
         forward = _Forward(queries, keys, self.encoding, self.shape, self._normalised)
         if forward.scale is not None and self.share != 1:
             forward.scale = 1 + self.share * (forward.scale - 1)
         return forward
 
-    def refuse_changed_rows(self, position_ids: Tensor) -> None:
-        """For schedules per row: refuse to go on from a cache that was filled under other tables.
+    def begin_whole_rows(self, position_ids: Tensor) -> None:
+        """`begin`, for schedules with one table per row: refuse a cache that was filled under other tables.
 
         Raises:
-            PatchError: a row's table now differs from the one its cached keys and values were computed by.
+            PatchError: the table of a row differs from the one that its cached keys and values were computed
+                with.
         """
         self.begin(position_ids)
         assert self._forward is not None
@@ -172,13 +185,13 @@ class RotationReader(PositionReader):
             if not same:
                 raise PatchError(
                     f"{self.encoding} rotates a whole row by the table of its length, so the {old} cached "
-                    f"tokens would have to be computed again at {new}; use_cache=False does that, and "
-                    f"per='query' needs no such thing"
+                    f"tokens would have to be computed again at {new}; use use_cache=False, or an encoding "
+                    f"with per='query'"
                 )
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Attention by the model's own function, with queries and keys rotated here."""
-        forward = self.placed(call)
+        forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
         query, key, value, mask = call.query, call.key, call.value, call.mask
         if forward.scale is not None:
@@ -188,29 +201,29 @@ class RotationReader(PositionReader):
         total, new = forward.keys.shape[1], query.shape[2]
         if len(forward.segments) > 1:
             call = self._for_parts(call, forward)
-        low = max(0, total - key.shape[2])  # a layer with a sliding window hands over its last keys only
-        turn = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
-        same = self.encoding.decay(self.shape) is None  # a query and a key at one place turn alike
+        low = max(0, total - key.shape[2])  # a layer with a sliding window has its last keys only
+        rotate_states = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
+        same = self.encoding.decay(self.shape) is None  # query and key at one position rotate equally
         outputs: list[Tensor] = []
         weights: list[Tensor | None] = []
         for segment in forward.segments:
-            # A cache of fixed size hands over empty slots behind the last key; they are cut off as well.
+            # A cache of fixed size has empty slots after the last key; they are cut off as well.
             end = total - new + segment.stop
             cos_q, sin_q, cos_k, sin_k = forward.rotation(segment, query)
             if self.adapter.backwards:
                 sin_q, sin_k = -sin_q, -sin_k
             keys, values = key[:, :, : end - low], value[:, :, : end - low]
-            keys = turn(keys, cos_k[:, :, low:], sin_k[:, :, low:])
+            keys = rotate_states(keys, cos_k[:, :, low:], sin_k[:, :, low:])
             needs_mask = mask is None and end - low > segment.stop - segment.start > 1
             if needs_mask and total == new == key.shape[2] and 2 * segment.start <= segment.stop and same:
-                # Plain causal attention of all queries so far, on the fast path and without a mask, for the
-                # price of the earlier ones, whose results are dropped.
-                queries = turn(query[:, :, : segment.stop], cos_k, sin_k)
+                # Plain causal attention of all queries so far, on the fast path without a mask. The results
+                # of earlier queries are computed in vain.
+                queries = rotate_states(query[:, :, : segment.stop], cos_k, sin_k)
                 output, weight = call.own(queries, keys, values, None)
                 outputs.append(output[:, segment.start :])
                 weights.append(None if weight is None else weight[:, :, segment.start :])
                 continue
-            queries = turn(query[:, :, segment.start : segment.stop], cos_q, sin_q)
+            queries = rotate_states(query[:, :, segment.start : segment.stop], cos_q, sin_q)
             rows = MASK_ROWS if needs_mask and is_dense(call.implementation) else segment.stop - segment.start
             for start in range(segment.start, segment.stop, rows):
                 stop = min(start + rows, segment.stop)
@@ -233,21 +246,21 @@ class RotationReader(PositionReader):
         return torch.cat(outputs, dim=1), torch.cat(wide, dim=2) if wide else None
 
     def _for_parts(self, call: AttentionCall, forward: _Forward) -> AttentionCall:
-        """The call, where its function is to be given a part of the queries at a time.
+        """The call, prepared for a function that gets a part of the queries at a time.
 
         Raises:
-            PatchError: it cannot work on a part.
+            PatchError: the attention implementation cannot compute a part.
         """
-        switch = "the tables change within this input"
+        reason = "the tables change within this input"
         if "flex" in call.implementation:
             raise PatchError(
-                f"{self.encoding}: {switch}, and the block mask of flex_attention cannot be cut there; "
+                f"{self.encoding}: {reason}, and the block mask of flex_attention cannot be cut there; "
                 f"use attn_implementation='sdpa'"
             )
         if "flash" in call.implementation:
             if call.kwargs.get("cu_seq_lens_q") is not None or bool((forward.queries.diff() < 0).any()):
                 raise PatchError(
-                    f"{self.encoding}: {switch}, and {call.implementation} cannot cut packed rows there; "
+                    f"{self.encoding}: {reason}, and {call.implementation} cannot cut packed rows there; "
                     f"use attn_implementation='sdpa', or one row per document"
                 )
             kwargs = {name: value for name, value in call.kwargs.items() if name != "position_ids"}
@@ -256,7 +269,7 @@ class RotationReader(PositionReader):
 
 
 def _part_of_mask(mask: Any, start: int, stop: int, keys: int) -> Any:
-    """The mask's rows of some queries and columns of the first `keys` keys, in whatever form it has."""
+    """The mask of queries `start` to `stop` and of the first `keys` keys, in the form that it has."""
     if isinstance(mask, Tensor):
         if mask.dim() == 4:
             return mask[:, :, start:stop, :keys]
@@ -268,17 +281,17 @@ def _part_of_mask(mask: Any, start: int, stop: int, keys: int) -> Any:
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, *, pairs: str, rotated: str) -> Tensor:
     """Rotate `states` `[batch, heads, n, head_dim]` by `cos`, `sin` `[1 or batch, 1, n, dim/2]`."""
     dim, head_dim = 2 * cos.shape[-1], states.shape[-1]
-    turning, rest = states, None
+    rotated_part, rest = states, None
     if dim < head_dim:
         first, last = (dim, head_dim - dim) if rotated == "first" else (head_dim - dim, dim)
-        one, other = torch.split(states, [first, last], dim=-1)
-        turning, rest = (one, other) if rotated == "first" else (other, one)
+        left, right = torch.split(states, [first, last], dim=-1)
+        rotated_part, rest = (left, right) if rotated == "first" else (right, left)
     if pairs == "halves":
-        a, b = turning.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        a, b = rotated_part.chunk(2, dim=-1)
+        result = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
     else:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        a, b = rotated_part[..., 0::2], rotated_part[..., 1::2]
+        result = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     if rest is None:
-        return turned
-    return torch.cat((turned, rest) if rotated == "first" else (rest, turned), dim=-1)
+        return result
+    return torch.cat((result, rest) if rotated == "first" else (rest, result), dim=-1)

@@ -1,13 +1,12 @@
-"""Merging: an adapter and its base model into one plain checkpoint, exact and without holding the model.
+"""Merging an adapter into its base model: one plain checkpoint, exact, without loading the whole model.
 
-The base is a model without weights, with the adapter on it. Its files are read one tensor at a time; where
-the adapter has a say, peft's own layer does the arithmetic on that one weight, in float32, and the result is
-rounded once. So whatever peft can merge in a LoRA layer is merged, and memory holds a shard, not the model.
+The base model is created without weights, with the adapter on it. Its files are read one tensor at a time. If
+the adapter changes a tensor, peft's own layer computes the merged one in float32, and the result is rounded
+once. So every LoRA layer that peft can merge is merged, and memory holds one shard instead of the model.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -17,13 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -32,40 +27,41 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from rope_extend.checkpoint import registry
-from rope_extend.checkpoint.card import add_card
-from rope_extend.checkpoint.manifest import (
-    INDEX_NAME,
+from rope_extend.checkpoint.base_model import (
     base_matrices,
     changes_base,
-    check_finite,
-    fingerprint,
+    check_base_fingerprint,
+    fingerprint_of,
     warn_unchecked,
-    weight_files,
 )
+from rope_extend.checkpoint.card import add_card
+from rope_extend.checkpoint.guard import guard as guard_directory
+from rope_extend.checkpoint.guard import has_stock_config
+from rope_extend.checkpoint.hub import local_directory
+from rope_extend.checkpoint.manifest import INDEX_NAME, check_finite, weight_files
 from rope_extend.checkpoint.record import Record, seal
-from rope_extend.checkpoint.saving import (
-    apply_record,
-    checked_record,
-    load,
-    local_directory,
-    save_tokenizer,
-    stock_state,
-)
+from rope_extend.checkpoint.restoring import apply_record, checked_record, load
+from rope_extend.checkpoint.saving import save_tokenizer, stock_state
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
-from rope_extend.learned import LEARNED_FILE
-from rope_extend.pretrained import empty_model, one_error, pretrained
+from rope_extend.files import write_json
+from rope_extend.models.loading import empty_model, one_error, pretrained
+from rope_extend.models.parameters import LEARNED_FILE
+from rope_extend.units import memory_size
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from peft.tuners.lora import LoraLayer
 
 _SINGLE = "model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ADAPTER = "default"
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_IN_MEMORY = "If there is enough memory, merge with in_memory=True"
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """One tensor of the base: the file it lies in, its shape and its type."""
+class _StoredTensor:
+    """One tensor of the base model's files: its file, shape and dtype."""
 
     file: Path
     shape: tuple[int, ...]
@@ -74,7 +70,7 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Output:
-    """One tensor of the merged checkpoint: its name there, its size in bytes, and how to make it."""
+    """One tensor of the merged checkpoint: its name, its size in bytes, and a function that computes it."""
 
     name: str
     size: int
@@ -90,38 +86,38 @@ def merge(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     tokenizer: bool = True,
-    progress: bool | None = None,
     in_memory: bool = False,
     guard: bool = True,
 ) -> Path:
     """Merge an adapter into its base model; returns the directory of the plain checkpoint.
 
-    Exact: a weight that the adapter changes is computed in float32 and rounded once, every other one is
-    the base's own, bit for bit. The directory gets weights, `config.json` with the encoding's stock form,
-    `rope_extend.json`, a model card, and the base's generation config and tokenizer. It appears when it is
-    complete; an interruption leaves what was there before.
+    The merge is exact. A weight that the adapter changes is computed in float32 and rounded once. Every other
+    weight is the base model's own, bit for bit. The directory gets the weights, a `config.json` for stock
+    transformers, `rope_extend.json`, a model card, and the base model's generation config and tokenizer. It
+    appears when it is complete; after an interruption, an earlier checkpoint is unchanged.
 
     Args:
-        adapter: a LoRA adapter's directory, with its record.
-        output: where to; made if missing.
-        base_model: name or path of the base model, where it is not where the record says.
-        overwrite: replace a checkpoint that is already there; other files stay.
-        dtype: of all floating-point weights; by default each keeps the base's own.
-        max_shard_size: of one file of weights, in bytes or as in "5GB"; also what memory has to hold, beside
+        adapter: a LoRA adapter's directory or hub id, with its record.
+        output: the output directory; created if missing.
+        base_model: name or path of the base model; overrides the one in the record.
+        overwrite: replace a checkpoint in the output directory; other files stay.
+        dtype: dtype of all floating-point weights; default: each keeps the base model's dtype.
+        max_shard_size: maximum size of one weight file, in bytes or like "5GB". Roughly the peak memory, plus
             one layer in float32.
-        tokenizer: whether to write the tokenizer, the adapter's own or else the base's.
-        progress: show a progress bar; by default where there is a terminal.
-        in_memory: load the whole model in float32 and merge it there: for adapters on weights that
-            transformers joins or splits when it loads them, which cannot be merged from the files.
-        guard: where stock transformers has no form for the encoding, write a config that only rope_extend
-            reads, so that nothing else reads it on the old window; see `rope_extend.checkpoint.registry`.
+        tokenizer: write the tokenizer: the adapter's own, or else the base model's.
+        in_memory: load the whole model in float32 and merge it in memory. Needed for adapters on weights that
+            transformers joins or splits on loading.
+        guard: if stock transformers does not support the encoding, write a plugin-only checkpoint, which
+            stock loaders refuse instead of loading it with the original window; see
+            `rope_extend.checkpoint.guard`.
 
     Raises:
-        RopeExtendError: no or a damaged record or adapter, a base that is missing, another one or quantized,
-            an adapter that cannot be merged, weights that are not finite, or a directory that is in use.
+        RopeExtendError: the record or the adapter is missing or damaged; the base model is missing, quantised
+            or a different one; the adapter cannot be merged; a weight is not finite; or the output directory
+            is in use.
     """
     adapter, output = local_directory(adapter), Path(output)
-    limit = _bytes(max_shard_size)
+    limit = _shard_bytes(max_shard_size)
     record = checked_record(adapter, check_files=True)
     _adapter_config(adapter)
     name = base_model or record.base_model
@@ -135,19 +131,18 @@ def merge(
             base = _merge_in_memory(adapter, files, directory, dtype, limit)
         else:
             model = _with_adapter(files, adapter, record)
-            outputs = _outputs(model, files, adapter, record, dtype)
-            _write(outputs, directory, limit, None if progress is None else not progress)
+            _write(_outputs(model, files, adapter, record, dtype), directory, limit)
             base = model.get_base_model()
             base.config.architectures = [type(base).__name__]
             base.config.dtype = dtype or base.config.dtype
             base.config.save_pretrained(directory)
             if (files / "generation_config.json").exists():
                 base.generation_config.save_pretrained(directory)
-        if guard and not registry.has_stock_form(base.config, record.target_length):
-            registry.guard(directory)
+        if guard and not has_stock_config(base.config, record.target_length):
+            guard_directory(directory)
         if tokenizer:
             _save_tokenizer(adapter, files, record.target_length, directory)
-        if (adapter / LEARNED_FILE).exists():  # what the encoding has learnt is no part of any base weight
+        if (adapter / LEARNED_FILE).exists():  # the encoding's parameters are not part of any base weight
             shutil.copyfile(adapter / LEARNED_FILE, directory / LEARNED_FILE)
         for weights in weight_files(directory):
             check_finite(directory / weights)
@@ -156,28 +151,24 @@ def merge(
     return output
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The base model's files
-
-
-def _stored(directory: Path) -> dict[str, _Stored]:
-    """What the base's safetensors files hold, in their order; only headers are read."""
+def _stored_tensors(directory: Path) -> dict[str, _StoredTensor]:
+    """The tensors in the base model's safetensors files, in file order. Only headers are read."""
     names = [name for name in weight_files(directory) if name.startswith("model")]
     if not names:
         raise RopeExtendError(
-            f"no safetensors weights in {directory}; pickles are not read. Load the base model where it is "
-            "trusted and save it again with save_pretrained"
+            f"no safetensors weights in {directory}; pickles are not read. If you trust the base model, "
+            "load it with transformers and save it again with save_pretrained"
         )
-    found = {}
+    tensors = {}
     for name in names:
         with _opened(directory / name) as file:
             for key in file.keys():  # noqa: SIM118  not a mapping
                 part = file.get_slice(key)
                 shape = tuple(part.get_shape())
-                # The type from an empty slice: the header's names for types are not torch's.
-                empty = part[0:0].dtype if shape else file.get_tensor(key).dtype
-                found[key] = _Stored(directory / name, shape, empty)
-    return found
+                # The dtype comes from an empty slice: the header has other names for dtypes than torch.
+                dtype = part[0:0].dtype if shape else file.get_tensor(key).dtype
+                tensors[key] = _StoredTensor(directory / name, shape, dtype)
+    return tensors
 
 
 @contextmanager
@@ -186,7 +177,7 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise RopeExtendError(f"cannot read {path}: {error}; the file is missing or damaged") from error
+        raise RopeExtendError(f"cannot read {path}: {error}; restore the file") from error
 
 
 def _read(path: Path, key: str) -> Tensor:
@@ -196,19 +187,21 @@ def _read(path: Path, key: str) -> Tensor:
     return tensor
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What the adapter changes
-
-
 def _adapter_config(adapter: Path) -> PeftConfig:
-    """What kind of adapter it is; only LoRA is merged."""
+    """The config of an adapter.
+
+    Raises:
+        RopeExtendError: there is none, or it is not a LoRA adapter.
+    """
+    from peft import PeftConfig
+
     if not (adapter / "adapter_config.json").exists():
         raise RopeExtendError(f"{adapter} holds no adapter (adapter_config.json); there is nothing to merge")
     with one_error(f"cannot read {adapter / 'adapter_config.json'}"):
         config = PeftConfig.from_pretrained(str(adapter))
     if config.peft_type != "LORA":
         raise RopeExtendError(
-            f"{adapter} is a {config.peft_type} adapter and only LoRA is merged; try peft's own: "
+            f"{adapter} is a {config.peft_type} adapter and only LoRA is merged; try peft's own merge: "
             "rope_extend.load(...).merge_and_unload()"
         )
     return config
@@ -216,11 +209,15 @@ def _adapter_config(adapter: Path) -> PeftConfig:
 
 def _with_adapter(files: Path, adapter: Path, record: Record) -> PeftModel:
     """The base model without weights, patched as recorded, with the adapter's weights on it."""
-    # Some families make a few weights of their own on any device; what is real later is the adapter's.
+    from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    # Some families allocate a few weights on any device. On meta, only the adapter's weights are real later.
     base: Any = empty_model(str(files)).to("meta", torch.float32)
     if getattr(base.config, "quantization_config", None) is not None:
         raise RopeExtendError(
-            f"{files} is quantized, and a merge needs the weights themselves; give base_model= the original"
+            f"the base model {files} is quantised, and a merge needs the original weights; give the original "
+            "model as base_model="
         )
     if (files / "generation_config.json").exists():
         base.generation_config = pretrained(GenerationConfig, str(files))
@@ -228,101 +225,103 @@ def _with_adapter(files: Path, adapter: Path, record: Record) -> PeftModel:
     config = _adapter_config(adapter)
     if changed_by := changes_base(config):
         raise RopeExtendError(
-            f"the adapter in {adapter} changes the base model's own weights ({changed_by}), so that it "
-            "cannot be merged from the files. Where memory allows it, merge with in_memory=True (--in-memory)"
+            f"the adapter in {adapter} changes the base model's own weights ({changed_by}), so it cannot be "
+            f"merged from the files. {_IN_MEMORY}"
         )
-    config.base_model_name_or_path = str(files)  # peft warns where it is another
+    config.base_model_name_or_path = str(files)  # peft warns if it is another
     with one_error(
-        f"the adapter in {adapter} does not fit this {record.model_type} model; it was made for "
+        f"the adapter in {adapter} does not fit this {record.model_type} model; it was trained on "
         f"{record.base_model!r}"
     ):
         model = get_peft_model(base, config, _ADAPTER, low_cpu_mem_usage=True)
         for module in model.modules():
             if isinstance(module, BaseTunerLayer):
-                # peft would move the adapter's weights to where the base layer's are, which is nowhere.
+                # peft would move the adapter's weights to the device of the base layer's, which is meta.
                 vars(module)["_move_adapter_to_device_of_base_layer"] = lambda *_, **__: None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*no-op")
-            found = model.load_adapter(str(adapter), _ADAPTER, low_cpu_mem_usage=True, torch_device="cpu")
-        strange = [*found.missing_keys, *found.unexpected_keys]
-        if strange:
-            raise ValueError(f"{strange[0]} is only on one side")
+            keys = model.load_adapter(str(adapter), _ADAPTER, low_cpu_mem_usage=True, torch_device="cpu")
+        for problem, names in (("missing", keys.missing_keys), ("unexpected", keys.unexpected_keys)):
+            if names:
+                raise ValueError(f"the weight {names[0]} is {problem}")
     return model
 
 
 def _outputs(
     model: PeftModel, files: Path, adapter: Path, record: Record, dtype: torch.dtype | None
 ) -> list[_Output]:
-    """Every tensor of the merged checkpoint, in the order of the base's files."""
+    """Every tensor of the merged checkpoint, in the order of the base model's files."""
     base = model.get_base_model()
-    stored = _stored(files)
-    where, converted = _located(base, stored)
-    _check_whole(base, stored, where, converted, files)
-    _check_base(base, stored, where, adapter, record)
-    layers, given = _changes(model, adapter)
+    stored = _stored_tensors(files)
+    key_of, converted = _stored_keys(base, stored)
+    _check_shapes(base, stored, key_of, converted, files)
+    _check_base(base, stored, key_of, adapter, record)
+    layers, replaced = _changes(model, adapter)
     tied = _tied(base)
 
     def source(name: str) -> str | None:
-        """The stored tensor that a parameter is read from, by itself or by one that it is tied to."""
-        return next((where[each] for each in (name, *tied.get(name, ())) if each in where), None)
+        """The key of the stored tensor that holds a parameter, or a parameter that it is tied to."""
+        return next((key_of[each] for each in (name, *tied.get(name, ())) if each in key_of), None)
 
     changed = {f"{path}.weight": layer for path, layer in layers.items()}
     for path, layer in layers.items():
         if layer.lora_bias.get(_ADAPTER):
             changed[f"{path}.bias"] = layer
-    for name in (*changed, *given):
+    for name in (*changed, *replaced):
         if source(name) is None:
-            reason = converted.get(name, "no tensor of the base's files has this name")
-            raise RopeExtendError(
-                f"cannot merge {name} from the files of {files}: {reason}. Where memory allows it, "
-                "merge with in_memory=True (--in-memory)"
-            )
+            reason = converted.get(name, "no tensor of the base model's files has this name")
+            raise RopeExtendError(f"cannot merge {name} from the files of {files}: {reason}. {_IN_MEMORY}")
 
     def make(name: str, key: str) -> Callable[[], Tensor]:
         def merged() -> Tensor:
-            held = stored[key]
+            base_tensor = stored[key]
             if name in changed:
                 layer, leaf = changed[name], name.rpartition(".")[2]
                 path = name.removesuffix(f".{leaf}")
                 parts = {
-                    part: given[full] if full in given else _read(stored[origin].file, origin)
+                    part: replaced[full] if full in replaced else _read(stored[origin].file, origin)
                     for part in ("weight", "bias")
                     if (full := f"{path}.{part}") in changed and (origin := source(full)) is not None
                 }
                 tensor = _merged(layer, parts, path)[leaf]
-            elif name in given:
-                tensor = given[name]
+            elif name in replaced:
+                tensor = replaced[name]
             else:
-                tensor = _read(held.file, key)
-            wanted = dtype if dtype is not None and held.dtype.is_floating_point else held.dtype
-            if tensor.dtype != wanted:
-                tensor = tensor.to(wanted)
+                tensor = _read(base_tensor.file, key)
+            output_dtype = dtype_of(base_tensor)
+            if tensor.dtype != output_dtype:
+                tensor = tensor.to(output_dtype)
                 if not bool(tensor.isfinite().all()):
-                    raise RopeExtendError(f"{name} does not fit into {wanted}: it holds inf or NaN")
+                    raise RopeExtendError(
+                        f"{name} does not fit into {output_dtype}: it would hold inf or NaN; choose another "
+                        "dtype"
+                    )
             return tensor.contiguous()
 
         return merged
 
-    def output(name: str, key: str, as_name: str) -> _Output:
-        held = stored[key]
-        size = (dtype if dtype is not None and held.dtype.is_floating_point else held.dtype).itemsize
-        return _Output(as_name, math.prod(held.shape) * size, make(name, key))
+    def dtype_of(base_tensor: _StoredTensor) -> torch.dtype:
+        return dtype if dtype is not None and base_tensor.dtype.is_floating_point else base_tensor.dtype
 
-    names = {key: name for name, key in where.items()}
+    def output(name: str, key: str, as_name: str) -> _Output:
+        size = math.prod(stored[key].shape) * dtype_of(stored[key]).itemsize
+        return _Output(as_name, size, make(name, key))
+
+    names = {key: name for name, key in key_of.items()}
     outputs = [output(names.get(key, key), key, key) for key in stored]
-    for name in _untie(base, tied, changed, given):
-        if name not in where:
+    for name in _untie(base, tied, changed, replaced):
+        if name not in key_of:
             origin = source(name)
             assert origin is not None
             outputs.append(output(name, origin, name))
     return outputs
 
 
-def _located(base: Any, stored: Mapping[str, _Stored]) -> tuple[dict[str, str], dict[str, str]]:
-    """Where each of a model's parameters is stored, for those stored as they are; and why not, for others.
+def _stored_keys(base: Any, stored: Mapping[str, _StoredTensor]) -> tuple[dict[str, str], dict[str, str]]:
+    """For each parameter that is stored unchanged, its key in the files; for each other, why it is not.
 
-    transformers renames, joins and splits tensors when it loads them. A name is followed; a tensor that is
-    computed with on loading is not the parameter, and a LoRA product must not be added to it.
+    transformers renames, joins and splits tensors on loading. Renaming is followed. A tensor that is joined
+    or split is not the parameter itself, so a LoRA product must not be added to it.
     """
     rules = get_model_conversion_mapping(base)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -330,71 +329,77 @@ def _located(base: Any, stored: Mapping[str, _Stored]) -> tuple[dict[str, str], 
     parameters = {
         re.sub(r"\.(base_layer|original_module)\.", ".", n): p for n, p in base.state_dict().items()
     }
-    where, converted = {}, {}
+    key_of, converted = {}, {}
     for key in stored:
         name, pattern = rename_source_key(key, renamings, converters, base.base_model_prefix, parameters)
         if pattern is None:
-            where[name] = key
+            key_of[name] = key
         else:
-            converted[name] = f"transformers converts {key} when it loads it"
-    return where, converted
+            converted[name] = f"transformers converts {key} on loading"
+    return key_of, converted
 
 
-def _check_whole(
+def _check_shapes(
     base: Any,
-    stored: Mapping[str, _Stored],
-    where: Mapping[str, str],
+    stored: Mapping[str, _StoredTensor],
+    key_of: Mapping[str, str],
     converted: Mapping[str, str],
     files: Path,
 ) -> None:
-    """Refuse files that are not those of their config: a matrix of another shape, or none."""
-    made_anew = getattr(base, "_keys_to_ignore_on_load_missing", None) or ()
+    """Refuse files that do not fit their config: a matrix is missing or has another shape."""
+    not_stored = getattr(base, "_keys_to_ignore_on_load_missing", None) or ()
     for name, matrix in base_matrices(base):
-        shape = tuple(matrix.shape)
-        found = stored[where[name]].shape if name in where else None
-        if found is None and (name in converted or any(re.search(key, name) for key in made_anew)):
+        expected = tuple(matrix.shape)
+        shape = stored[key_of[name]].shape if name in key_of else None
+        if shape is None and (name in converted or any(re.search(key, name) for key in not_stored)):
             continue
-        if found != shape:
-            advice = "" if found else ". If it is renamed on loading, merge with in_memory=True (--in-memory)"
+        if shape != expected:
+            advice = "" if shape else f". If transformers renames it on loading: {_IN_MEMORY}"
             raise RopeExtendError(
-                f"the weights of {str(files)!r} are not those of its config: {name} should be {shape}, and "
-                f"the files have {found or 'none'}{advice}"
+                f"the weights of {str(files)!r} do not fit its config: {name} should have shape {expected}, "
+                f"but the files have {shape or 'no such tensor'}{advice}"
             )
 
 
 def _check_base(
-    base: Any, stored: Mapping[str, _Stored], where: Mapping[str, str], adapter: Path, record: Record
+    base: Any, stored: Mapping[str, _StoredTensor], key_of: Mapping[str, str], adapter: Path, record: Record
 ) -> None:
     """Refuse files with other weights than those that the adapter was trained on, by their fingerprint."""
     if record.base_fingerprint is None:
         return
     names = [name for name, _ in base_matrices(base)]
-    if not all(name in where for name in names):
-        warn_unchecked("transformers joins or splits tensors of the model when it loads them")
+    if not all(name in key_of for name in names):
+        warn_unchecked("transformers joins or splits tensors of the model on loading")
         return
-    held = [stored[where[name]] for name in names]
-    kinds = {each.dtype for each in held}
-    if strange := kinds - {torch.float32, torch.bfloat16, torch.float16}:
-        warn_unchecked(f"the model is stored in {strange.pop()}")
+    tensors = [stored[key_of[name]] for name in names]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if other := dtypes - {torch.float32, torch.bfloat16, torch.float16}:
+        warn_unchecked(f"the model is stored in {other.pop()}")
         return
-    found = fingerprint((name, _read(each.file, where[name])) for name, each in zip(names, held, strict=True))
-    if found != record.base_fingerprint:
-        raise RopeExtendError(
-            f"the adapter in {adapter} was trained on {record.base_model!r} (fingerprint "
-            f"{record.base_fingerprint[:12]}), and {held[0].file.parent} has other weights ({found[:12]})"
-            f"{', or the same rounded to float16' if torch.float16 in kinds else ''}; give base_model= the "
-            "former"
-        )
+    rounded = ", or the same rounded to float16" if torch.float16 in dtypes else ""
+    check_base_fingerprint(
+        fingerprint_of((name, _read(x.file, key_of[name])) for name, x in zip(names, tensors, strict=True)),
+        record.base_fingerprint,
+        adapter=adapter,
+        trained_on=record.base_model,
+        base=str(tensors[0].file.parent),
+        advice=f"{rounded}; give the former as base_model=",
+    )
 
 
 def _changes(model: PeftModel, adapter: Path) -> tuple[dict[str, LoraLayer], dict[str, Tensor]]:
-    """The LoRA layers by their paths, and the parameters that the adapter's file replaces, by name."""
+    """The LoRA layers by their paths, and the parameters that the adapter replaces as a whole, by name."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
     with one_error(f"the adapter in {adapter} cannot be merged"):
         model.base_model._check_merge_allowed()
     base = model.get_base_model()
     layers: dict[str, LoraLayer] = {}
-    # With bias="all" or saved embeddings, the file also has weights of the base itself: those that are real.
-    given: dict[str, Tensor] = {
+    # With bias="all" or saved embeddings, the adapter also has weights of the base model itself. They are the
+    # ones that are not on the meta device.
+    replaced: dict[str, Tensor] = {
         name.replace(".base_layer.", "."): parameter.data
         for name, parameter in base.named_parameters(remove_duplicate=False)
         if parameter.device.type != "meta" and not re.search(r"\.(lora_\w+|modules_to_save)\.", name)
@@ -402,19 +407,18 @@ def _changes(model: PeftModel, adapter: Path) -> tuple[dict[str, LoraLayer], dic
     for path, module in base.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             saved = module.modules_to_save[_ADAPTER].state_dict()
-            given |= {f"{path}.{name}": tensor for name, tensor in saved.items()}
+            replaced |= {f"{path}.{name}": tensor for name, tensor in saved.items()}
         elif isinstance(module, LoraLayer) and not hasattr(module, "parameter_name"):
             layers[path] = module
         elif isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             raise RopeExtendError(
-                f"cannot merge {path} from files: peft keeps it as {type(module).__name__}. Where memory "
-                "allows it, merge with in_memory=True (--in-memory)"
+                f"cannot merge {path} from files: peft keeps it as {type(module).__name__}. {_IN_MEMORY}"
             )
-    return layers, given
+    return layers, replaced
 
 
 def _merged(layer: Any, parts: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
-    """A layer's own weights after peft has merged its adapter into them, float32."""
+    """The base weights of a layer after peft has merged its adapter into them, float32."""
     inner = layer.get_base_layer()
     empty = {part: inner._parameters[part] for part in parts}
     try:
@@ -429,43 +433,40 @@ def _merged(layer: Any, parts: Mapping[str, Tensor], path: str) -> dict[str, Ten
 
 
 def _tied(base: Any) -> dict[str, list[str]]:
-    """For each parameter that is one with others, the names of those others."""
+    """For each tied parameter, the names of the parameters that it is tied to."""
     keys: Mapping[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
     clean = {a.replace(".base_layer.", "."): b.replace(".base_layer.", ".") for a, b in keys.items()}
     tied: dict[str, list[str]] = {}
-    for one, other in clean.items():
-        tied.setdefault(one, []).append(other)
-        tied.setdefault(other, []).append(one)
+    for first, second in clean.items():
+        tied.setdefault(first, []).append(second)
+        tied.setdefault(second, []).append(first)
     return tied
 
 
 def _untie(
-    base: Any, tied: Mapping[str, list[str]], changed: Mapping[str, Any], given: dict[str, Tensor]
+    base: Any, tied: Mapping[str, list[str]], changed: Mapping[str, Any], replaced: dict[str, Tensor]
 ) -> list[str]:
-    """Parameters that were one and are no longer, because the adapter changes them differently.
+    """Untie the parameters that the adapter changes differently; returns their names.
 
-    An adapter on the input embeddings alone leaves the output's as they were, which one matrix cannot do.
+    An adapter on the input embeddings alone leaves the output embeddings unchanged, so one matrix cannot hold
+    both.
     """
-    apart: list[str] = []
+    untied: list[str] = []
     for name, others in tied.items():
         for other in others:
-            same = given.get(name) is given.get(other) or (
-                name in given and other in given and torch.equal(given[name], given[other])
+            same = replaced.get(name) is replaced.get(other) or (
+                name in replaced and other in replaced and torch.equal(replaced[name], replaced[other])
             )
             if name in changed or other in changed or not same:
-                apart.append(name)
-    if apart:
+                untied.append(name)
+    if untied:
         for config in (base.config, base.config.get_text_config()):
             config.tie_word_embeddings = False
-    return list(dict.fromkeys(apart))
+    return list(dict.fromkeys(untied))
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Writing
-
-
-def _write(outputs: list[_Output], directory: Path, limit: int, hide: bool | None) -> None:
-    """Write the tensors as they are made, in shards of `limit` bytes or one tensor, and their index."""
+def _write(outputs: list[_Output], directory: Path, limit: int) -> None:
+    """Compute and write the tensors, in shards of at most `limit` bytes or one tensor, and their index."""
     shards: list[list[_Output]] = [[]]
     room = limit
     for output in outputs:
@@ -476,7 +477,7 @@ def _write(outputs: list[_Output], directory: Path, limit: int, hide: bool | Non
         room -= output.size
     total = sum(output.size for output in outputs)
     index: dict[str, str] = {}
-    with tqdm(total=total, unit="B", unit_scale=True, desc="merging", disable=hide) as bar:
+    with tqdm(total=total, unit="B", unit_scale=True, desc="merging", disable=None) as bar:
         for number, shard in enumerate(shards, start=1):
             name = _SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             tensors = {}
@@ -487,17 +488,17 @@ def _write(outputs: list[_Output], directory: Path, limit: int, hide: bool | Non
             index |= dict.fromkeys(tensors, name)
             del tensors
     if len(shards) > 1:
-        text = json.dumps(
-            {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}, indent=2
-        )
-        (directory / INDEX_NAME).write_text(text + "\n", encoding="utf-8")
+        weight_map = dict(sorted(index.items()))
+        write_json(directory / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _merge_in_memory(
     adapter: Path, files: Path, directory: Path, dtype: torch.dtype | None, limit: int
 ) -> Any:
-    """Load the model in float32 and merge it as a whole; returns it, with its weights saved."""
-    was = empty_model(str(files)).dtype
+    """Load the model in float32, merge it and save its weights; returns the merged model."""
+    from peft.tuners.lora import LoraLayer
+
+    base_dtype = empty_model(str(files)).dtype
     model = load(adapter, base_model=str(files), dtype=torch.float32)
     base = model.get_base_model()
     tied = _tied(base)
@@ -505,16 +506,17 @@ def _merge_in_memory(
         if isinstance(module, LoraLayer) and (others := tied.get(f"{path}.weight")):
             raise RopeExtendError(
                 f"{path} is tied to {', '.join(others)} and has an adapter of its own; a merge in memory "
-                "would change both, so merge from the files"
+                "would change both. Merge from the files: leave out in_memory=True"
             )
     with one_error(f"peft cannot merge the adapter in {adapter}"):
         merged = model.merge_and_unload(safe_merge=True)
-    merged.to(dtype or was).save_pretrained(directory, state_dict=stock_state(merged), max_shard_size=limit)
+    merged.to(dtype or base_dtype)
+    merged.save_pretrained(directory, state_dict=stock_state(merged), max_shard_size=limit)
     return merged
 
 
 def _save_tokenizer(adapter: Path, files: Path, target_length: int, directory: Path) -> None:
-    """Write the tokenizer of the adapter, or else of the base, if there is one, for the extended window."""
+    """Write the tokenizer of the adapter or else of the base model, if any, for the extended window."""
     for source in (adapter, files):
         if any((source / name).exists() for name in _TOKENIZER_FILES):
             tokenizer = pretrained(AutoTokenizer, str(source))
@@ -523,15 +525,15 @@ def _save_tokenizer(adapter: Path, files: Path, target_length: int, directory: P
             return
 
 
-def _bytes(size: int | str) -> int:
-    """A size in bytes, from a number or text such as `5GB` or `500MiB`.
+def _shard_bytes(size: int | str) -> int:
+    """A shard size in bytes, from a number or text such as `5GB` or `500MiB`.
 
     Raises:
         RopeExtendError: not a size above 0.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)?", str(size).strip())
-    unit = _UNITS.get((match[2] or "").upper(), 1 if match and match[2] is None else None) if match else None
-    count = int(float(match[1]) * unit) if match and unit else 0
-    if count < 1:
-        raise RopeExtendError(f"max_shard_size is a size such as 5GB or 500MB, got {size!r}")
-    return count
+    if isinstance(size, int) and size > 0:
+        return size
+    try:
+        return memory_size(size)
+    except RopeExtendError as error:
+        raise RopeExtendError(f"max_shard_size is a size such as 5GB or 500MB, got {size!r}") from error

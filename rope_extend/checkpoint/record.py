@@ -1,45 +1,44 @@
-"""`rope_extend.json`, the record of how a checkpoint reads positions.
+"""`rope_extend.json`, the record of a checkpoint's position encoding.
 
-It has a file name of its own, because a `config.json` beside an adapter keeps
+It is a file of its own, because a `config.json` in an adapter's directory keeps
 `AutoModelForCausalLM.from_pretrained(adapter_directory)` from finding the base model.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
-from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
-from peft import PeftModel
 from torch import nn
 
+from rope_extend.checkpoint.base_model import base_fingerprint
 from rope_extend.checkpoint.manifest import (
     RECORD_NAME,
-    base_fingerprint,
     config_digests,
     locate,
     read_json,
     weight_digests,
 )
+from rope_extend.checkpoint.peft_models import is_peft_model
 from rope_extend.checkpoint.staging import backups
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_whole
-from rope_extend.inspection import CONFIG_RECORD, unwrap
+from rope_extend.files import write_json
+from rope_extend.models.view import CONFIG_RECORD, unwrap
 from rope_extend.patching import current_patch
+from rope_extend.report.versions import package_version
 
 SCHEMA_VERSION = 2
 ADAPTER_MARK = "rope_extend"
-"""The key in `auto_mapping` of an adapter's config under which it says what it was trained with.
+"""The key in `auto_mapping` of an adapter's config that holds the encoding it was trained with.
 
-It is the one part of that config which peft keeps as it is, on a live model and when it saves again; for a
-model with a task type, nothing reads it.
+`auto_mapping` is the one part of that config which peft keeps unchanged, on a live model and when it saves
+again. For a model with a task type, nothing else uses it.
 """
 
 _TYPES: dict[str, Any] = {
@@ -49,33 +48,31 @@ _TYPES: dict[str, Any] = {
 _MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
     1: lambda data: {**data, "schema_version": 2, "base_fingerprint": None, "weights": {}, "configs": {}},
 }
-"""From each earlier layout to the next."""
+"""From each earlier schema version to the next."""
 
 
 @cache
-def library_versions() -> dict[str, str]:
-    """The versions of the libraries that decide what a checkpoint computes, by package name."""
-    from rope_extend import __version__  # here, because the package imports this module
-
-    return {"rope_extend": __version__} | {name: version(name) for name in ("torch", "transformers", "peft")}
+def checkpoint_versions() -> dict[str, str]:
+    """Versions of the libraries that decide what a checkpoint computes, by package name."""
+    return {name: package_version(name) for name in ("rope_extend", "torch", "transformers", "peft")}
 
 
 @dataclass(frozen=True)
 class Record:
-    """What `rope_extend.json` says: how a checkpoint reads positions, and what it was made from.
+    """The contents of `rope_extend.json`: a checkpoint's position encoding, and what it was made from.
 
     Attributes:
         encoding: the position encoding.
-        shape: the rotary shape of the model as it was pretrained.
-        target_length: the window the checkpoint reads, in tokens.
+        shape: the rotary shape of the pretrained model.
+        target_length: the extended window, in tokens.
         model_type: `config.model_type` of the base model.
-        base_model: name or path of the base model; None where it has none, as for a model made in memory.
-        base_fingerprint: of the base model that an adapter was trained on, see `manifest.base_fingerprint`;
-            None in a full checkpoint, or where it could not be taken.
-        weights: SHA-256 of every weight file beside the record, by name; empty where none was taken.
-        configs: SHA-256 of what each config beside it says, by name; likewise.
+        base_model: name or path of the base model; None if it has none, such as a model made in memory.
+        base_fingerprint: fingerprint of the base model that an adapter was trained on, see
+            `base_model.base_fingerprint`; None in a full checkpoint, or if it could not be computed.
+        weights: SHA-256 of every weight file next to the record, by name; empty if not computed.
+        configs: SHA-256 of the contents of each config next to it, by name; empty if not computed.
         versions: versions of the libraries that wrote it.
-        schema_version: layout of the file.
+        schema_version: version of the file's layout.
     """
 
     encoding: Encoding
@@ -86,12 +83,12 @@ class Record:
     base_fingerprint: str | None = None
     weights: dict[str, str] = field(default_factory=dict)
     configs: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=lambda: dict(library_versions()))
+    versions: dict[str, str] = field(default_factory=lambda: dict(checkpoint_versions()))
     schema_version: int = SCHEMA_VERSION
 
     @classmethod
     def of(cls, model: nn.Module, base_model: str | None = None) -> Self:
-        """The record of a patched model, without digests; with an adapter, the base's fingerprint is taken.
+        """The record of a patched model, without digests. For an adapter, it holds the base's fingerprint.
 
         Raises:
             RopeExtendError: the model is not patched.
@@ -104,11 +101,11 @@ class Record:
             )
         config = unwrap(model).config
         name = base_model or config.name_or_path or None
-        fingerprint = base_fingerprint(model) if isinstance(model, PeftModel) else None
+        fingerprint = base_fingerprint(model) if is_peft_model(model) else None
         return cls(patch.encoding, patch.shape, patch.target_length, config.model_type, name, fingerprint)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values of JSON; `from_dict` is the exact inverse."""
+        """Plain values for JSON; `from_dict` is the exact inverse."""
         return {
             "schema_version": self.schema_version,
             "encoding": self.encoding.to_dict(),
@@ -124,10 +121,10 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The record that `to_dict` described, in this layout or an earlier one.
+        """The record that `to_dict` described, in this schema version or an earlier one.
 
         Raises:
-            RopeExtendError: an unknown layout, a missing or unknown key, or a value that is not valid.
+            RopeExtendError: an unknown schema version, a missing or unknown key, or an invalid value.
         """
         if not isinstance(data, dict):
             raise RopeExtendError(f"a record is a mapping, got {type(data).__name__}")
@@ -148,7 +145,7 @@ class Record:
             shape, encoding = RopeShape(**data["shape"]), Encoding.from_dict(data["encoding"])
         except RopeExtendError:
             raise
-        except Exception as error:  # values of kinds that no encoding checks for
+        except Exception as error:  # values of types that no encoding checks for
             raise RopeExtendError(
                 f"shape is {data['shape']!r}, encoding is {data['encoding']!r}: {error}"
             ) from error
@@ -156,14 +153,14 @@ class Record:
 
 
 def _migrate(data: dict[str, Any]) -> dict[str, Any]:
-    """A record's contents in the present layout."""
-    found = data.get("schema_version")
+    """A record's contents in the current schema version."""
+    stated = data.get("schema_version")
     while type(data.get("schema_version")) is int and data["schema_version"] in _MIGRATIONS:
         data = _MIGRATIONS[data["schema_version"]](data)
-    if type(found) is not int or data["schema_version"] != SCHEMA_VERSION:
+    if type(stated) is not int or data["schema_version"] != SCHEMA_VERSION:
         known = ", ".join(map(str, (*_MIGRATIONS, SCHEMA_VERSION)))
         raise RopeExtendError(
-            f"schema_version is {found!r}, and this version of rope_extend reads {known}; a newer one may "
+            f"schema_version is {stated!r}, and this version of rope_extend reads {known}; a newer one may "
             "have written it"
         )
     return data
@@ -179,10 +176,10 @@ def write_record(directory: str | PathLike[str], record: Record) -> Path:
 
 
 def seal(directory: str | PathLike[str], record: Record) -> Record:
-    """Write the record beside weights that are complete, with digests of all that is there; returns it.
+    """Write the record next to complete weights, with digests of all files; returns the record.
 
-    An adapter's config gets a note of the encoding, by which `rope_extend.info` knows a live model that was
-    loaded without it. Call it last: what changes after it will be refused on loading.
+    An adapter's config also gets a note of the encoding. It lets `rope_extend.info` recognise a live model
+    that was loaded without the encoding. Call this last: files that change afterwards are refused on loading.
 
     Raises:
         RopeExtendError: a file cannot be read or written.
@@ -202,7 +199,7 @@ def seal(directory: str | PathLike[str], record: Record) -> Record:
 
 
 def adapter_mark(record: Record) -> dict[str, Any]:
-    """What an adapter's own config says about its encoding."""
+    """The note of the encoding in an adapter's own config."""
     return {
         "encoding": record.encoding.to_dict(),
         "shape": asdict(record.shape),
@@ -212,63 +209,65 @@ def adapter_mark(record: Record) -> dict[str, Any]:
 
 
 def check_agreement(directory: Path, record: Record) -> None:
-    """Refuse a record that says something else than the config beside it, into which the same was written.
+    """Raise if the record and the config next to it disagree about the encoding.
 
     Raises:
-        RopeExtendError: they differ, or what the config says is damaged.
+        RopeExtendError: they differ, or the note in the config is damaged.
     """
     adapter = directory / "adapter_config.json"
     path = adapter if adapter.exists() else directory / "config.json"
-    said: Any = read_json(path)
+    note: Any = read_json(path)
     for key in ("auto_mapping", ADAPTER_MARK) if path == adapter else (CONFIG_RECORD,):
-        said = said.get(key) if isinstance(said, dict) else None
-    if said is None:
+        note = note.get(key) if isinstance(note, dict) else None
+    if note is None:
         return
     try:
-        found = Encoding.from_dict(said["encoding"]), RopeShape(**said["shape"]), said["target_length"]
+        in_config = Encoding.from_dict(note["encoding"]), RopeShape(**note["shape"]), note["target_length"]
     except Exception as error:
         raise RopeExtendError(
-            f"what {path} says of its encoding is damaged: {said!r}; restore it, or save the model again"
+            f"the encoding in {path} is damaged: {note!r}; restore the file, or save the model again"
         ) from error
-    for one, other in zip(found, (record.encoding, record.shape, record.target_length), strict=True):
-        if one != other:
+    in_record = (record.encoding, record.shape, record.target_length)
+    for value, recorded in zip(in_config, in_record, strict=True):
+        if value != recorded:
             raise RopeExtendError(
-                f"{directory / RECORD_NAME} says {other}, and {path.name} beside it {one}: one of the two is "
-                "not what was saved; restore the directory, or save the model again"
+                f"{directory / RECORD_NAME} says {recorded}, but {path.name} next to it says {value}: one of "
+                "the two is not what was saved; restore the directory, or save the model again"
             )
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> Path:
     try:
-        write_whole(path, json.dumps(data, indent=2) + "\n")
+        write_json(path, data, durable=True)
     except OSError as error:
         raise RopeExtendError(f"cannot write {path}: {error}") from error
     return path
 
 
 def read_record(directory: str | PathLike[str]) -> Record:
-    """Read `rope_extend.json` from a checkpoint's directory, of this layout or an earlier one.
+    """Read `rope_extend.json` from a checkpoint's directory, of this schema version or an earlier one.
 
     Raises:
-        RopeExtendError: there is none, or it is damaged or of an unknown layout.
+        RopeExtendError: the file is missing, damaged, or of an unknown schema version.
     """
     path = Path(directory) / RECORD_NAME
     try:
-        found = path.exists()
+        exists = path.exists()
     except OSError as error:
         raise RopeExtendError(f"cannot read {directory}: {error}") from error
-    if not found:
+    if not exists:
         if not path.parent.exists():
-            raise RopeExtendError(f"there is no directory {directory} (seen from {Path.cwd()})")
-        left = backups(path.parent)
+            raise RopeExtendError(f"there is no directory {directory} (in {Path.cwd()})")
+        leftovers = backups(path.parent)
         hint = (
-            f". A save that was killed left what was there before in {left[-1]}; move it back, or save again"
-            if left
+            f". A save that was killed left the earlier checkpoint in {leftovers[-1]}; move it back, or save "
+            "again"
+            if leftovers
             else ""
         )
         raise RopeExtendError(
-            f"no {RECORD_NAME} in {directory}: this is not a checkpoint of rope_extend. Load others with "
-            f"stock from_pretrained, and extend them with rope_extend.extend{hint}"
+            f"no {RECORD_NAME} in {directory}: this is not a checkpoint of rope_extend. Load other "
+            f"checkpoints with stock from_pretrained, and extend them with rope_extend.extend{hint}"
         )
     data = read_json(locate(path.parent, RECORD_NAME))
     try:

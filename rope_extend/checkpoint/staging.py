@@ -1,4 +1,4 @@
-"""Putting a checkpoint in its place: whole or not at all, and over another only when asked."""
+"""Writing a checkpoint into a directory: all of it or nothing, and over another only if asked to."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ _CHECKPOINT_FILES = (
     "config.json", "generation_config.json", "adapter_config.json", "adapter_model.*", *WEIGHTS, INDEX_NAME,
     "pytorch_model*.bin*", RECORD_NAME, "verification.json",
 )  # fmt: skip
-"""What makes a directory a checkpoint; `overwrite` replaces these and leaves all else."""
+"""The files of a checkpoint. `overwrite` replaces these and leaves all others."""
 
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 
 
 @contextmanager
 def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """An empty directory; what the block puts into it is in `target` once the block has ended.
+    """An empty directory for the block to fill; its contents appear in `target` when the block ends.
 
-    Whatever fails, in the block or after it, `target` is as it was: nothing of it is changed before all is
-    written, and what is then replaced is put back.
+    If anything fails, in the block or after it, `target` is unchanged: it is only touched once all is
+    written, and files that were replaced are put back.
 
     Raises:
-        RopeExtendError: `target` holds a checkpoint or a file of the same name, and is not to be overwritten;
-            it cannot be written to, or the disk is full.
+        RopeExtendError: `target` holds a checkpoint or a file of the same name and `overwrite` is false; it
+            cannot be written to; or the disk is full.
     """
     if target.exists() and not target.is_dir():
         raise RopeExtendError(f"cannot save to {target}: it is a file; give a directory")
     present = _present(target)
     if present and not overwrite:
         raise _in_use(target, f"a checkpoint ({present[0].name})")
-    made = [path for path in (target, *target.parents) if not path.exists()]
+    new_directories = [path for path in (target, *target.parents) if not path.exists()]
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for left in target.glob(f"{_UNFINISHED}*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in target.glob(f"{_UNFINISHED}*"):  # by a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         with tempfile.TemporaryDirectory(
             dir=target, prefix=_UNFINISHED, ignore_cleanup_errors=True
         ) as directory:
             yield Path(directory)
             _publish(Path(directory), target, overwrite)
     except BaseException as error:
-        for path in made:
+        for path in new_directories:
             with suppress(OSError):
                 path.rmdir()
         if isinstance(error, RopeExtendError) or not isinstance(
@@ -63,7 +63,7 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def backups(directory: Path) -> list[Path]:
-    """Where saves that were killed left what `directory` held before, the latest last."""
+    """Directories in which killed saves left the earlier contents of `directory`, the latest last."""
     with suppress(OSError):
         return sorted(directory.glob(f"{_REPLACED}*"), key=lambda path: path.stat().st_mtime)
     return []
@@ -77,18 +77,17 @@ def _present(directory: Path) -> list[Path]:
         raise RopeExtendError(f"cannot read {directory}: {error}") from error
 
 
-def _in_use(target: Path, what: str) -> RopeExtendError:
-    return RopeExtendError(
-        f"{target} already holds {what}; choose another directory, or overwrite=True (--overwrite)"
-    )
+def _in_use(target: Path, contents: str) -> RopeExtendError:
+    return RopeExtendError(f"{target} already holds {contents}; choose another directory, or overwrite=True")
 
 
 def _publish(source: Path, target: Path, overwrite: bool) -> None:
-    """Put all files of `source` in the place of those in `target`, and of a checkpoint's, or change nothing.
+    """Move all files of `source` into `target`, replacing the checkpoint there, or change nothing.
 
     A directory with other files in it cannot be exchanged in one step. So the old files wait in a directory
-    beside the new until all are in place. The record goes first and comes last: a directory that has one is
-    whole, and one that a killed process left has none, so that reading it says where the old files are.
+    inside `target` until all new ones are in place. The record is removed first and written last. A directory
+    with a record is therefore complete. After a killed save there is no record, and the error on loading says
+    where the old files are.
     """
     for path in source.rglob("*"):
         flush(path)
@@ -96,20 +95,20 @@ def _publish(source: Path, target: Path, overwrite: bool) -> None:
     def record_last(path: Path) -> tuple[bool, str]:
         return path.name == RECORD_NAME, path.name
 
-    placed = sorted((target / path.name for path in source.iterdir()), key=record_last)
-    there = {path for path in (*_present(target), *placed) if path.exists() or path.is_symlink()}
-    if there and not overwrite:
-        raise _in_use(target, min(there).name)
+    new = sorted((target / path.name for path in source.iterdir()), key=record_last)
+    old = {path for path in (*_present(target), *new) if path.exists() or path.is_symlink()}
+    if old and not overwrite:
+        raise _in_use(target, min(old).name)
     backup = target / f"{_REPLACED}{uuid4().hex[:8]}"
     try:
         backup.mkdir()
-        for path in sorted(there, key=record_last, reverse=True):
+        for path in sorted(old, key=record_last, reverse=True):
             os.replace(path, backup / path.name)
-        for path in placed:
+        for path in new:
             os.replace(source / path.name, path)
         flush(target)
     except BaseException:
-        for path in placed:
+        for path in new:
             if path.exists() and not (source / path.name).exists():
                 os.replace(path, source / path.name)
         if backup.exists():

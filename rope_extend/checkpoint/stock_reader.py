@@ -1,7 +1,7 @@
-"""Compute logits of checkpoints in a process of its own; run as a script, by `verify`.
+"""Computes logits of checkpoints in a process of its own; `verify` runs it as a script.
 
-Without `plugin`, rope_extend cannot be imported here: what is measured is what stock transformers makes of a
-directory. So this file imports nothing of the package it lies in.
+Without `plugin`, rope_extend cannot be imported here: the logits are those of stock transformers alone. So
+this file imports nothing from its own package.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,13 +25,13 @@ class Barred(MetaPathFinder):
 
 
 def bar() -> None:
-    """Bar rope_extend, and see that it is barred."""
+    """Bar rope_extend, and check that it is barred."""
     sys.meta_path.insert(0, Barred())
     try:
-        import rope_extend  # noqa: F401
+        import_module("rope_extend")
     except ImportError:
         return
-    fail("rope_extend could be imported in the process that must do without it")
+    fail("rope_extend could be imported in a process that must not have it")
 
 
 def fail(message: str) -> NoReturn:
@@ -39,7 +40,7 @@ def fail(message: str) -> NoReturn:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Write the logits of each checkpoint of the request, or why it could not be read."""
+    """Write the logits of each checkpoint in the request, or the error on loading it."""
     if not request["plugin"]:
         bar()
     import torch
@@ -54,11 +55,9 @@ def main(request: dict[str, Any]) -> None:
         try:
             model: Any
             if request["plugin"]:
-                import rope_extend
+                from rope_extend.checkpoint.restoring import load
 
-                model = rope_extend.load(
-                    item["directory"], base_model=item["base_model"], dtype=torch.float32
-                )
+                model = load(item["directory"], base_model=item["base_model"], dtype=torch.float32)
             else:
                 model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
                     item["directory"],
@@ -68,10 +67,10 @@ def main(request: dict[str, Any]) -> None:
                     local_files_only=True,
                     output_loading_info=True,
                 )
-                made_up = sorted(map(str, (*loaded["missing_keys"], *loaded["mismatched_keys"])))
-                if made_up:
-                    raise ValueError(f"the files have no weights for {made_up[0]}")
-        except Exception as error:  # whatever it is, it is the answer
+                initialised = sorted(map(str, (*loaded["missing_keys"], *loaded["mismatched_keys"])))
+                if initialised:
+                    raise ValueError(f"the files have no weights for {initialised[0]}")
+        except Exception as error:  # any error is the answer
             answers.append({"error": f"{type(error).__name__}: {error}".strip()})
             continue
         with torch.inference_mode():

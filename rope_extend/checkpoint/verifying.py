@@ -1,9 +1,8 @@
-"""Verifying: whether a checkpoint reads, in a process that knows nothing of rope_extend, as it reads here."""
+"""Verifying that stock transformers, in a process without rope_extend, computes the same logits as here."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import subprocess
@@ -22,45 +21,44 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rope_extend.checkpoint import stock_reader
+from rope_extend.checkpoint.guard import has_stock_config
 from rope_extend.checkpoint.manifest import RECORD_NAME
-from rope_extend.checkpoint.record import Record, library_versions, read_record
-from rope_extend.checkpoint.registry import has_stock_form
-from rope_extend.checkpoint.saving import load
-from rope_extend.checkpoint.tables import beyond_a_table
-from rope_extend.encodings import RopeEncoding
+from rope_extend.checkpoint.record import Record, checkpoint_versions, read_record
+from rope_extend.checkpoint.restoring import load
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_whole
-from rope_extend.inspection import unwrap
+from rope_extend.files import sha256, write_json
+from rope_extend.models.loading import empty_model
+from rope_extend.models.view import unwrap
 from rope_extend.patching import current_patch, patch_model
-from rope_extend.pretrained import empty_model
 
 VERIFICATION_NAME = "verification.json"
 CONTIGUOUS = 512
-"""Tokens of the longest piece; what lies further out is reached by position_ids, not by more tokens."""
+"""Tokens of the longest piece. Later positions are tested through position_ids, not with more tokens."""
 PIECE = 64
 """Tokens of the other pieces."""
-_ROUNDING = 2.0**-23
-"""Relative error of an angle in float32, in which stock tables are computed."""
+_ANGLE_ERROR = 2.0**-23
+"""Relative rounding error of an angle in float32, the dtype of stock tables."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How a checkpoint reads in a fresh process, against how it reads here.
+    """The comparison of a checkpoint's logits in a new process with those of the patched original.
 
     Attributes:
-        verdict: `equal`; `needs rope_extend`, where stock transformers has no form for the encoding and a
-            fresh process with rope_extend reads it as it should; or `differs`.
+        verdict: `equal`; `needs rope_extend`: stock transformers does not support the encoding, and a new
+            process with rope_extend computes the same logits; or `differs`.
         reason: one sentence.
-        inside: greatest difference of a logit at positions within the pretrained window.
-        beyond: the same at positions beyond it; None where none were tried.
-        tolerance: how great either may be.
-        rounding: where a difference exceeds the tolerance: what angles that are off by float32's rounding
-            do to this model's logits at the most, measured in each piece; twice that is allowed there.
+        inside: largest difference of a logit at positions within the pretrained window.
+        beyond: the same at later positions; None if none were tested.
+        tolerance: the allowed difference.
+        rounding: None if no difference exceeds the tolerance. Otherwise the largest change of a logit when
+            all angles change by float32's rounding error, measured in each piece. Twice that change is
+            allowed.
         trained_length: the pretrained window, in tokens.
-        length: the window that was tried, in tokens.
-        pieces: what was tried: for each piece of text, its tokens, and its first and last position.
-        versions: of the libraries, in both processes.
-        record: SHA-256 of the `rope_extend.json` that this is a verification of.
+        length: the tested window, in tokens.
+        pieces: the tested pieces of text, by name: the number of tokens, the first and the last position.
+        versions: versions of the libraries, in both processes.
+        record: SHA-256 of the `rope_extend.json` of the verified checkpoint.
     """
 
     verdict: str
@@ -77,14 +75,14 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the checkpoint reads as it should, if need be through rope_extend."""
+        """Whether the checkpoint computes the right logits, with or without rope_extend."""
         return self.verdict != "differs"
 
     def check(self) -> Verification:
-        """Itself.
+        """Return this verification if it is `ok`.
 
         Raises:
-            RopeExtendError: the checkpoint reads otherwise than it should.
+            RopeExtendError: the checkpoint computes other logits than the original.
         """
         if not self.ok:
             raise RopeExtendError(f"verification failed: {self.reason}")
@@ -94,7 +92,7 @@ class Verification:
         return f"{self.verdict}: {self.reason}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values of JSON."""
+        """Plain values for JSON."""
         return asdict(self)
 
 
@@ -108,58 +106,61 @@ def verify(
 ) -> Verification:
     """Reload a checkpoint in a process without rope_extend, and compare its logits with the patched original.
 
-    On the CPU in float32, at positions inside the pretrained window, around its edge, at the end of the new
-    one, and spread over all of it. Writes the verdict to `verification.json` in the directory.
+    The comparison runs on the CPU in float32, at positions inside the pretrained window, around its edge, at
+    the end of the extended window, and spread over all of it. The verdict is written to `verification.json`
+    in the directory.
 
     Args:
-        directory: a checkpoint with its record. An adapter is read by rope_extend in the other process, as
+        directory: a checkpoint with its record. The other process loads an adapter with rope_extend, because
             nothing else knows its encoding.
-        base_model: of an adapter, where it is not where the record says.
-        reference: a patched model, or the directory of one, such as the adapter that was merged; by default
-            the checkpoint itself, read by `rope_extend.load`. A merge into bfloat16 is rounded, so that it
-            differs from its adapter by more than the tolerance.
-        tolerance: on logits. Where it is exceeded, it is measured how far float32's rounding of the angles
-            goes in this model, and up to twice that is allowed: stock tables are float32, ours float64.
-        length: the window to try, in tokens; by default the recorded target.
+        base_model: name or path of an adapter's base model; overrides the one in the record.
+        reference: a patched model, or the directory of one, such as the adapter that was merged; default: the
+            checkpoint itself, loaded by `rope_extend.load`. A merge into bfloat16 is rounded, so it differs
+            from its adapter by more than the tolerance.
+        tolerance: allowed difference of a logit. If it is exceeded, the effect of float32's rounding of the
+            angles on this model is measured, and twice that is allowed: stock tables are float32, ours
+            float64.
+        length: the window to test, in tokens; default: the recorded target length.
 
     Raises:
-        RopeExtendError: no or a damaged checkpoint, a reference that is not patched or another model, or
-            the other process could not be run. A checkpoint that reads wrongly is no error but a verdict:
-            see `Verification.check`.
+        RopeExtendError: the checkpoint is missing or damaged; the reference is not patched or another model;
+            or the other process cannot be run. Wrong logits are a verdict, not an error: see
+            `Verification.check`.
     """
     directory = Path(directory)
     record = read_record(directory)
     if not tolerance > 0 or (length is not None and length < 1):
-        raise RopeExtendError(f"verify: tolerance {tolerance} and length {length} must be above 0")
+        raise RopeExtendError(f"verify: tolerance ({tolerance}) and length ({length}) must be above 0")
     length = length or record.target_length
     model = _reference(directory if reference is None else reference, base_model)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     inputs = pieces(record.shape.trained_length, length, vocabulary)
     expected = _logits(model, inputs)
-    floors = _Rounding(model, inputs, expected)
+    rounding = _RoundingEffect(model, inputs, expected)
     request = [(directory, base_model)]
     adapter = (directory / "adapter_config.json").exists()
-    found, versions = _fresh(request, inputs, plugin=adapter)
-    result = _compared(expected, found[0], inputs, record, tolerance, floors)
+    answers, versions = _logits_elsewhere(request, inputs, plugin=adapter)
+    result = _compared(expected, answers[0], inputs, record, tolerance, rounding)
     verdict, reason = "equal", "stock transformers alone computes the same logits"
     if adapter:
         verdict = "needs rope_extend"
         reason = (
-            "an adapter says nothing of its encoding; rope_extend reads it right, others do once it is merged"
+            "an adapter's own files do not state its encoding; rope_extend loads it correctly, and other "
+            "libraries do once it is merged"
         )
     if result.error and adapter:
-        verdict, reason = "differs", f"a fresh process with rope_extend: {result.error}"
+        verdict, reason = "differs", f"a new process with rope_extend: {result.error}"
     elif result.error:
         verdict, reason = "differs", f"stock transformers: {result.error}"
-        if not _has_stock_form(directory, record):
-            found, versions = _fresh(request, inputs, plugin=True)
-            plugin = _compared(expected, found[0], inputs, record, tolerance, floors)
+        if not _is_supported_by_stock(directory, record):
+            answers, versions = _logits_elsewhere(request, inputs, plugin=True)
+            plugin = _compared(expected, answers[0], inputs, record, tolerance, rounding)
             if plugin.error:
-                reason = f"a fresh process with rope_extend: {plugin.error}"
+                reason = f"a new process with rope_extend: {plugin.error}"
             else:
                 verdict = "needs rope_extend"
                 reason = (
-                    f"stock transformers has no exact form of {record.encoding} ({result.error}); a fresh "
+                    f"stock transformers does not support {record.encoding} exactly ({result.error}); a new "
                     "process with rope_extend computes the same logits"
                 )
             result = plugin
@@ -169,25 +170,22 @@ def verify(
         result.inside,
         result.beyond,
         tolerance,
-        floors.greatest,
+        rounding.largest,
         record.shape.trained_length,
         length,
         {name: (len(p), int(p.min()), int(p.max())) for name, (_, p) in inputs.items()},
-        {**library_versions(), **{f"{name} in the other process": v for name, v in versions.items()}},
-        hashlib.sha256((directory / RECORD_NAME).read_bytes()).hexdigest(),
+        {**checkpoint_versions(), **{f"{name} in the other process": v for name, v in versions.items()}},
+        sha256(directory / RECORD_NAME),
     )
     _write(directory / VERIFICATION_NAME, verification)
     return verification
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What is tried
-
-
 def pieces(trained_length: int, length: int, vocabulary: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """`(token ids [T], positions [T])` of each piece of text that is tried, by name; always the same.
+    """`(token ids [T], positions [T])` of each tested piece of text, by name; the same in every call.
 
-    However long the window, there are a few hundred tokens: positions are given, and far apart in `spread`.
+    A window of any length needs only a few hundred tokens, because the positions are passed explicitly. They
+    are far apart in `inside` and `spread`.
     """
     edge = min(trained_length, length)
     half = PIECE // 2
@@ -206,7 +204,7 @@ def pieces(trained_length: int, length: int, vocabulary: int) -> dict[str, tuple
 
 
 def _spread(length: int) -> Tensor:
-    """Positions over the whole of a window, first and last included, at uneven distances."""
+    """Positions over a whole window, first and last included, at uneven distances."""
     steps = torch.linspace(0, 1, min(PIECE, length), dtype=torch.float64)
     return torch.tensor(sorted(set(((length - 1) * steps**1.5).round().long().tolist())))
 
@@ -215,10 +213,10 @@ def _reference(reference: nn.Module | str | PathLike[str], base_model: str | Non
     """The patched original on the CPU, in float32, in evaluation mode."""
     if isinstance(reference, nn.Module):
         if current_patch(reference) is None:
-            raise RopeExtendError("the reference carries no patch; compare with a model that is extended")
+            raise RopeExtendError("the reference carries no patch; compare with an extended model")
         parameter = next(unwrap(reference).parameters())
-        plain = (parameter.dtype, parameter.device.type, reference.training) == (torch.float32, "cpu", False)
-        return reference if plain else copy.deepcopy(reference).to("cpu", torch.float32).eval()
+        ready = (parameter.dtype, parameter.device.type, reference.training) == (torch.float32, "cpu", False)
+        return reference if ready else copy.deepcopy(reference).to("cpu", torch.float32).eval()
     return load(reference, base_model=base_model, dtype=torch.float32).eval()
 
 
@@ -229,16 +227,12 @@ def _logits(model: Any, inputs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str
             name: model(
                 input_ids=ids[None],
                 position_ids=positions[None],
-                # Without a mask, transformers takes positions with gaps for packed texts.
+                # Without a mask, transformers treats positions with gaps as packed texts.
                 attention_mask=torch.ones_like(ids[None]),
                 use_cache=False,
             ).logits[0].float()
             for name, (ids, positions) in inputs.items()
         }  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The other process
 
 
 @contextmanager
@@ -249,13 +243,19 @@ def _process_error() -> Iterator[None]:
         raise RopeExtendError(f"the verifying process cannot be run: {error}") from error
 
 
-def _fresh(
+def _logits_elsewhere(
     checkpoints: Sequence[tuple[Path, str | None]],
     inputs: Mapping[str, tuple[Tensor, Tensor]],
     *,
     plugin: bool,
 ) -> tuple[list[dict[str, Tensor] | str], dict[str, str]]:
-    """Logits of checkpoints in a new process, or what it said instead; and its libraries' versions."""
+    """Logits of checkpoints in a new process, or its error messages; and its libraries' versions.
+
+    Args:
+        checkpoints: directories, each with the name of its base model if it is an adapter.
+        inputs: the pieces of text.
+        plugin: whether the new process may import rope_extend.
+    """
     with _process_error(), TemporaryDirectory(prefix="rope-extend-verify-") as temporary:
         work = Path(temporary)
         tensors = {f"ids.{name}": ids[None].contiguous() for name, (ids, _) in inputs.items()}
@@ -279,7 +279,7 @@ def _fresh(
             "HF_HUB_OFFLINE": "1",
         }
         done = subprocess.run(
-            # -P: the directory of the script, which is this package's, stays off the path.
+            # -P: the directory of the script belongs to this package and stays off the path.
             [sys.executable, "-P", "-W", "ignore", stock_reader.__file__, str(work / "request")],
             env=environment,
             capture_output=True,
@@ -291,49 +291,45 @@ def _fresh(
             raise RopeExtendError(f"the verifying process ended with {done.returncode}: {last}")
         answer = json.loads((work / "answer").read_text(encoding="utf-8"))
         if not plugin and not answer["without_rope_extend"]:
-            raise RopeExtendError("the verifying process imported rope_extend; it verifies nothing")
-        found = [
+            raise RopeExtendError("the verifying process imported rope_extend, so it verifies nothing")
+        answers = [
             item["error"] or load_file(work / f"{number}")
             for number, item in enumerate(answer["checkpoints"])
         ]
-        return found, answer["versions"]
+        return answers, answer["versions"]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# What came of it
+class _RoundingEffect:
+    """The effect of float32's rounding of angles on a model's logits, by piece. It is measured on first use.
 
-
-class _Rounding:
-    """What float32's rounding of angles does to a model's logits, by piece; measured if it is asked for.
-
-    With attention as sharp as some models', a last bit of an angle is no small thing, and far out it is
-    hundredths of a radian.
+    In models with sharp attention, the last bit of an angle matters. At far positions it is hundredths of a
+    radian.
     """
 
     def __init__(
         self, model: Any, inputs: Mapping[str, tuple[Tensor, Tensor]], expected: Mapping[str, Tensor]
     ) -> None:
         self._model, self._inputs, self._expected = model, inputs, expected
-        self._floors: dict[str, float] | None = None
+        self._changes: dict[str, float] | None = None
 
     @property
-    def greatest(self) -> float | None:
-        """Over all pieces; None if nobody asked."""
-        return max(self._floors.values()) if self._floors else None
+    def largest(self) -> float | None:
+        """The largest change over all pieces; None if it was not measured."""
+        return max(self._changes.values()) if self._changes else None
 
     def __getitem__(self, name: str) -> float:
-        if self._floors is None:
-            self._floors = dict.fromkeys(self._inputs, 0.0)
+        if self._changes is None:
+            self._changes = dict.fromkeys(self._inputs, 0.0)
             generator = torch.Generator().manual_seed(0)
-            for shared in (True, False):  # all positions off alike, and each by itself
+            for shared in (True, False):  # the same error at all positions, then one for each
                 moved = {}
                 for each, (ids, positions) in self._inputs.items():
                     signs = 2.0 * torch.randint(2, positions.shape, generator=generator) - 1
-                    moved[each] = (ids, positions.double() * (1 + _ROUNDING * (1.0 if shared else signs)))
-                for each, found in _logits(self._model, moved).items():
-                    gap = float((found - self._expected[each]).abs().max())
-                    self._floors[each] = max(gap, self._floors[each])
-        return self._floors[name]
+                    moved[each] = (ids, positions.double() * (1 + _ANGLE_ERROR * (1.0 if shared else signs)))
+                for each, logits in _logits(self._model, moved).items():
+                    gap = float((logits - self._expected[each]).abs().max())
+                    self._changes[each] = max(gap, self._changes[each])
+        return self._changes[name]
 
 
 @dataclass(frozen=True)
@@ -345,41 +341,41 @@ class _Comparison:
 
 def _compared(
     expected: Mapping[str, Tensor],
-    found: Mapping[str, Tensor] | str,
+    answer: Mapping[str, Tensor] | str,
     inputs: Mapping[str, tuple[Tensor, Tensor]],
     record: Record,
     tolerance: float,
-    floors: _Rounding,
+    rounding: _RoundingEffect,
 ) -> _Comparison:
-    """The greatest differences, and where one is too great."""
-    if isinstance(found, str):
-        return _Comparison(f"it cannot be loaded ({found.splitlines()[0]})")
+    """The largest differences, and an error if one is too large."""
+    if isinstance(answer, str):
+        return _Comparison(f"it cannot be loaded ({answer.splitlines()[0]})")
     error, worst = None, 1.0
-    # Where a length or a position decides which table is read, the least move may change it, and would pass
-    # off any difference as rounding.
-    one_table = not beyond_a_table(record.encoding, record.shape)
-    greatest: dict[bool, float] = {}
+    # If the length or the position selects the table, the smallest change of a position may select another
+    # one. Any difference would then pass as rounding.
+    one_table = record.encoding.effects(record.shape).is_one_table
+    largest: dict[bool, float] = {}
     for name, (_, positions) in inputs.items():
-        if found[name].shape != expected[name].shape:
-            shapes = f"{tuple(found[name].shape)}, not {tuple(expected[name].shape)}"
-            return _Comparison(f"its logits are {shapes}")
-        gaps = (found[name] - expected[name]).abs().nan_to_num(torch.inf).amax(-1)
+        if answer[name].shape != expected[name].shape:
+            shapes = f"{tuple(answer[name].shape)}, not {tuple(expected[name].shape)}"
+            return _Comparison(f"its logits have shape {shapes}")
+        gaps = (answer[name] - expected[name]).abs().nan_to_num(torch.inf).amax(-1)
         for beyond in (False, True):
             these = gaps[(positions >= record.shape.trained_length) == beyond]
             if len(these):
-                greatest[beyond] = max(float(these.max()), greatest.get(beyond, 0.0))
+                largest[beyond] = max(float(these.max()), largest.get(beyond, 0.0))
         gap, at = (value.item() for value in gaps.max(0))
-        allowed = max(tolerance, 2 * floors[name]) if one_table and gap > tolerance else tolerance
+        allowed = max(tolerance, 2 * rounding[name]) if one_table and gap > tolerance else tolerance
         if gap / allowed > worst:
             worst = gap / allowed
             error = f"a logit is off by {gap:.2g} at position {positions[int(at)]}"
-    return _Comparison(error, greatest.get(False), greatest.get(True))
+    return _Comparison(error, largest.get(False), largest.get(True))
 
 
-def _has_stock_form(directory: Path, record: Record) -> bool:
-    """Whether stock transformers ought to read the recorded encoding exactly in this family."""
-    if not isinstance(record.encoding, RopeEncoding) or record.encoding.depends_on_length:
-        return False  # what stock has goes by the longest row of a batch
+def _is_supported_by_stock(directory: Path, record: Record) -> bool:
+    """Whether stock transformers should compute the recorded encoding exactly in this family."""
+    if not record.encoding.effects(record.shape).rotary or record.encoding.depends_on_length:
+        return False  # stock transformers uses the longest row of a batch
     model = empty_model(str(directory))
     with patch_model(
         model,
@@ -387,11 +383,11 @@ def _has_stock_form(directory: Path, record: Record) -> bool:
         trained_length=record.shape.trained_length,
         target_length=record.target_length,
     ):
-        return has_stock_form(unwrap(model).config, record.target_length)
+        return has_stock_config(unwrap(model).config, record.target_length)
 
 
 def _write(path: Path, verification: Verification) -> None:
     try:
-        write_whole(path, json.dumps(verification.to_dict(), indent=2) + "\n")
+        write_json(path, verification.to_dict(), durable=True)
     except OSError as error:
         raise RopeExtendError(f"cannot write {path}: {error}") from error

@@ -1,4 +1,4 @@
-"""The demonstration: what a user does with a model of their own, done with the bundled one."""
+"""The demonstration: the steps that a user takes with any model, on the bundled one."""
 
 from __future__ import annotations
 
@@ -7,46 +7,55 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from rope_extend.checkpoint import RECORD_NAME
-from rope_extend.demo import MODEL_DIR
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_extend.checkpoint.info import info
+from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.encodings import rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import evaluate
-from rope_extend.evaluation.report import RESULTS, markdown_table, read_results, write_report
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.perplexity_report import RESULTS, perplexity_table, read_results, write_report
 from rope_extend.evaluation.results import EvaluationRow
-from rope_extend.info import info
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.loading import default_dtype, pretrained
 from rope_extend.training.finetune import FinetuneInterrupted, finetune
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import check_continues, checkpoints, read_state
 
 DATA = "demo:evaluation"
-TITLE = "A model trained on 256 tokens, read at 2,048"
+TITLE = "A model trained on 256 tokens, extended to 2,048"
 DOCUMENTS = 12
-"""Evaluation files used, from the part of the standard library that is not tuned on."""
+"""Number of evaluation files. They are from the part of the standard library that no run trains on."""
 METHODS = ("none", "linear", "ntk", "yarn")
 RECIPE = Path(__file__).with_name("recipe.yaml")
-"""What every row is trained with; only the method differs, and for the control the window."""
+"""The recipe of every run. The runs differ in the method, and the control also in its window."""
 
 
 def run_demo(
     output: str | Path, *, methods: Sequence[str] = METHODS, steps: int | None = None, overwrite: bool = False
 ) -> list[EvaluationRow]:
-    """Measure the bundled model untrained, fine-tune it with each method, measure again; write the report.
+    """Fine-tune the bundled model with each method, measure it before and after, and write the report.
 
-    The control spends the same tokens at the old window, and reads with its context cropped to it: what
-    fine-tuning alone gains by getting used to the new text. A directory with part of the same demo is gone
-    on with.
+    The control trains on the same tokens in the original window, and is measured with its context cropped to
+    that window. It shows what fine-tuning gains from the new kind of text alone. A demonstration that was
+    interrupted is resumed. Each step prints the command that does the same.
 
     Args:
         output: directory for the runs (`runs/`) and the report.
         methods: rotary methods to compare.
-        steps: LoRA steps of each run; by default the recipe's.
-        overwrite: start over in a directory that holds results.
+        steps: LoRA steps of each run; by default those of the recipe.
+        overwrite: start again in a directory that holds results.
+
+    Returns:
+        The rows of the table.
 
     Raises:
-        RopeExtendError: the bundled model or the standard library's source is missing, an unknown method,
-            or a finished demo that is not to be overwritten.
+        RopeExtendError: the bundled model or the source of the standard library is missing, an unknown
+            method, or a run in the directory that another recipe made.
     """
     if not (MODEL_DIR / "config.json").exists():
         raise RopeExtendError(f"the bundled model is missing from {MODEL_DIR}; install rope_extend again")
@@ -56,41 +65,43 @@ def run_demo(
     if (output / RESULTS).exists() and not overwrite:
         rows = read_results(output)
         _show(rows, output)
-        print(f"\nThese are the results that were already in {output}; --overwrite runs the demo again.")
+        print(f"\nThese results were already in {output}. To run the demo again, add --overwrite.")
         return rows
     if overwrite:
         shutil.rmtree(output / "runs", ignore_errors=True)
 
-    given: dict[str, object] = {"model": str(MODEL_DIR)} | ({} if steps is None else {"steps": steps})
-    base = Recipe.from_yaml(RECIPE, {**given, "output_dir": str(output / "runs" / "yarn")})
+    shared: dict[str, object] = {"model": str(MODEL_DIR)} | ({} if steps is None else {"steps": steps})
+    base = Recipe.from_yaml(RECIPE, {**shared, "output_dir": str(output / "runs" / "yarn")})
     trained, target = info(base.model).shape.trained_length, base.target_length
-    # The same tokens, in windows of the old length.
+    # The same number of tokens, in windows of the original length.
     control = {"target_length": trained, "batch_size": base.batch_size * target // trained}
     runs: list[tuple[str, dict[str, object]]] = [(method, {"method": method}) for method in methods]
     runs.append(("control", {"method": "none", **control}))
+    model = pretrained(AutoModelForCausalLM, base.model, dtype=default_dtype(LoadOptions().torch_device))
+    tokenizer = pretrained(AutoTokenizer, base.model)
     adapters = []
     for number, (name, changes) in enumerate(runs, start=1):
         directory = str(output / "runs" / name)
-        overrides = {**given, **changes, "output_dir": directory}
+        overrides = {**shared, **changes, "output_dir": directory}
         recipe = Recipe.from_yaml(RECIPE, overrides)
         tokens = recipe.steps * recipe.batch_size * recipe.length
-        _step(number, len(runs) + 1, f"LoRA, {name}: {tokens:,} tokens in windows of {recipe.length}")
-        _command("finetune", str(RECIPE), *_flags(overrides))
-        finetune_once(recipe)
+        _print_step(number, len(runs) + 1, f"LoRA, {name}: {tokens:,} tokens in windows of {recipe.length}")
+        _print_command("finetune", str(RECIPE), *_flags(overrides))
+        finetune_once(recipe, model, tokenizer)
         adapters.append(directory)
     lengths = [trained // 2 * 2**power for power in range(int(math.log2(target / trained)) + 2)]
-    _step(len(runs) + 1, len(runs) + 1, "perplexity at every length, untrained and fine-tuned")
-    _command(
+    _print_step(len(runs) + 1, len(runs) + 1, "perplexity at every length, before and after fine-tuning")
+    _print_command(
         "evaluate", base.model, *adapters, "--methods", ",".join(methods), "--data", DATA,
         "--lengths", ",".join(map(str, lengths)), "--documents", str(DOCUMENTS), "--output", str(output),
     )  # fmt: skip
-    rows = list(
-        evaluate(
-            base.model,
+    rows = evaluate(
+        EvaluationConfig(
+            model=base.model,
             data=DATA,
-            lengths=lengths,
-            methods=methods,
-            adapters=adapters,
+            lengths=tuple(lengths),
+            methods=tuple(methods),
+            adapters=tuple(adapters),
             max_documents=DOCUMENTS,
         )
     )
@@ -99,53 +110,62 @@ def run_demo(
     return rows
 
 
-def finetune_once(recipe: Recipe) -> None:
-    """Run a recipe, go on with it where it stopped, or leave it where it is done.
+def finetune_once(recipe: Recipe, model: Any | None = None, tokenizer: Any | None = None) -> None:
+    """Run a recipe, resume its run, or leave a finished run as it is.
+
+    Args:
+        recipe: the run.
+        model: the loaded model of the recipe; unchanged at the end. By default it is loaded.
+        tokenizer: its tokenizer; by default it is loaded.
 
     Raises:
-        RopeExtendError: what is there was made by another recipe.
+        RopeExtendError: another recipe made the run in the output directory.
     """
     directory = Path(recipe.output_dir)
     if (directory / RECORD_NAME).exists():
-        found = checkpoints(directory)
-        if not found:
+        saved = checkpoints(directory)
+        if not saved:
             raise RopeExtendError(
-                f"{directory} holds an adapter but no checkpoint that says how it was made; remove it, or "
-                "--overwrite the demonstration"
+                f"{directory} holds an adapter, but no checkpoint that tells which recipe made it; remove "
+                "the directory, or start again with overwrite=True"
             )
-        check_continues(read_state(found[-1]), recipe)
-        print(f"  done before: {directory}")
+        check_continues(read_state(saved[-1]), recipe)
+        print(f"  already done: {directory}")
         return
     try:
-        finetune(recipe, resume=(directory / "recipe.yaml").exists())
+        result = finetune(
+            recipe, model=model, tokenizer=tokenizer, resume=(directory / "recipe.yaml").exists()
+        )
     except FinetuneInterrupted:
-        print("\nThe same command goes on from here.")
+        print("\nThe same command resumes from here.")
         raise
+    result.patch.remove()
+    result.model.unload()
 
 
-def _step(number: int, of: int, text: str) -> None:
+def _print_step(number: int, of: int, text: str) -> None:
     print(f"\n[{number}/{of}] {text}", flush=True)
 
 
-def _command(*words: str) -> None:
-    """Print the command that does the same; nothing here is reserved for the demonstration."""
+def _print_command(*words: str) -> None:
+    """Print the command line that does the same."""
     print("  $ " + shlex.join(["rope-extend", *words]), flush=True)
 
 
 def _flags(values: dict[str, object]) -> list[str]:
-    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    return [word for name, value in values.items() for word in (Recipe.flag_name(name), str(value))]
 
 
 def _show(rows: Sequence[EvaluationRow], output: Path) -> None:
-    """Print the table, and what it says."""
-    print("\n" + markdown_table(rows))
+    """Print the table and its main results."""
+    print("\n" + perplexity_table(rows))
     by_label = {row.label: row.result for row in rows}
     plain, trained = by_label.get("none"), rows[0].trained_length
     if plain is not None and trained is not None:
         longest = plain.max_length
         print(
             f"Plain RoPE, untrained: perplexity {plain.within(trained):.1f} within its window of {trained} "
-            f"tokens, {plain.beyond(trained):.1f} on the positions beyond it."
+            f"tokens, {plain.beyond(trained):.1f} at the positions beyond it."
         )
         for row in rows:
             if row.adapter is not None and row.method != "none":

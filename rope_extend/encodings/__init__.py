@@ -3,53 +3,115 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from rope_extend.encodings.base import (
-    REPLACED,
+from rope_extend.encodings.abf import ABF
+from rope_extend.encodings.alibi import ALiBi
+from rope_extend.encodings.clipped import Clipped
+from rope_extend.encodings.core.alternatives import (
     AbsoluteEncoding,
-    Adaptation,
     BiasEncoding,
-    ComposedRope,
-    Encoding,
-    GrowingRope,
     KernelEncoding,
-    LengthDependent,
-    ModelShape,
-    PositionRemap,
     RelativeEncoding,
-    RopeEncoding,
-    RopeShape,
-    ScaledRope,
-    dialled_methods,
+)
+from rope_extend.encodings.core.effects import Effects
+from rope_extend.encodings.core.encoding import (
+    Encoding,
     encoding,
     encoding_class,
-    encodings,
-    method_named,
-    rotary_method,
+    encoding_classes,
+    encoding_names,
 )
+from rope_extend.encodings.core.methods import Method, method_named, methods_from_length, rotary_method
+from rope_extend.encodings.core.rope import (
+    ComposedRope,
+    GrowingRope,
+    LengthDependent,
+    RopeEncoding,
+    ScaledRope,
+)
+from rope_extend.encodings.core.shapes import ModelShape, RopeShape
+from rope_extend.encodings.drope import DroPE
+from rope_extend.encodings.dynamic_linear import DynamicLinear
+from rope_extend.encodings.dynamic_ntk import DynamicNTK
+from rope_extend.encodings.dynamic_yarn import DynamicYaRN
+from rope_extend.encodings.fire import FIRE
+from rope_extend.encodings.kerple import Kerple
+from rope_extend.encodings.learned import Learned
+from rope_extend.encodings.linear import Linear
+from rope_extend.encodings.linear_attention import LinearAttention
+from rope_extend.encodings.llama3 import Llama3
+from rope_extend.encodings.logn import LogN
+from rope_extend.encodings.longrope import LongRoPE
+from rope_extend.encodings.none import PlainRope
+from rope_extend.encodings.nope import NoPE
+from rope_extend.encodings.ntk import NTK
+from rope_extend.encodings.ntk_by_parts import NTKByParts
+from rope_extend.encodings.ntk_mixed import NTKMixed
+from rope_extend.encodings.p_rope import PRoPE
+from rope_extend.encodings.power import Power
+from rope_extend.encodings.resonance import Resonance
+from rope_extend.encodings.sandwich import Sandwich
+from rope_extend.encodings.shaw import Shaw
+from rope_extend.encodings.short_original import ShortOriginal
+from rope_extend.encodings.sinusoidal import Sinusoidal
+from rope_extend.encodings.t5_bias import T5Bias
+from rope_extend.encodings.truncated import Truncated
+from rope_extend.encodings.xpos import XPos
+from rope_extend.encodings.yarn import YaRN
 
-for _module in iter_modules(__path__):  # a new method is a new file, and nothing else
+for _module in iter_modules(__path__):  # registers a new method whose export line is still missing
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
-    "REPLACED",
+    "ABF",
+    "FIRE",
+    "NTK",
+    "ALiBi",
     "AbsoluteEncoding",
-    "Adaptation",
     "BiasEncoding",
+    "Clipped",
     "ComposedRope",
+    "DroPE",
+    "DynamicLinear",
+    "DynamicNTK",
+    "DynamicYaRN",
+    "Effects",
     "Encoding",
     "GrowingRope",
     "KernelEncoding",
+    "Kerple",
+    "Learned",
     "LengthDependent",
+    "Linear",
+    "LinearAttention",
+    "Llama3",
+    "LogN",
+    "LongRoPE",
+    "Method",
     "ModelShape",
-    "PositionRemap",
+    "NTKByParts",
+    "NTKMixed",
+    "NoPE",
+    "PRoPE",
+    "PlainRope",
+    "Power",
     "RelativeEncoding",
+    "Resonance",
     "RopeEncoding",
     "RopeShape",
+    "Sandwich",
     "ScaledRope",
-    "dialled_methods",
+    "Shaw",
+    "ShortOriginal",
+    "Sinusoidal",
+    "T5Bias",
+    "Truncated",
+    "XPos",
+    "YaRN",
     "encoding",
     "encoding_class",
-    "encodings",
+    "encoding_classes",
+    "encoding_names",
     "method_named",
+    "methods_from_length",
     "rotary_method",
 ]

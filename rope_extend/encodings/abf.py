@@ -1,4 +1,4 @@
-"""Adjusted base frequency (ABF): a larger base, chosen outright."""
+"""Adjusted base frequency (ABF): a larger base, given directly."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeEncoding, RopeShape, check_number, check_parameters
+from rope_extend.encodings.core.checks import check_number
+from rope_extend.encodings.core.encoding import check_parameters
+from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class ABF(RopeEncoding):
-    """Adjusted base frequency: a larger base, chosen outright, as Code Llama and Llama 2 Long have it.
+    """Adjusted base frequency: a larger base, given directly, as in Code Llama and Llama 2 Long.
 
     Attributes:
         theta: the new base.
@@ -35,14 +38,14 @@ class ABF(RopeEncoding):
         return shape.inv_freq(self.theta)
 
     def target_length(self, shape: RopeShape) -> int | None:
-        """None: a base alone does not say how far it is meant to reach."""
+        """None: a base alone does not say which window it is meant for."""
         return None
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """With no `theta` given, the critical base for the target: `theta^(ln(L'/2pi) / ln(L/2pi))`.
+        """Without `theta`, uses the critical base for the target: `theta^(ln(L'/2pi) / ln(L/2pi))`.
 
-        The channels that completed a turn within the trained window then complete it within the target
+        The channels that complete a turn within the trained window then complete one within the target
         (Theorem 1 of 2310.05209).
 
         Raises:
@@ -52,12 +55,13 @@ class ABF(RopeEncoding):
         if "theta" not in parameters:
             if shape.trained_length <= 2 * math.pi:
                 raise RopeExtendError(
-                    f"abf: no base follows from a {shape.trained_length}-token window; give theta="
+                    f"abf: the rule for theta needs a trained window of 7 tokens or more, this one has "
+                    f"{shape.trained_length}; give theta="
                 )
             growth = math.log(target_length / (2 * math.pi)) / math.log(shape.trained_length / (2 * math.pi))
             parameters["theta"] = shape.theta**growth
         return cls(**parameters)
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """Stock `default` with the new theta: every loader reads it."""
+        """Stock `default` with the new theta, which every loader supports."""
         return {"rope_type": "default", "rope_theta": self.theta}

@@ -9,12 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import BiasEncoding, ModelShape
+from rope_extend.encodings.core.alternatives import BiasEncoding
+from rope_extend.encodings.core.shapes import ModelShape
 
 
 @dataclass(frozen=True)
 class ALiBi(BiasEncoding):
-    """ALiBi: a logit shrinks in proportion to the distance, in each head by a slope of its own."""
+    """ALiBi: each logit is lowered in proportion to the distance, with a different slope for each head."""
 
     name: ClassVar[str] = "alibi"
     paper: ClassVar[str] = "2108.12409"
@@ -22,12 +23,12 @@ class ALiBi(BiasEncoding):
     def slopes(self, shape: ModelShape) -> Tensor:
         """`2^(-8h/H)` for head h of H, from 1; `[heads]` float64.
 
-        Where H is no power of two, the slopes of the next smaller power, and then every other one of those
-        of twice as many heads, as in the paper's code and in BLOOM.
+        If H is not a power of two: the slopes for the next smaller power, then every other slope for twice
+        that power, as in the paper's code and in BLOOM.
         """
-        whole = 2 ** (shape.heads.bit_length() - 1)
-        rest = shape.heads - whole
-        return torch.cat([_geometric(whole), _geometric(2 * whole)[::2][:rest]])
+        power = 2 ** (shape.heads.bit_length() - 1)
+        rest = shape.heads - power
+        return torch.cat([_geometric(power), _geometric(2 * power)[::2][:rest]])
 
     def bias(
         self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
@@ -38,4 +39,5 @@ class ALiBi(BiasEncoding):
 
 
 def _geometric(heads: int) -> Tensor:
+    """The slopes for a power of two heads, `[heads]` float64."""
     return 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, dtype=torch.float64))

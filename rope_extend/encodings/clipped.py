@@ -10,23 +10,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import ComposedRope, RopeShape
+from rope_extend.encodings.core.rope import ComposedRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class Clipped(ComposedRope):
-    """Clipped RoPE (CoPE): the slowest channels fade to a standstill, and meet no angle they never saw.
+    """Clipped RoPE (CoPE): the slowest channels fade to frequency zero and reach no unseen angle.
 
-    The first of the clipped pairs keeps its frequency and the last stands still, with half a cosine between:
-    a hard edge makes attention ring over long distances.
+    The first of the clipped pairs keeps its frequency and the last has frequency zero. Between them the
+    factor is half a cosine, because a hard edge makes attention oscillate over long distances.
 
     Attributes:
         inner: the schedule that is clipped.
-        channels: n, how many of the slowest channel pairs; by default those that did not complete a turn
-            within the trained window under plain RoPE, which the paper names as the cause (its code: 20 of
-            the 64 of Llama 3).
-        hard: stop all n outright, the paper's comparison.
+        channels: n, the number of slowest channel pairs to clip. By default the pairs that do not complete
+            a turn within the trained window under plain RoPE, which the paper names as the cause. Its code
+            clips 20 of Llama 3's 64.
+        hard: set all n to frequency zero, as in the paper's comparison.
     """
 
     channels: int | None = None
@@ -59,7 +60,7 @@ class Clipped(ComposedRope):
             count = int((2 * math.pi / shape.inv_freq() > shape.trained_length).sum())
         if count > len(table):
             raise RopeExtendError(
-                f"clipped: channels is {count}, and this model rotates {len(table)} channel pairs"
+                f"clipped: channels is {count}, but this model rotates {len(table)} channel pairs; give fewer"
             )
         fade = (1 + torch.linspace(0, math.pi, count, dtype=torch.float64).cos()) / 2
         kept = torch.ones(len(table) - count, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""DroPE: positions dropped after pretraining."""
+"""DroPE: rotation removed after pretraining."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import REPLACED, RopeShape, ScaledRope
+from rope_extend.encodings.core.rope import ScaledRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class DroPE(ScaledRope):
-    """DroPE: rotation dropped from a trained model, which a short recalibration gets used to.
+    """DroPE: rotation removed from a trained model, followed by a short recalibration.
 
-    Recalibrate at the trained length, then read further with attention sharpened by `1 + c ln s` for a text
-    s times that long. Whose length it is, the paper leaves open.
+    Recalibrate at the trained length. Longer texts then use attention sharpened by `1 + c ln s` for a text
+    s times that long. The paper does not say which length counts, see `per`.
 
     Attributes:
         factor: `target_length / trained_length`, the largest s.
-        coefficient: c; fitted in the paper to 0.103 for a model pretrained with RoPE and recalibrated
-            (SmolLM), and to 0.412 for one trained from scratch for the purpose.
-        per: `query`, by the text that each query ends, so that nothing is scaled within the trained window,
-            and what a token reads never depends on later ones; or `target`, by s = factor for every query.
+        coefficient: c. The paper fits 0.103 for a model pretrained with RoPE and recalibrated (SmolLM), and
+            0.412 for a model trained from scratch this way.
+        per: `query` computes s from the text up to each query: nothing is scaled within the trained window,
+            and no token depends on later ones. `target` uses s = factor for every query.
     """
 
     coefficient: float = 0.103
@@ -33,7 +34,7 @@ class DroPE(ScaledRope):
 
     name: ClassVar[str] = "drope"
     paper: ClassVar[str] = "2512.12167"
-    adaptation = REPLACED
+    replaces_rotation = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,4 +1,4 @@
-"""Dynamic interpolation: linear, by just as much as the current length needs."""
+"""Dynamic interpolation: linear, with the factor that the current length needs."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import GrowingRope, RopeShape
+from rope_extend.encodings.core.rope import GrowingRope
+from rope_extend.encodings.core.shapes import RopeShape
 
 
 def needed_factor(shape: RopeShape, seq_len: int | None) -> float:
-    """`max(1, l / L)`: how many times longer than the trained window a sequence is."""
+    """`max(1, l / L)`: the length of a sequence in trained windows, at least 1."""
     return max(1.0, (seq_len or 1) / shape.trained_length)
 
 
 @dataclass(frozen=True)
 class DynamicLinear(GrowingRope):
-    """Dynamic interpolation: plain within the trained window, beyond it linear by what the length needs.
+    """Dynamic interpolation: plain RoPE within the trained window, beyond it linear with factor l / L.
 
     Attributes:
-        per: whose length it is, `query` or `row`.
-        step: with `per="query"`, by what share a text grows until the next table.
+        per: which length sets the table, `query` or `row`.
+        step: with `per="query"`, the relative growth of the text from one table to the next.
     """
 
     name: ClassVar[str] = "dynamic_linear"
@@ -32,5 +33,5 @@ class DynamicLinear(GrowingRope):
         return shape.inv_freq() / needed_factor(shape, seq_len)
 
     def target_length(self, shape: RopeShape) -> int | None:
-        """None: it follows any length."""
+        """None: it adapts to any length."""
         return None

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import GrowingRope, RopeShape, ScaledRope
+from rope_extend.encodings.core.rope import GrowingRope, ScaledRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.ntk import ntk_theta
 
 
@@ -16,9 +17,9 @@ class DynamicNTK(ScaledRope, GrowingRope):
     """Dynamic NTK: plain RoPE within the trained window, and a base that grows with the length beyond it.
 
     Attributes:
-        factor: how fast the base grows: `s*l/L - (s-1)` times the window at l tokens.
-        per: whose length it is, `query` or `row`.
-        step: with `per="query"`, by what share a text grows until the next table.
+        factor: s, how fast the base grows: at l tokens it is that for `s*l/L - (s-1)` times the window.
+        per: which length sets the table, `query` or `row`.
+        step: with `per="query"`, the relative growth of the text from one table to the next.
     """
 
     name: ClassVar[str] = "dynamic_ntk"

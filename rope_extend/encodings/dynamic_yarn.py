@@ -1,4 +1,4 @@
-"""Dynamic YaRN: YaRN at just the factor that the current length needs."""
+"""Dynamic YaRN: YaRN with the factor that the current length needs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import GrowingRope, RopeShape
+from rope_extend.encodings.core.rope import GrowingRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.dynamic_linear import needed_factor
 from rope_extend.encodings.yarn import YaRN
 
 
 @dataclass(frozen=True)
 class DynamicYaRN(GrowingRope):
-    """Dynamic YaRN: plain RoPE within the trained window, beyond it YaRN at the factor the length needs.
+    """Dynamic YaRN: plain RoPE within the trained window, beyond it YaRN with factor l / L.
 
     Attributes:
         beta_fast: as in `yarn`.
         beta_slow: as in `yarn`.
         truncate: as in `yarn`.
         ramp: as in `yarn`.
-        per: whose length it is, `query` or `row`.
-        step: with `per="query"`, by what share a text grows until the next table.
+        per: which length sets the table, `query` or `row`.
+        step: with `per="query"`, the relative growth of the text from one table to the next.
     """
 
     beta_fast: float = 32.0
@@ -57,5 +58,5 @@ class DynamicYaRN(GrowingRope):
         return self._yarn(needed_factor(shape, seq_len)).attention_factor(shape)
 
     def target_length(self, shape: RopeShape) -> int | None:
-        """None: it follows any length."""
+        """None: it adapts to any length."""
         return None

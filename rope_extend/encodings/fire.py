@@ -1,4 +1,4 @@
-"""FIRE: a learned function of the distance, relative to how far the query could look back."""
+"""FIRE: a learned function of the distance, relative to the position of the query."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import BiasEncoding, ModelShape
+from rope_extend.encodings.core.alternatives import BiasEncoding
+from rope_extend.encodings.core.shapes import ModelShape
 from rope_extend.errors import RopeExtendError
 
 _EPSILON = 1e-6
-"""What keeps the normaliser from 0, as in the paper's code."""
+"""Added to the normaliser to keep it above 0, as in the paper's code."""
 
 
 @dataclass(frozen=True)
 class FIRE(BiasEncoding):
-    """FIRE: a small network reads the distance as a share of the query's own position, on a log scale.
+    """FIRE: a bias from a small network of the distance relative to the query's position, on a log scale.
 
     `f(psi(r) / psi(max(i, L)))` for distance r and query position i, with `psi(x) = ln(c x + 1)`. Distances
-    beyond those of training are so mapped onto shares that were seen.
+    longer than in training are thus mapped to relative distances that were seen.
 
     Attributes:
-        width: of the hidden layer of f, which has ReLU.
-        per_layer: whether each layer learns its own f, c and L, as in the paper; without, its FIRE-S.
+        width: units in the hidden layer of f, which uses ReLU.
+        per_layer: whether each layer learns its own f, c and L, as in the paper; False is its FIRE-S.
     """
 
     width: int = 32
@@ -43,21 +44,21 @@ class FIRE(BiasEncoding):
         object.__setattr__(self, "width", int(self.width))
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
-        """The two layers of f, c, and the share of the trained window that is L.
+        """The two layers of f, c, and L as a share of the trained window.
 
-        As in the paper's code: c starts at 0.1, L at the trained window, and the layers as torch makes linear
-        layers, drawn from a fixed seed.
+        As in the paper's code: c starts at 0.1 and L at the trained window. The layers start as torch
+        initialises linear layers, from a fixed seed.
         """
         generator = torch.Generator().manual_seed(0)
 
-        def drawn(*size: int, fan_in: int) -> Tensor:
+        def random(*size: int, fan_in: int) -> Tensor:
             return (2 * torch.rand(*size, generator=generator) - 1) / math.sqrt(fan_in)
 
         return {
-            "weight1": drawn(self.width, fan_in=1),
-            "bias1": drawn(self.width, fan_in=1),
-            "weight2": drawn(shape.heads, self.width, fan_in=self.width),
-            "bias2": drawn(shape.heads, fan_in=self.width),
+            "weight1": random(self.width, fan_in=1),
+            "bias1": random(self.width, fan_in=1),
+            "weight2": random(shape.heads, self.width, fan_in=self.width),
+            "bias2": random(shape.heads, fan_in=self.width),
             "c": torch.tensor(0.1),
             "share": torch.tensor(1.0),
         }
@@ -67,22 +68,22 @@ class FIRE(BiasEncoding):
     ) -> Tensor:
         """`f(psi(r) / psi(max(i, L)))`, `[heads, ...]` float32.
 
-        f is piecewise linear, and is computed as such: one line per head for each stretch between the points
-        at which a unit of its hidden layer turns on or off, instead of the units themselves at every place.
+        f is piecewise linear and is computed that way: one line per head between each two points at which a
+        unit of its hidden layer switches on or off, instead of all units at every distance.
         """
         threshold = self._threshold(shape, learned)
         c = learned["c"].abs()
         reach = torch.log1p(c * torch.maximum(query.to(torch.float32), threshold)) + _EPSILON
         share = torch.log1p(c * distance.to(torch.float32)) / reach
-        turns, slope, height = _lines(learned)
-        stretch = torch.searchsorted(turns, share.detach().contiguous()).flatten()
+        switches, slope, height = _lines(learned)
+        piece = torch.searchsorted(switches, share.detach().contiguous()).flatten()
         size = (shape.heads, *share.shape)
         return torch.addcmul(
-            height.index_select(1, stretch).view(size), slope.index_select(1, stretch).view(size), share
+            height.index_select(1, piece).view(size), slope.index_select(1, piece).view(size), share
         )
 
-    def same_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> float:
-        """L, within which every query normalises alike."""
+    def distance_only_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> float:
+        """L: all queries up to this position have the same normaliser."""
         return float(self._threshold(shape, learned).detach())
 
     @staticmethod
@@ -92,16 +93,16 @@ class FIRE(BiasEncoding):
 
 
 def _lines(learned: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Where units turn, `[width]` ascending; and f's slope and height between, each `[heads, width + 1]`.
+    """Where units switch, `[width]` ascending; and f's slope and height between, each `[heads, width + 1]`.
 
-    A unit with a positive weight is on after its turn, one with a negative weight before it, and one without
-    a weight always or never.
+    A unit with a positive weight is on after its switch, and one with a negative weight before it. A unit
+    with weight 0 is always on or always off.
     """
     weight, bias = learned["weight1"], learned["bias1"]
     with torch.no_grad():
-        turns, order = torch.where(weight == 0, torch.inf, -bias / weight).sort()
+        switches, order = torch.where(weight == 0, torch.inf, -bias / weight).sort()
         rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         passed = torch.arange(len(order) + 1, device=order.device)[:, None] > rank
         on = torch.where(weight == 0, bias > 0, passed == (weight > 0)).to(weight.dtype)
     out = learned["weight2"]
-    return turns, (out * weight) @ on.T, (out * bias) @ on.T + learned["bias2"][:, None]
+    return switches, (out * weight) @ on.T, (out * bias) @ on.T + learned["bias2"][:, None]

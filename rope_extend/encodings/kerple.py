@@ -1,4 +1,4 @@
-"""KERPLE: biases from conditionally positive definite kernels, with a learned pair of numbers per head."""
+"""KERPLE: biases from conditionally positive definite kernels, with two learned numbers per head."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import BiasEncoding, ModelShape
+from rope_extend.encodings.core.alternatives import BiasEncoding
+from rope_extend.encodings.core.shapes import ModelShape
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class Kerple(BiasEncoding):
-    """KERPLE: a logit shrinks with the logarithm, or a power, of the distance, as each head learns to.
+    """KERPLE: each logit is lowered by the logarithm, or a power, of the distance, learned per head.
 
     Attributes:
         kernel: `log` for `-r1 ln(1 + r2 r)`, or `power` for `-r1 r^r2`, at distance r.
@@ -34,20 +35,20 @@ class Kerple(BiasEncoding):
             raise RopeExtendError(f"{self.name}: kernel must be 'log' or 'power', got {self.kernel!r}")
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
-        """`r1` and `r2`, each `[heads]`, from which `positive` makes r1 and r2.
+        """`r1` and `r2`, each `[heads]`, which `positive` maps to the kernel's r1 and r2.
 
-        r1 and r2 start evenly spread over the heads: where the paper's code draws from, for the log kernel
-        0 to 2 and 0 to 1, and for the power kernel 0 to 1 and 0 to 2.
+        The kernel's r1 and r2 start evenly spread over the heads, in the ranges of the paper's code: 0 to 2
+        and 0 to 1 for the log kernel, 0 to 1 and 0 to 2 for the power kernel.
         """
         spread = (torch.arange(shape.heads) + 0.5) / shape.heads
         r1, r2 = (2 * spread, spread) if self.kernel == "log" else (spread, 2 * spread)
         return {"r1": r1.log(), "r2": r2.log() if self.kernel == "log" else torch.logit(r2 / 2)}
 
     def positive(self, learned: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """r1 and r2 of each head, `[heads]` float32: above 0, and the exponent of the power kernel below 2.
+        """r1 and r2 of each head, `[heads]` float32: above 0, and r2 of the power kernel below 2.
 
-        What is learned is the logarithm, or the logit, so that no step of an optimizer leaves the range in
-        which the kernel is one.
+        The learned numbers are the logarithm or the logit of these. No optimizer step can therefore leave
+        the range in which the kernel is conditionally positive definite.
         """
         r2 = learned["r2"]
         return learned["r1"].exp(), r2.exp() if self.kernel == "log" else 2 * r2.sigmoid()

@@ -9,26 +9,28 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import AbsoluteEncoding, ModelShape, RopeShape, check_length
+from rope_extend.encodings.core.alternatives import AbsoluteEncoding
+from rope_extend.encodings.core.checks import check_length
+from rope_extend.encodings.core.shapes import ModelShape, RopeShape
 from rope_extend.errors import RopeExtendError
 
 _RULES = ("refuse", "interpolate", "tile", "fresh")
 _STANDARD_DEVIATION = 0.02
-"""Of the first values of a table, as in GPT-2."""
+"""The standard deviation of a new table, as in GPT-2."""
 
 
 @dataclass(frozen=True)
 class Learned(AbsoluteEncoding):
-    """Learned absolute positions: a vector for each position, and none beyond the last unless a rule says so.
+    """Learned absolute positions: a vector for each position, with a rule for positions beyond the last.
 
     Attributes:
-        rows: how many positions have a vector; by default those of the trained window.
-        beyond: what is done past the last row. `refuse` raises; `interpolate` spreads the rows over `length`
-            positions, with what is between two of them; `tile` starts again at the first; `fresh` adds new
-            rows up to `length`, which are learned by themselves.
+        rows: the number of positions with a vector; by default the trained window.
+        beyond: the rule past the last row. `refuse` raises; `interpolate` stretches the rows over `length`
+            positions, linearly between rows; `tile` starts again at the first; `fresh` adds new rows up to
+            `length`, which are learned separately.
         length: the window in tokens that `interpolate` and `fresh` extend to.
-        start: what rows start as: `normal`, drawn as GPT-2 does from a fixed seed, or `zeros`, with which the
-            model reads as it would without any positions.
+        start: the first values: `normal`, random as in GPT-2 from a fixed seed, or `zeros`, with which the
+            model starts without any positions.
     """
 
     rows: int | None = None
@@ -50,8 +52,12 @@ class Learned(AbsoluteEncoding):
                 object.__setattr__(self, field, check_length(self.name, field, value))
         extends = self.beyond in ("interpolate", "fresh")
         if extends != (self.length is not None):
-            wanted = "the window to extend to" if extends else "only for beyond='interpolate' and 'fresh'"
-            raise RopeExtendError(f"learned: length is {wanted}, got {self.length!r} with {self.beyond!r}")
+            rule = (
+                "needs length, the window to extend to"
+                if extends
+                else "takes no length, which is for beyond='interpolate' and 'fresh'"
+            )
+            raise RopeExtendError(f"learned: beyond={self.beyond!r} {rule}; got length={self.length!r}")
         if self.rows is not None and self.length is not None and self.length <= self.rows:
             raise RopeExtendError(
                 f"learned: length must exceed the {self.rows} rows that it extends, got {self.length}"
@@ -59,7 +65,7 @@ class Learned(AbsoluteEncoding):
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The table that reads `target_length` tokens: by its `length`, for rules that have one, or its rows.
+        """The table for `target_length` tokens: sets `length` for rules that have one, else `rows`.
 
         Raises:
             RopeExtendError: a parameter is unknown or invalid.
@@ -69,14 +75,14 @@ class Learned(AbsoluteEncoding):
             parameters = {"length": target_length, **parameters}
         elif beyond == "refuse":
             parameters = {"rows": target_length, **parameters}
-        return cls._made(parameters)
+        return cls._build(parameters)
 
     def target_length(self, shape: RopeShape) -> int | None:
-        """The last position that has a vector, and one; None for `tile`, which has no last."""
+        """The number of positions that have a vector; None for `tile`, which has no last one."""
         return None if self.beyond == "tile" else self.length or self.rows or shape.trained_length
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
-        """`table` `[rows, hidden_size]`, and for `fresh` the rows beyond it, `fresh`."""
+        """`table` `[rows, hidden_size]`, and for the rule `fresh` the new rows, `fresh`."""
         rows = self._rows(shape)
         generator = torch.Generator().manual_seed(0)
         sizes = {"table": rows}
@@ -99,10 +105,10 @@ class Learned(AbsoluteEncoding):
         return rows
 
     def vectors(self, shape: ModelShape, position_ids: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
-        """The table's rows, extended by the rule asked for, `[..., hidden_size]` float32.
+        """The table's rows, extended by the rule `beyond`, `[..., hidden_size]` float32.
 
         Raises:
-            RopeExtendError: a position that has no row, and no rule that gives it one.
+            RopeExtendError: a position beyond the last row that the rule does not cover.
         """
         table, rows = learned["table"], self._rows(shape)
         if self.beyond == "tile":
@@ -114,10 +120,10 @@ class Learned(AbsoluteEncoding):
                 f"with beyond='interpolate' or 'fresh' and a greater length, or with beyond='tile'"
             )
         if self.beyond == "interpolate":
-            place = position_ids.to(torch.float32) * ((rows - 1) / last)
-            low = place.floor().to(torch.int64).clamp(max=max(rows - 2, 0))
+            row = position_ids.to(torch.float32) * ((rows - 1) / last)
+            low = row.floor().to(torch.int64).clamp(max=max(rows - 2, 0))
             high = (low + 1).clamp(max=rows - 1)
-            return torch.lerp(table[low], table[high], (place - low)[..., None])
+            return torch.lerp(table[low], table[high], (row - low)[..., None])
         if self.beyond == "fresh":
             table = torch.cat([table, learned["fresh"]])
         return table[position_ids]

@@ -1,4 +1,4 @@
-"""RoFormer's linear attention: rotation where softmax is replaced by a feature map."""
+"""RoFormer's linear attention: RoPE with a feature map instead of softmax."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_extend.encodings.base import Encoding, KernelEncoding, RopeEncoding, RopeShape
+from rope_extend.encodings.core.alternatives import KernelEncoding
+from rope_extend.encodings.core.encoding import Encoding
+from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.none import PlainRope
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class LinearAttention(KernelEncoding):
-    """Linear attention: a sum that is carried along stands for all earlier tokens, at a cost that stays.
+    """Linear attention: one running sum stands for all earlier tokens, at a constant cost per token.
 
-    Features of queries and keys are rotated in the numerator and not in the denominator, as RoFormer has it.
-    A model that was trained with softmax has to be trained on before it reads anything by it.
+    Features of queries and keys are rotated in the numerator but not in the denominator, as in RoFormer.
+    A model trained with softmax does not work with it until it is fine-tuned.
 
     Attributes:
-        inner: the rotary schedule, an encoding or its `to_dict()`; plain RoPE by default. The factor that it
-            may have for logits is left out, since there are none.
+        inner: the rotary schedule, an encoding or its `to_dict()`; plain RoPE by default. A factor on
+            logits is ignored, because there are no logits.
     """
 
     inner: RopeEncoding = dataclasses.field(default_factory=PlainRope)
@@ -43,8 +46,8 @@ class LinearAttention(KernelEncoding):
             )
         if inner.depends_on_length or inner.rotates_in_attention:
             raise RopeExtendError(
-                f"{self.name}: {inner} rotates a key by the query that reads it, and here keys are added up "
-                f"before a query reads them; give a static schedule, such as yarn or linear"
+                f"{self.name}: keys are summed before any query is known, but {inner} rotates a key for each "
+                f"query; give a static schedule, such as yarn or linear"
             )
         object.__setattr__(self, "inner", inner)
 

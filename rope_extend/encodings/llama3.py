@@ -7,19 +7,20 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.encodings.core.rope import ScaledRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.ntk_by_parts import by_parts
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class Llama3(ScaledRope):
-    """Llama 3.1's scaling: as YaRN's by-parts blend, with a ramp in the number of turns and no sharpening.
+    """Llama 3.1's scaling: YaRN's blend with a ramp in the number of turns, and no attention factor.
 
     Attributes:
         factor: `s = target_length / trained_length`.
-        low_freq_factor: channels with fewer turns than this within the trained window are divided by s.
-        high_freq_factor: channels with more turns than this are kept.
+        low_freq_factor: frequencies with fewer turns than this within the trained window are divided by s.
+        high_freq_factor: frequencies with more turns than this are kept.
     """
 
     low_freq_factor: float = 1.0
@@ -44,5 +45,5 @@ class Llama3(ScaledRope):
         return by_parts(shape, self.factor, self.low_freq_factor, self.high_freq_factor)
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """Stock `llama3`, with the trained length its ramp depends on."""
+        """Stock `llama3`, with the trained length that its ramp depends on."""
         return {**super().rope_parameters(shape), "original_max_position_embeddings": shape.trained_length}

@@ -1,4 +1,4 @@
-"""Log-n scaling: attention as sharp over a long text as over a trained one."""
+"""Log-n scaling: attention as sharp over a long text as over a short one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import ComposedRope, RopeShape
+from rope_extend.encodings.core.rope import ComposedRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class LogN(ComposedRope):
-    """Log-n scaling: a query beyond the trained window attends more sharply, by `ln(p+1) / ln L`.
+    """Log-n scaling: logits of a query beyond the trained window are multiplied by `ln(p+1) / ln L`.
 
-    Softmax over more keys is flatter; this keeps its entropy about what it was in training. Frequencies are
-    the inner schedule's.
+    Softmax over more keys is flatter; the factor keeps its entropy about as in training. The inner schedule
+    sets the frequencies.
 
     Attributes:
-        inner: the schedule that queries and keys are rotated by.
+        inner: the rotary schedule.
     """
 
     name: ClassVar[str] = "logn"
@@ -31,11 +32,12 @@ class LogN(ComposedRope):
         """`max(1, ln(p+1) / ln L)` at position p, times the inner schedule's; float64, like `position_ids`.
 
         Raises:
-            RopeExtendError: a trained window of one token, for which the formula has no value.
+            RopeExtendError: the trained window is one token, for which the formula has no value.
         """
         if shape.trained_length == 1:
             raise RopeExtendError(
-                "logn needs a model trained on 2 or more tokens, this one has a window of 1"
+                "logn needs a model trained on 2 or more tokens, this one has a window of 1; "
+                "use another method"
             )
         scale = torch.log1p(position_ids.to(torch.float64)) / math.log(shape.trained_length)
         inner = self.inner.logit_scale(shape, position_ids)

@@ -1,4 +1,4 @@
-"""LongRoPE: a divisor of its own for every channel, found by search."""
+"""LongRoPE: a separate divisor for every channel, found by search."""
 
 from __future__ import annotations
 
@@ -12,36 +12,34 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import (
+from rope_extend.encodings.core.checks import (
     MAX_FACTOR,
     MAX_LENGTH,
-    STILL,
-    LengthDependent,
-    RopeEncoding,
-    RopeShape,
-    ScaledRope,
+    ZERO_FREQUENCY_DIVISOR,
     check_length,
     check_number,
 )
+from rope_extend.encodings.core.rope import LengthDependent, RopeEncoding, ScaledRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class LongRoPE(ScaledRope, LengthDependent):
-    """LongRoPE: every channel slowed by a searched divisor of its own, with another set for short texts.
+    """LongRoPE: every frequency has its own searched divisor, with a second set of divisors for short texts.
 
-    A text of exactly the trained length is a short one. The attention factor is the same on both sides, as in
-    transformers and in Phi-3. LongRoPE's search keeps the divisors non-decreasing from the fastest channel to
-    the slowest; they need not be here, because stock checkpoints carry other schedules in the same form.
+    A text of exactly the trained length is a short one. The attention factor is the same for both sets, as
+    in transformers and in Phi-3. LongRoPE's search keeps the divisors non-decreasing from the fastest channel
+    to the slowest. This class does not require it, because checkpoints store other schedules in this form.
 
     Attributes:
-        factor: `s = target_length / trained_length`, which the attention factor follows from.
+        factor: `s = target_length / trained_length`, which sets the attention factor.
         long_factor: the divisor of each channel pair's frequency beyond the trained length, fastest first.
         short_factor: the same up to and including the trained length; all 1 by default.
         start_tokens: n-hat: positions below this keep plain RoPE's angles.
         attention_scale: replaces the factor `sqrt(1 + ln s / ln L)` on cos and sin; `attention_factor` in
             config.json.
-        per: whose length it is, `query` or `row`.
+        per: which length sets the table, `query` or `row`.
     """
 
     long_factor: tuple[float, ...]
@@ -62,13 +60,13 @@ class LongRoPE(ScaledRope, LengthDependent):
         if self.short_factor is not None:
             if len(self.short_factor) != len(self.long_factor):
                 raise RopeExtendError(
-                    f"longrope: short_factor and long_factor must be of one length, a value for each channel "
-                    f"pair, got {len(self.short_factor)} and {len(self.long_factor)}"
+                    f"longrope: short_factor and long_factor must have equal lengths, a value for each "
+                    f"channel pair, got {len(self.short_factor)} and {len(self.long_factor)}"
                 )
             if set(self.short_factor) == {1.0}:
-                object.__setattr__(self, "short_factor", None)  # one way to say it, so that equals are equal
+                object.__setattr__(self, "short_factor", None)  # so that equal encodings compare equal
         if self.long_factor == (self.short_factor or (1.0,) * len(self.long_factor)):
-            object.__setattr__(self, "depends_on_length", False)  # as checkpoints carry static schedules
+            object.__setattr__(self, "depends_on_length", False)  # how checkpoints store static schedules
         start = self.start_tokens
         if isinstance(start, bool) or not isinstance(start, Integral) or not 0 <= start <= MAX_LENGTH:
             raise RopeExtendError(
@@ -85,23 +83,23 @@ class LongRoPE(ScaledRope, LengthDependent):
                 f"longrope: {field} must be a list of numbers, one for each channel pair, got {values!r}"
             )
         return tuple(
-            STILL
-            if value == STILL
+            ZERO_FREQUENCY_DIVISOR
+            if value == ZERO_FREQUENCY_DIVISOR
             else check_number("longrope", f"{field}[{i}]", value, minimum=0, maximum=MAX_FACTOR, above=True)
             for i, value in enumerate(values)
         )
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
-        """`theta_i / lambda_i`, long beyond the trained length and else short.
+        """`theta_i / lambda_i`, with the long divisors beyond the trained length, else the short ones.
 
         `[dim/2]` float64, radians per token.
 
         Raises:
-            RopeExtendError: the lists are of another length than the model's number of rotated channel pairs.
+            RopeExtendError: the lists do not have one value for each rotated channel pair of the model.
         """
         if len(self.long_factor) != shape.dim // 2:
             raise RopeExtendError(
-                f"longrope: long_factor has {len(self.long_factor)} values, and this model rotates "
+                f"longrope: long_factor has {len(self.long_factor)} values, but this model rotates "
                 f"{shape.dim // 2} channel pairs; give one value for each"
             )
         is_long = seq_len is not None and seq_len > shape.trained_length
@@ -109,14 +107,14 @@ class LongRoPE(ScaledRope, LengthDependent):
         plain = shape.inv_freq()
         if divisors is None:
             return plain
-        by = torch.tensor(divisors, dtype=torch.float64)
-        return torch.where(by < STILL, plain / by, 0.0)
+        divisor = torch.tensor(divisors, dtype=torch.float64)
+        return torch.where(divisor < ZERO_FREQUENCY_DIVISOR, plain / divisor, 0.0)
 
     def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
         """`sqrt(1 + ln s / ln L)`, 1 for s = 1, or `attention_scale`; the same at every length.
 
         Raises:
-            RopeExtendError: a trained window of one token, for which the formula has no value.
+            RopeExtendError: the trained window is one token, for which the formula has no value.
         """
         if self.attention_scale is not None:
             return self.attention_scale
@@ -124,12 +122,13 @@ class LongRoPE(ScaledRope, LengthDependent):
             return 1.0
         if shape.trained_length == 1:
             raise RopeExtendError(
-                "longrope: no attention factor follows from a window of 1 token; give attention_scale="
+                "longrope: the formula of the attention factor has no value for a trained window of 1 token; "
+                "give attention_scale="
             )
         return math.sqrt(1 + math.log(self.factor) / math.log(shape.trained_length))
 
     def max_position_embeddings(self, shape: RopeShape, target_length: int) -> int:
-        """The target: stock `longrope` reads the trained length from a field of its own."""
+        """The target: stock `longrope` stores the trained length in a separate field."""
         return target_length
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
@@ -140,7 +139,8 @@ class LongRoPE(ScaledRope, LengthDependent):
         """
         if self.start_tokens:
             raise RopeExtendError(
-                f"longrope with start_tokens={self.start_tokens} has no form that stock transformers can load"
+                f"longrope with start_tokens={self.start_tokens} has no form that stock transformers can "
+                "load; leave start_tokens out"
             )
         self.inv_freq(shape)
         values = super().rope_parameters(shape)
@@ -161,7 +161,8 @@ class LongRoPE(ScaledRope, LengthDependent):
             return super()._from_stock({**rope_parameters, "factor": factor}, max_position_embeddings)
         if rope_parameters.get("attention_factor") is None:
             return None
-        # Beside an attention factor it only says how far the model reaches: as far as its slowest channel.
-        made = super()._from_stock({**rope_parameters, "factor": 1.0}, max_position_embeddings)
-        assert isinstance(made, LongRoPE)
-        return replace(made, factor=max([1.0, *(by for by in made.long_factor if by < STILL)]))
+        # Next to an attention factor, `factor` only states the window: take that of the slowest channel.
+        encoding = super()._from_stock({**rope_parameters, "factor": 1.0}, max_position_embeddings)
+        assert isinstance(encoding, LongRoPE)
+        divisors = [divisor for divisor in encoding.long_factor if divisor < ZERO_FREQUENCY_DIVISOR]
+        return replace(encoding, factor=max([1.0, *divisors]))

@@ -7,12 +7,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeEncoding, RopeShape
+from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.shapes import RopeShape
 
 
 @dataclass(frozen=True)
 class PlainRope(RopeEncoding):
-    """Plain RoPE, `theta_i = theta^(-2i/d)`: the control that every extension is compared with."""
+    """Plain RoPE, `theta_i = theta^(-2i/d)`: the baseline for every extension."""
 
     name: ClassVar[str] = "none"
     paper: ClassVar[str] = "2104.09864"

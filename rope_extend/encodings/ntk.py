@@ -7,28 +7,29 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.encodings.core.rope import ScaledRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
 def ntk_theta(shape: RopeShape, stretch: float) -> float:
-    """The base at which the slowest pair turns `stretch` times slower and the fastest is unchanged.
+    """The base with which the slowest pair rotates `stretch` times slower and the fastest is unchanged.
 
     `theta' = theta * stretch^(d/(d-2))`.
 
     Raises:
-        RopeExtendError: fewer than four rotated channels: the only pair is the fastest, and cannot slow down.
+        RopeExtendError: fewer than four rotated channels: the only pair is the fastest, which stays.
     """
     if shape.dim < 4:
         raise RopeExtendError(
-            f"NTK scaling needs 4 or more rotated channels per head, this model has {shape.dim}; linear works"
+            f"NTK scaling needs 4 or more rotated channels per head, this model has {shape.dim}; use linear"
         )
     return float(shape.theta * stretch ** (shape.dim / (shape.dim - 2)))
 
 
 @dataclass(frozen=True)
 class NTK(ScaledRope):
-    """NTK-aware scaling: a larger base that slows the slowest channels by s and leaves the fastest alone."""
+    """NTK-aware scaling: a larger base, which slows the slowest channels by s and keeps the fastest."""
 
     name: ClassVar[str] = "ntk"
     paper: ClassVar[str] = "bloc97 2023 (NTK-aware scaled RoPE); described in 2309.00071"
@@ -38,5 +39,5 @@ class NTK(ScaledRope):
         return shape.inv_freq(ntk_theta(shape, self.factor))
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """Stock `default` with the larger theta: every loader reads it."""
+        """Stock `default` with the larger theta, which every loader supports."""
         return {"rope_type": "default", "rope_theta": ntk_theta(shape, self.factor)}

@@ -1,4 +1,4 @@
-"""NTK-by-parts: interpolate the channels that never turned, leave those that turned often."""
+"""NTK-by-parts: interpolate slow channels, keep fast ones."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.encodings.core.rope import ScaledRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
 def by_parts(shape: RopeShape, factor: float, slow: float, fast: float) -> Tensor:
     """Blend of interpolated and plain frequencies, `[dim/2]` float64, radians per token.
 
-    With `r_i` the turns that channel i makes within the trained window: divided by `factor` where
-    `r_i <= slow`, kept where `r_i >= fast`, and in between a ramp that is linear in `r_i`.
+    Channel i makes `r_i` turns within the trained window. Its frequency is divided by `factor` if
+    `r_i <= slow` and kept if `r_i >= fast`. Between the two is a ramp that is linear in `r_i`.
     """
     plain = shape.inv_freq()
     turns = shape.trained_length * plain / (2 * math.pi)
@@ -26,12 +27,12 @@ def by_parts(shape: RopeShape, factor: float, slow: float, fast: float) -> Tenso
 
 @dataclass(frozen=True)
 class NTKByParts(ScaledRope):
-    """NTK-by-parts: YaRN's blend with its paper's ramp, linear in the number of turns, and no sharpening.
+    """NTK-by-parts: YaRN's blend with the ramp of its paper, linear in turns, and no attention factor.
 
     Attributes:
         factor: `s = target_length / trained_length`.
-        alpha: channels with fewer turns than this within the trained window are divided by s.
-        beta: channels with more turns than this are kept.
+        alpha: frequencies with fewer turns than this within the trained window are divided by s.
+        beta: frequencies with more turns than this are kept.
     """
 
     alpha: float = 1.0

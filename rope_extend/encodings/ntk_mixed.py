@@ -1,4 +1,4 @@
-"""NTK-mixed scaling: every channel slowed by its own share of the factor."""
+"""NTK-mixed scaling: a divisor that grows from channel to channel up to the factor."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.encodings.core.rope import ScaledRope
+from rope_extend.encodings.core.shapes import RopeShape
 
 
 @dataclass(frozen=True)
 class NTKMixed(ScaledRope):
-    """NTK-mixed: channel i slowed by `exp(a (i+1)^c)`, a share of the factor that grows up to s at the last.
+    """NTK-mixed: channel i is slowed by `exp(a (i+1)^c)`, which grows up to s at the last channel.
 
     Attributes:
         factor: `s = target_length / trained_length`.
-        exponent: c; the share of the early channels is smaller the larger it is.
+        exponent: c; the larger it is, the less the early channels are slowed.
     """
 
     exponent: float = 0.75

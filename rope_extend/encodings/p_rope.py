@@ -1,4 +1,4 @@
-"""p-RoPE: the slowest channels stand still."""
+"""p-RoPE: the slowest channels do not rotate."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import ComposedRope, RopeShape
+from rope_extend.encodings.core.rope import ComposedRope
+from rope_extend.encodings.core.shapes import RopeShape
 
 
 @dataclass(frozen=True)
 class PRoPE(ComposedRope):
-    """p-RoPE: only the fastest fraction p of the channels turns; the slow rest carries meaning, not position.
+    """p-RoPE: only the fastest fraction p of the channels rotates; the others carry content, not position.
 
-    The pairs that are kept turn as before: the denominator of their exponents stays d. Around `linear` it is
-    what transformers calls `proportional` with a factor. A pretrained model has to be fine-tuned to it.
+    The kept pairs rotate as before: the denominator of their exponents stays d. `p_rope(linear)` is what
+    transformers calls `proportional` with a factor. A pretrained model has to be fine-tuned to it.
 
     Attributes:
         inner: the schedule whose fastest channels are kept.
-        fraction: p, above 0 and at most 1; `floor(p d/2)` channel pairs keep turning.
+        fraction: p, above 0 and at most 1; `floor(p d/2)` channel pairs keep their frequency.
     """
 
     fraction: float = 0.75

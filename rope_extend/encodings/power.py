@@ -7,16 +7,17 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import ComposedRope, RopeShape
+from rope_extend.encodings.core.rope import ComposedRope
+from rope_extend.encodings.core.shapes import RopeShape
 
 
 @dataclass(frozen=True)
 class Power(ComposedRope):
-    """Power basis: channel i slowed by `(1 - 2i/d)^k`: the fastest not at all, the slowest the most.
+    """Power basis: channel i is slowed by `(1 - 2i/d)^k`: the fastest not at all, the slowest the most.
 
     Attributes:
-        inner: the schedule that is slowed further; Giraffe's code does it on top of interpolation.
-        exponent: k; 0 changes nothing, 0.5 is what Giraffe reports on.
+        inner: the schedule that is slowed further; Giraffe's code applies it to interpolation.
+        exponent: k; 0 changes nothing, 0.5 is Giraffe's reported value.
     """
 
     exponent: float = 0.5

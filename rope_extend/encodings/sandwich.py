@@ -9,16 +9,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import BiasEncoding, ModelShape
+from rope_extend.encodings.core.alternatives import BiasEncoding
+from rope_extend.encodings.core.shapes import ModelShape
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class Sandwich(BiasEncoding):
-    """Sandwich: what sinusoidal vectors of query and key have in common, as a bias; nothing is learned.
+    """Sandwich: the inner product of the sinusoidal vectors of query and key as a bias; nothing is learned.
 
     Attributes:
-        dim: channels of the sinusoidal vectors, even.
+        dim: number of channels of the sinusoidal vectors, even.
     """
 
     dim: int = 128
@@ -38,15 +39,15 @@ class Sandwich(BiasEncoding):
     ) -> Tensor:
         """`H / (8h) * (sum_k cos(r / 10000^(2k/dim)) - dim/2)` in head h of H, `[heads, ...]` float32.
 
-        k runs from 0 to `dim/2 - 1`. The paper leaves out `dim/2`, which no softmax feels; without it, a
-        bias would be large at no distance.
+        k runs from 0 to `dim/2 - 1`. The paper does not subtract `dim/2`. Softmax ignores the constant, and
+        subtracting it keeps the bias small at short distances.
         """
-        # Apple's GPUs have no float64; there, far distances are a little off in the fastest channels.
-        exact = torch.float32 if distance.device.type == "mps" else torch.float64
-        far = distance.to(exact)
+        # Apple's GPUs have no float64; there, the fastest channels are slightly inexact at long distances.
+        dtype = torch.float32 if distance.device.type == "mps" else torch.float64
+        far = distance.to(dtype)
         total = torch.zeros_like(far)
         for k in range(self.dim // 2):
             total += torch.cos(far * 10_000.0 ** (-2 * k / self.dim)) - 1
-        heads = torch.arange(1, shape.heads + 1, dtype=exact, device=distance.device)
+        heads = torch.arange(1, shape.heads + 1, dtype=dtype, device=distance.device)
         scale = (shape.heads / (8 * heads)).view(-1, *[1] * distance.dim())
         return (scale * total).to(torch.float32)

@@ -9,18 +9,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import ModelShape, RelativeEncoding, check_length
+from rope_extend.encodings.core.alternatives import RelativeEncoding
+from rope_extend.encodings.core.checks import check_length
+from rope_extend.encodings.core.shapes import ModelShape
 
 
 @dataclass(frozen=True)
 class Shaw(RelativeEncoding):
-    """Shaw's relative embeddings: each distance has a learned vector, which keys have added to them.
+    """Shaw's relative embeddings: a learned vector for each distance is added to keys.
 
     Attributes:
-        reach: the distance in tokens from which all share a vector.
-        values: whether values have vectors too; attention weights are then computed one by one, which is
-            slower.
-        per_layer: whether each layer has vectors of its own, as in the paper.
+        reach: the distance in tokens from which all distances share one vector.
+        values: whether vectors are added to values too. This is slower, because attention weights then have
+            to be computed explicitly.
+        per_layer: whether each layer has its own vectors, as in the paper.
     """
 
     reach: int = 16
@@ -37,12 +39,12 @@ class Shaw(RelativeEncoding):
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
         """`key_vectors` `[reach + 1, head_dim]` and `value_vectors` `[reach + 1, value_dim]`, by distance.
 
-        Those of keys are drawn from a fixed seed, with a standard deviation of `head_dim^(-1/2)`; those of
-        values start at 0.
+        Key vectors start random, from a fixed seed, with a standard deviation of `head_dim^(-1/2)`. Value
+        vectors start at 0.
         """
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn(self.reach + 1, shape.head_dim, generator=generator) * shape.head_dim**-0.5
-        return {"key_vectors": drawn} | (
+        keys = torch.randn(self.reach + 1, shape.head_dim, generator=generator) * shape.head_dim**-0.5
+        return {"key_vectors": keys} | (
             {"value_vectors": torch.zeros(self.reach + 1, shape.value_dim)} if self.values else {}
         )
 
@@ -50,10 +52,10 @@ class Shaw(RelativeEncoding):
         """`min(r, reach)`, int64 `[...]`."""
         return distance.clamp(max=self.reach)
 
-    def of_keys(self, learned: Mapping[str, Tensor]) -> Tensor:
+    def key_vectors(self, learned: Mapping[str, Tensor]) -> Tensor:
         """`[reach + 1, head_dim]`."""
         return learned["key_vectors"]
 
-    def of_values(self, learned: Mapping[str, Tensor]) -> Tensor | None:
-        """`[reach + 1, value_dim]`, if values have any."""
+    def value_vectors(self, learned: Mapping[str, Tensor]) -> Tensor | None:
+        """`[reach + 1, value_dim]`, or None without `values`."""
         return learned.get("value_vectors")

@@ -1,4 +1,4 @@
-"""Short prompts as the model was pretrained, longer ones as extended."""
+"""Plain RoPE for short texts, an extension for longer ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import ComposedRope, RopeShape
+from rope_extend.encodings.core.rope import ComposedRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
@@ -16,9 +17,9 @@ from rope_extend.errors import RopeExtendError
 class ShortOriginal(ComposedRope):
     """Plain RoPE while a text fits the trained window, the inner schedule once it does not.
 
-    A static schedule costs quality within the trained window, where nothing had to be changed. Here each
-    query that ends a text of at most the trained length reads as the model was pretrained, exactly; each
-    later one reads all of its text by the inner schedule.
+    A static schedule costs quality within the trained window, where no change is needed. Here every query
+    within the trained window uses the pretrained model's table, exactly. Every later query uses the inner
+    schedule for its whole text.
 
     Attributes:
         inner: the static schedule for longer texts.
@@ -31,18 +32,18 @@ class ShortOriginal(ComposedRope):
         super().__post_init__()
         if self.inner.depends_on_length:
             raise RopeExtendError(
-                f"short_original goes around a static schedule, such as yarn; {self.inner} follows the "
-                f"length by itself"
+                f"short_original: inner must be a static schedule, but {self.inner} already depends on the "
+                f"length; give one such as yarn"
             )
 
     @property
     def depends_on_length(self) -> bool:  # type: ignore[override]
-        """Always: that is what it is for."""
+        """Always: the length decides between the two tables."""
         return True
 
     @property
     def rotates_in_attention(self) -> bool:
-        """Always: the table of a key follows from the query that reads it."""
+        """Always: the table of a key depends on the query."""
         return True
 
     @staticmethod
@@ -62,7 +63,7 @@ class ShortOriginal(ComposedRope):
         return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
 
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
-        """None of its own; the inner schedule's applies beyond the trained window only."""
+        """The inner schedule's, beyond the trained window only."""
         scale = self.inner.logit_scale(shape, position_ids)
         if scale is None:
             return None

@@ -9,18 +9,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import AbsoluteEncoding, ModelShape
+from rope_extend.encodings.core.alternatives import AbsoluteEncoding
+from rope_extend.encodings.core.shapes import ModelShape
 
 
 @dataclass(frozen=True)
 class Sinusoidal(AbsoluteEncoding):
-    """Sinusoidal vectors: each pair of channels is a clock hand that turns at a speed of its own.
+    """Sinusoidal vectors: sine and cosine of the position, with a different frequency for each channel pair.
 
     Attributes:
-        scale: factor on the vectors, whose channels are within -1 and 1. The first transformer multiplied its
-            embeddings by the root of their width to match them; models of today mostly do not, and may need
-            less than 1.
-        base: of the speeds, `base^(-2i/D)` radians per token.
+        scale: factor on the vectors, whose channels lie between -1 and 1. The first transformer multiplied
+            its embeddings by the square root of their width to match. Most models of today do not, and may
+            need a scale below 1.
+        base: base of the frequencies, `base^(-2i/D)` radians per token.
     """
 
     scale: float = 1.0
@@ -39,8 +40,8 @@ class Sinusoidal(AbsoluteEncoding):
 
         `[..., hidden_size]` float32, D the hidden size; computed in float64 where the device has it.
         """
-        exact = torch.float32 if position_ids.device.type == "mps" else torch.float64
-        even = torch.arange(0, shape.hidden_size, 2, dtype=exact, device=position_ids.device)
-        angles = position_ids[..., None].to(exact) * self.base ** (-even / shape.hidden_size)
+        dtype = torch.float32 if position_ids.device.type == "mps" else torch.float64
+        even = torch.arange(0, shape.hidden_size, 2, dtype=dtype, device=position_ids.device)
+        angles = position_ids[..., None].to(dtype) * self.base ** (-even / shape.hidden_size)
         both = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
         return (self.scale * both[..., : shape.hidden_size]).to(torch.float32)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rope_extend.encodings.alibi import ALiBi
-from rope_extend.encodings.base import BiasEncoding, ModelShape
+from rope_extend.encodings.core.alternatives import BiasEncoding
+from rope_extend.encodings.core.shapes import ModelShape
 from rope_extend.errors import RopeExtendError
 
 
@@ -19,13 +20,13 @@ from rope_extend.errors import RopeExtendError
 class T5Bias(BiasEncoding):
     """T5's relative bias: one learned number per head for each range of distances, shared by all layers.
 
-    T5 itself does not scale its logits; here they keep the scale that the model was pretrained with.
+    T5 itself does not scale its logits. Here they keep the scale of the pretrained model.
 
     Attributes:
-        buckets: how many ranges there are; the nearer half are of one distance each.
-        max_distance: the distance in tokens from which all are in the last range.
-        start: what the numbers start as: `alibi`, ALiBi's bias at the nearest distance of each range, or
-            `zeros`, with which the model cannot tell one distance from another until it has learnt to.
+        buckets: number of ranges; each range of the nearer half holds one distance.
+        max_distance: the distance in tokens from which all distances are in the last range.
+        start: the first values: `alibi`, ALiBi's bias at the nearest distance of each range, or `zeros`,
+            with which the model cannot tell distances apart until it has learned to.
     """
 
     buckets: int = 32
@@ -52,9 +53,9 @@ class T5Bias(BiasEncoding):
             raise RopeExtendError(f"{self.name}: start must be 'alibi' or 'zeros', got {self.start!r}")
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The range that each distance is in, int64 `[...]`.
+        """The range of each distance, int64 `[...]`.
 
-        Computed in float32, as T5 does, so that no distance falls into another range than there.
+        Computed in float32 as in T5, so that every distance is in the same range as there.
         """
         exact = self.buckets // 2
         far = exact + (
@@ -76,5 +77,5 @@ class T5Bias(BiasEncoding):
     def bias(
         self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
     ) -> Tensor:
-        """The table's number of each distance's range, `[heads, ...]` float32."""
+        """The table's number for the range of each distance, `[heads, ...]` float32."""
         return learned["table"][self.bucket(distance)].movedim(-1, 0)

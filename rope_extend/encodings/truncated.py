@@ -1,4 +1,4 @@
-"""Truncated basis: channels too slow to have turned in training are stopped."""
+"""Truncated basis: channels too slow to complete a turn in training get a fixed frequency, or none."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import ComposedRope, RopeShape
+from rope_extend.encodings.core.rope import ComposedRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
 class Truncated(ComposedRope):
-    """Truncated basis: fast channels kept, slow ones set to one small frequency, the slowest stopped.
+    """Truncated basis: fast channels are kept, slow ones get one small frequency, the slowest frequency zero.
 
-    By default the limits are those of Giraffe's code: a full turn within the trained window of L tokens is
-    kept, less than an eighth of a turn is stopped, and those between turn once in 16 L. All three are in
-    radians per token.
+    The default limits are those of Giraffe's code, for a trained window of L tokens. Channels that complete
+    a turn within L are kept. Channels below an eighth of a turn get frequency zero. Those between rotate
+    once in 16 L tokens. All three parameters are in radians per token.
 
     Attributes:
         inner: the schedule that is truncated.
         keep_above: a: channels at least this fast are kept; `2 pi / L` by default.
-        zero_below: b: channels slower than this stand still; `a / 8` by default.
-        between: rho: the frequency of those from b up to a; `a / 16` by default.
+        zero_below: b: channels slower than this do not rotate; `a / 8` by default.
+        between: rho: the frequency of channels from b up to a; `a / 16` by default.
     """
 
     keep_above: float | None = None
@@ -47,19 +48,19 @@ class Truncated(ComposedRope):
         """`(a, b, rho)`.
 
         Raises:
-            RopeExtendError: b or rho is above a, so that a slower channel would become the faster one.
+            RopeExtendError: b or rho is above a, which would make a slower channel the faster one.
         """
         below = above / 8 if self.zero_below is None else self.zero_below
         between = above / 16 if self.between is None else self.between
         if max(below, between) > above:
             raise RopeExtendError(
-                f"truncated: zero_below and between must not exceed keep_above, got {below:g} and "
-                f"{between:g} against {above:g} radians per token"
+                f"truncated: zero_below and between must not exceed keep_above, got {below:g}, {between:g} "
+                f"and {above:g} radians per token"
             )
         return above, below, between
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
-        """`theta_i` from a on, rho from b up to a, else 0; `[dim/2]` float64, radians per token.
+        """`theta_i` from a up, rho from b up to a, else 0; `[dim/2]` float64, radians per token.
 
         Raises:
             RopeExtendError: a limit exceeds the default `2 pi / L` of this model.

@@ -7,22 +7,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rope_extend.encodings.base import ComposedRope, RopeShape
+from rope_extend.encodings.core.rope import ComposedRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
 _GAMMA = 0.4
-"""What keeps the fastest channel's decay finite, in the paper and in its code."""
+"""Keeps the fastest channel's decay finite, as in the paper and its code."""
 
 
 @dataclass(frozen=True)
 class XPos(ComposedRope):
-    """xPos: what query and key share shrinks with their distance, in the fast channels the most.
+    """xPos: the product of a query and a key decays with their distance, fastest in the fast channels.
 
-    Made for models that were trained with it; in others, distant tokens lose weight that they had.
+    Meant for models trained with it. In other models, distant tokens lose weight.
 
     Attributes:
-        inner: the schedule that queries and keys are rotated by.
-        scale_base: tokens over which a channel shrinks by its `zeta_i`; the larger, the weaker.
+        inner: the rotary schedule.
+        scale_base: tokens over which a channel decays by its `zeta_i`; the larger, the weaker the decay.
     """
 
     scale_base: float = 512.0
@@ -35,13 +36,13 @@ class XPos(ComposedRope):
         self._check("scale_base", minimum=1, maximum=1e12)
         if self.inner.per_row:
             raise RopeExtendError(
-                f"xpos rotates keys for each query that reads them, which {self.inner} does not do; "
-                f"give the inner schedule per='query'"
+                f"xpos rotates keys for each query, but {self.inner} does not; give the inner schedule "
+                f"per='query'"
             )
 
     @property
     def rotates_in_attention(self) -> bool:
-        """Always: the factor of a query-key pair follows from their distance."""
+        """Always: the factor of a query and a key depends on their distance."""
         return True
 
     def decay(self, shape: RopeShape) -> Tensor:
@@ -50,5 +51,5 @@ class XPos(ComposedRope):
         `[dim/2]` float64, below 0, per token; d is the number of rotated channels.
         """
         zeta = (shape.exponents + _GAMMA) / (1 + _GAMMA)
-        own, inner = zeta.log() / self.scale_base, self.inner.decay(shape)
-        return own if inner is None else own + inner
+        decay, inner = zeta.log() / self.scale_base, self.inner.decay(shape)
+        return decay if inner is None else decay + inner

@@ -1,4 +1,4 @@
-"""YaRN: interpolate the slow channels, leave the fast ones, and sharpen attention a little."""
+"""YaRN: interpolate slow channels, keep fast ones, and sharpen attention a little."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.base import RopeShape, ScaledRope
+from rope_extend.encodings.core.rope import ScaledRope
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.ntk_by_parts import by_parts
 from rope_extend.errors import RopeExtendError
 
@@ -20,19 +21,18 @@ from rope_extend.errors import RopeExtendError
 class YaRN(ScaledRope):
     """YaRN: slow channels are interpolated, fast ones kept, with a ramp between, and attention is sharpened.
 
-    Two ramps are called YaRN. In its code and in transformers it is linear in the channel index; in the
-    paper's text (equation 13) it is linear in the number of turns.
+    Two ramps are called YaRN. In its code and in transformers the ramp is linear in the channel index. In
+    the paper's text (equation 13) it is linear in the number of turns.
 
     Attributes:
         factor: `s = target_length / trained_length`.
-        beta_fast: channels that turn more often than this within the trained window are kept.
-        beta_slow: channels that turn less often than this are divided by s.
+        beta_fast: frequencies with more turns than this within the trained window are kept.
+        beta_slow: frequencies with fewer turns than this are divided by s.
         attention_scale: replaces the factor `0.1 ln s + 1` on cos and sin; `attention_factor` in config.json.
-        truncate: whether the ends of the ramp are rounded outwards to whole channels, where it is linear in
-            the index.
+        truncate: whether the ends of the ramp are rounded outwards to whole channels; for `ramp="index"`.
         mscale: with `mscale_all_dim`, DeepSeek's form of the factor: the weight of `ln s` in its numerator.
         mscale_all_dim: the weight of `ln s` in its denominator.
-        ramp: what it is linear in, `index` or `turns`.
+        ramp: the ramp is linear in the channel `index` or in the number of `turns`.
     """
 
     beta_fast: float = 32.0
@@ -67,7 +67,7 @@ class YaRN(ScaledRope):
             raise RopeExtendError(f"yarn: ramp must be 'index' or 'turns', got {self.ramp!r}")
         if self.ramp == "turns" and not self.truncate:
             raise RopeExtendError(
-                "yarn: truncate=False means nothing with ramp='turns', whose ends are never rounded; omit it"
+                "yarn: truncate=False has no effect with ramp='turns', whose ends are never rounded; omit it"
             )
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
@@ -80,14 +80,14 @@ class YaRN(ScaledRope):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, shape.dim - 1)
         if low == high:
-            high += 0.001  # a step instead of a ramp, as transformers resolves it
+            high += 0.001  # a step instead of a ramp, as in transformers
         ramp = ((torch.arange(shape.dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
         plain = shape.inv_freq()
         return ramp * plain / self.factor + (1 - ramp) * plain
 
     @staticmethod
     def _channel_turning(turns: float, shape: RopeShape) -> float:
-        """The (fractional) channel pair that turns `turns` times within the trained window."""
+        """The (fractional) index of the channel pair with `turns` turns within the trained window."""
         return (
             shape.dim * math.log(shape.trained_length / (turns * 2 * math.pi)) / (2 * math.log(shape.theta))
         )
@@ -104,7 +104,7 @@ class YaRN(ScaledRope):
         return 0.1 * weight * math.log(self.factor) + 1.0
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """Stock `yarn`, with the trained length its ramp depends on; stock `longrope` for the other ramp."""
+        """Stock `yarn` with the trained length, which its ramp needs; stock `longrope` for `ramp="turns"`."""
         if self.ramp == "turns":
             return self.longrope_parameters(shape)
         values = super().rope_parameters(shape)

@@ -1,8 +1,8 @@
-"""The controls that keep a comparison honest: a cropped context, and what became of short texts.
+"""Controls of an evaluation: the gain over a cropped context, and the cost within the trained window.
 
-A perplexity that falls with the length says little: later parts of a text are easier for any model that does
-not break. So each is held against the same model with its context cropped to the trained window. And what a
-method gains on long texts it may pay for on those within the window, where the model needed no help.
+Perplexity that falls with the length says little, because later parts of a text are easier for any working
+model. So each row is compared with the same model whose context is cropped to the trained window. And a
+method may do worse on short texts, for which the model needed no extension.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from rope_extend.evaluation.statistics import Difference, RateDifference
 
 @dataclass(frozen=True)
 class Regression:
-    """What a row reads like within the trained window, before and after.
+    """A row compared with plain RoPE within the trained window.
 
     Attributes:
-        row: after.
-        against: label of the row of plain RoPE that it is held against.
-        length: the trained window, in tokens.
-        before: perplexity of plain RoPE there.
-        after: that of the row.
-        difference: of their losses, with its interval; None where the window itself was not measured.
-        retrieval: by task, the rates on the same prompts.
+        row: the row.
+        against: label of the row with plain RoPE.
+        length: the trained window in tokens.
+        before: perplexity of plain RoPE within the window.
+        after: perplexity of the row within the window.
+        difference: difference of the losses, with its interval; None if the window was not measured as a
+            length.
+        retrieval: by task, the difference of the rates on the same prompts.
     """
 
     row: EvaluationRow
@@ -41,7 +42,7 @@ class Regression:
 
     @property
     def ratio(self) -> float:
-        """Perplexity after over perplexity before; above 1 the window got worse."""
+        """Perplexity after divided by perplexity before; above 1 the row is worse within the window."""
         return self.after / self.before
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,15 +53,16 @@ class Regression:
             "before": or_none(self.before),
             "after": or_none(self.after),
             "difference": self.difference.to_dict() if self.difference else None,
-            "retrieval": {task: one.to_dict() for task, one in self.retrieval.items()},
+            "retrieval": {task: change.to_dict() for task, change in self.retrieval.items()},
         }
 
 
 def regressions(rows: Sequence[EvaluationRow]) -> list[Regression]:
-    """What each other row costs within the trained window, against plain RoPE.
+    """Compare each other row with plain RoPE within the trained window.
 
-    Before is the first untrained row of plain RoPE, cropped or not, as both read the same within the window;
-    else the model as it is. Without such a row, or any other on the same text, there is none.
+    Plain RoPE is the first untrained row with it, cropped or not, because both are equal within the window;
+    else the row with the checkpoint's own encoding. Empty without such a row, or without others on the same
+    text.
     """
     trained = rows[0].trained_length if rows else None
     untrained = [row for row in rows if row.adapter is None and row.method == "none"]
@@ -71,7 +73,7 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Regression]:
     base = plain[0]
     retrieved = next((row.retrieval for row in plain if row.retrieval is not None), None)
     protocol = _protocol(base)
-    found = []
+    compared = []
     for row in rows:
         if row in plain or row.result.cropped or _protocol(row) != protocol:
             continue
@@ -83,46 +85,46 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Regression]:
         changes: dict[str, RateDifference] = {}
         if retrieved is not None and row.retrieval is not None:
             for task in row.retrieval.tasks:
-                one = row.retrieval.against(retrieved, task, trained)
-                changes |= {task: one} if one is not None else {}
-        found.append(
+                rates = row.retrieval.against(retrieved, task, trained)
+                changes |= {task: rates} if rates is not None else {}
+        compared.append(
             Regression(row, base.label, trained, before, after, change[0] if change else None, changes)
         )
-    return found
+    return compared
 
 
 def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
-    """What a longer context is worth: each row against the untrained model with its context cropped.
+    """Compare each row with the untrained model whose context is cropped, beyond the trained window.
 
-    At the lengths beyond the trained window. Empty where that control was not measured.
+    Empty if that control was not measured.
     """
     trained = rows[0].trained_length if rows else None
     controls = [row for row in rows if row.result.cropped and row.adapter is None and row.method == "none"]
     if trained is None or not controls or all(row.result.cropped for row in rows):
         return []
     base = controls[0]
-    found = []
+    compared = []
     for row in rows:
         if row.result.cropped or row.result.data != base.result.data or _protocol(row) != _protocol(base):
             continue
         shared = [n for n in sorted(row.result.ppl) if n in base.result.ppl and n > trained]
         changes = differences(base.result, row.result, shared)
         if changes:
-            found.append(Comparison(base, row, changes))
-    return found
+            compared.append(Comparison(base, row, changes))
+    return compared
 
 
 def _protocol(row: EvaluationRow) -> tuple[str, int | None, int | None]:
-    """What is scored: the targets of `cropped` are those of `prefix`."""
+    """The scored targets: `cropped` has those of `prefix`."""
     name = row.result.protocol
     return "prefix" if name == "cropped" else name, row.result.stride, row.result.last
 
 
 def _within(row: EvaluationRow, trained: int) -> float | None:
-    """Perplexity within the trained window: as read at it, where it was; else from the longest pass."""
+    """Perplexity within the trained window: that of the length, if measured, else from the longest pass."""
     if trained in row.result.ppl:
         return row.result.ppl[trained]
-    if row.result.protocol not in ("prefix", "cropped"):  # whose positions are those in a window
+    if row.result.protocol not in ("prefix", "cropped"):  # positions count from the start of a window
         return None
     try:
         return row.result.within(trained)

@@ -1,270 +1,297 @@
-"""Compare methods and adapters on the same text: what `rope-extend evaluate` does."""
+"""Compare methods and adapters by perplexity on the same text: `rope_extend.evaluate`."""
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoTokenizer
 
-from rope_extend.checkpoint import read_record
-from rope_extend.data import format_length, load_documents
-from rope_extend.encodings import Encoding, method_named
+from rope_extend.data.documents import load_documents
+from rope_extend.encodings import Encoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import perplexity
-from rope_extend.evaluation.plan import Plan, plan
-from rope_extend.evaluation.prompts import Prompt
-from rope_extend.evaluation.protocols import protocol as protocol_of
-from rope_extend.evaluation.results import EvaluationRow, file_name
-from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
+from rope_extend.evaluation.candidates import Candidate, Candidates
+from rope_extend.evaluation.evaluation_config import PLAIN, EvaluationConfig
+from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
+from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.perplexity_report import UNFINISHED, check_output, write_report
+from rope_extend.evaluation.prompts import Prompt, PromptOptions
+from rope_extend.evaluation.protocols import WindowSettings, protocol_named
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, Subject, file_name
+from rope_extend.evaluation.retrieval import TrialLog, answer_prompts, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.tasks import Passkey, template_for
-from rope_extend.evaluation.variants import AS_IS, PLAIN, check_method, variants
-from rope_extend.hardware import Hardware
-from rope_extend.info import info
-from rope_extend.patching import current_patch
-from rope_extend.pretrained import pretrained
-from rope_extend.processes import is_main_process, processes
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.loading import pretrained
+from rope_extend.models.processes import is_main_process, processes
+from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-RETRIEVAL = 4
-"""Passkeys at each of `DEPTHS` depths within the trained window, if not said otherwise."""
-
 DEPTHS = 5
-"""Of these passkeys, evenly spread from the beginning of a prompt to its end."""
+"""Number of depths of the passkeys within the trained window."""
 
 
 def evaluate(
-    model: str,
+    config: EvaluationConfig,
     *,
-    data: str | Path | Sequence[str | Path],
-    lengths: Sequence[int] | None = None,
-    methods: Sequence[str] = (AS_IS,),
-    adapters: Sequence[str] = (),
-    protocol: str = "prefix",
-    window: int | None = None,
-    stride: int | None = None,
-    last: int | None = None,
-    cropped: bool = True,
-    retrieval: int = RETRIEVAL,
-    trained_length: int | None = None,
-    max_documents: int | None = 16,
-    max_tokens: int | None = None,
-    text_column: str = "text",
-    split: str = "train",
-    hardware: Hardware | None = None,
-    chunk: int | None = None,
-    save_losses: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> list[EvaluationRow]:
+    """Measure perplexity with each method, untrained, and with each adapter; write the report.
+
+    Every row is measured on the same tokens. Methods extend the model to the longest length. Everything is
+    checked before the weights are loaded. Under `torchrun` or `accelerate launch` each process measures its
+    share of the documents, all processes get the same rows, and one of them writes the report.
+
+    If `config.output` is set, the report goes there: `results.jsonl`, tables, pictures and `report.html`.
+    Until then, finished documents are kept there, so an interrupted evaluation can be resumed.
+
+    Args:
+        config: what to measure, and how.
+        resume: resume an interrupted evaluation in the output directory.
+        overwrite: replace a report in the output directory.
+        progress: show progress bars, on terminals only.
+
+    Returns:
+        The rows of the table.
+
+    Raises:
+        RopeExtendError: no such model, adapter, method or data, texts that are too short, a length that does
+            not fit into memory, or an output directory that holds a report.
+    """
+    if config.output is None:
+        if resume or overwrite:
+            raise RopeExtendError(
+                "resume and overwrite refer to a report on disk, and output is not set; set output"
+            )
+        return list(evaluation_rows(config, progress=progress))
+    output = check_output(config.output, overwrite=overwrite, resume=resume)
+    unfinished = output / UNFINISHED
+    connected = processes(config.load_options().torch_device)
+    if connected:  # no process changes the directory before all have checked it
+        connected.wait_for_everyone()
+    if overwrite and is_main_process():
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if connected:
+        connected.wait_for_everyone()
+    rows = list(evaluation_rows(config, finished=unfinished, progress=progress))
+    if is_main_process():
+        trained_length = rows[0].trained_length
+        assert trained_length is not None
+        write_report(rows, output, trained_length=trained_length, overwrite=overwrite)
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return rows
+
+
+def evaluation_rows(
+    config: EvaluationConfig,
+    *,
+    load_options: LoadOptions | None = None,
     finished: str | Path | None = None,
     progress: bool = True,
 ) -> Iterator[EvaluationRow]:
-    """Measure perplexity with each method, untrained, and with each adapter; yields a row as it is done.
-
-    Every row is measured on the same tokens. Methods extend the model to the longest of `lengths`. Everything
-    is checked before the weights are loaded. Under `torchrun` or `accelerate launch` each process reads its
-    share of the documents, and all get the same rows.
+    """Yield the rows of `evaluate` one by one, without a report.
 
     Args:
-        model: a checkpoint's directory or hub id.
-        data: long documents, as `load_documents` takes them.
-        lengths: in tokens; the trained window and its doublings up to 8x, if not given. Where one pass gives
-            all of them, the trained window is measured as well.
-        methods: methods by name; `none` is plain RoPE, `as-is` what the config says.
-        adapters: directories of adapters for this model, each with its `rope_extend.json`.
-        protocol: how perplexity is measured, as in `perplexity`; with its own `window`, `stride` or `last`.
-        window: in tokens, for the protocol `cropped`.
-        stride: in tokens, for the protocols with strided windows.
-        last: in tokens, for the protocol `last-k`.
-        cropped: also measure the rows that read with plain RoPE with their context cropped to the trained
-            window: what the model is worth at that length without any extension. Where no row does, the
-            model is measured so by itself. Under protocols that score the same targets at every length.
-        retrieval: the other control of what becomes of short texts: so many passkeys at each of five depths,
-            in prompts of the trained window, where there is plain RoPE and something to hold against it.
-            Answering them costs each row so many times five windows. 0: none.
-        trained_length: the window the model was pretrained on, in tokens, where the config does not say it.
-        max_documents: how many documents to use.
-        max_tokens: cut documents to so many tokens, for protocols that read them whole.
-        text_column: the column of a table that holds the text.
-        split: the split of a hub dataset.
-        hardware: how the model is loaded; by default as this machine suggests.
-        chunk: read long windows in pieces of so many tokens, layer by layer.
-        save_losses: keep the loss of every token in each row's `result.losses`.
-        finished: directory in which the losses of finished documents are kept, row by row; a second call
-            goes on from there.
-        progress: show progress bars, if there is a terminal.
+        config: what to measure, and how.
+        load_options: how the model is loaded; by default as in `config`.
+        finished: directory in which the losses of finished documents are kept, in one directory per row. A
+            second call resumes there.
+        progress: show progress bars, on terminals only.
 
     Raises:
-        RopeExtendError: no such model, adapter, method or data, or texts that are too short.
+        RopeExtendError: as `evaluate`.
     """
-    found = info(model, trained_length=trained_length)
-    shape = found.shape
-    trained = shape.trained_length
-    wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
-    rule = protocol_of(protocol)
-    if rule.nested and wanted[-1] > trained:
-        # For what became of short texts; where one pass gives all lengths, this one comes with it.
-        wanted = sorted({*wanted, trained})
-    settings = rule.checked(wanted, {"window": window, "stride": stride, "last": last})
-    if retrieval < 0:
-        raise RopeExtendError(f"retrieval is a number of passkeys at each depth, 0 or more; got {retrieval}")
-    methods = list(dict.fromkeys(methods))
-    if not methods and not adapters:
-        raise RopeExtendError(f"nothing to evaluate: name a method, such as {AS_IS}, or give an adapter")
-    for method in methods:
-        check_method(method, shape, wanted[-1])
-    records = {adapter: read_record(adapter) for adapter in adapters}
-    for adapter, record in records.items():
-        if record.shape != shape:
-            raise RopeExtendError(f"the adapter in {adapter} is for another model than {model!r}")
-    hardware = hardware or Hardware()
-    foreseen = plan_of(
-        model, methods, adapters, lengths=wanted, hardware=hardware, trained_length=trained_length,
-        chunk=chunk, batched=cropped or not rule.nested,
-    )  # fmt: skip
-    if foreseen is not None:
-        logger.info("%s", foreseen)
-        foreseen.check()
-    tokenizer = pretrained(AutoTokenizer, model)
-    together = processes(hardware.place)
-    with together.main_process_first() if together else nullcontext():  # the others find what it tokenised
-        documents = load_documents(
-            data,
-            tokenizer,
-            text_column=text_column,
-            split=split,
-            min_tokens=0 if rule.joined else wanted[-1] + rule.beyond,
-            max_documents=max_documents,
-            max_tokens=wanted[-1] if rule.nested else max_tokens,
+    return _Evaluation(config, load_options, finished, progress).rows()
+
+
+def plan_evaluation(
+    config: EvaluationConfig, candidates: Candidates | None = None, lengths: Sequence[int] | None = None
+) -> ForwardPlan | None:
+    """Estimate the memory and time of an evaluation, from the config of the model alone.
+
+    Args:
+        config: what to measure, and how. Neither `data` nor weights are needed.
+        candidates: those of the config, if they exist already.
+        lengths: lengths in tokens; by default those of the candidates.
+
+    Returns:
+        The plan; None for a family whose memory cannot be estimated.
+
+    Raises:
+        RopeExtendError: no such model, adapter or method.
+    """
+    candidates = candidates or Candidates.of(config)
+    encodings: list[Encoding | None] = [None]
+    encodings += [each for name, each in candidates.encodings.items() if each is not None and name != PLAIN]
+    return plan_forward(
+        candidates.name,
+        lengths or candidates.lengths,
+        load_options=candidates.load_options,
+        empty=candidates.empty,
+        encodings=encodings,
+        adapters=[(Path(adapter), record.encoding) for adapter, record in candidates.records.items()],
+        trained_length=candidates.trained_length,
+        chunk=config.chunk,
+        batched=config.cropped or not protocol_named(config.protocol).nested,
+    )
+
+
+class _Evaluation:
+    """An evaluation with all its settings, texts and prompts, but without the weights.
+
+    Args:
+        config: what to measure, and how.
+        load_options: how the model is loaded; by default as in `config`.
+        finished: directory in which the losses of finished documents are kept.
+        progress: show progress bars.
+    """
+
+    def __init__(
+        self,
+        config: EvaluationConfig,
+        load_options: LoadOptions | None,
+        finished: str | Path | None,
+        progress: bool,
+    ) -> None:
+        if config.data is None:
+            raise RopeExtendError("evaluation: data is not set; give long documents to measure perplexity on")
+        self.config, self.progress = config, progress
+        self.finished = None if finished is None else Path(finished)
+        self.candidates = candidates = Candidates.of(config, load_options)
+        trained, longest = candidates.trained_length, candidates.longest
+        self.rule = protocol_named(config.protocol)
+        self.lengths = list(candidates.lengths)
+        if self.rule.nested and longest > trained:
+            # The loss within the trained window is a control, and comes with the same pass.
+            self.lengths = sorted({*self.lengths, trained})
+        settings = self.rule.check_settings(config.window_settings, self.lengths)
+        plain = candidates.plain_methods
+        # A cropped context is a control if the same targets are scored with it.
+        can_crop = config.protocol == "prefix" or (
+            self.rule.same_targets and max(settings.values(), default=0) <= trained
         )
-    plain = [name for name in methods if name == PLAIN or (name == AS_IS and found.encoding == "none")]
-    # A cropped context is a control where it is the same targets that are scored with it.
-    crops = protocol == "prefix" or (rule.same_targets and max(settings.values(), default=0) <= trained)
-    controls = cropped and crops and wanted[-1] > trained
-    compared = len(methods) + len(adapters) > len(plain) and (controls or bool(plain))
-    task = Passkey(template=template_for(model))
-    prompts = _passkeys(task, tokenizer, trained, retrieval) if retrieval and compared else []
-    lm = hardware.load(model, reserve=foreseen.beside_weights if foreseen else 0)
+        self.cropped = config.cropped and can_crop and longest > trained
+        self.control_method = [PLAIN] if self.cropped and not plain else []
 
-    def measured(
-        reader: nn.Module, label: str, adapter: str | None, lengths: Sequence[int] = wanted, **how: Any
-    ) -> EvaluationRow:
-        patch = current_patch(reader)
-        return EvaluationRow(
-            label=label,
-            encoding=patch.encoding.to_dict() if patch else None,
-            model=str(model),
-            adapter=adapter,
-            result=perplexity(
-                reader,
-                documents,
-                lengths,
-                chunk=chunk,
-                suggested_chunk=foreseen.longest.at_once if foreseen else None,
-                save_losses=save_losses,
-                finished=None if finished is None else Path(finished) / file_name(label),
-                share=together is not None,
-                progress=progress and is_main_process(),
-                **how,
-            ),
-            trained_length=trained,
-            rope_parameters=None if patch else found.rope_parameters,
-        )
+        self.plan = plan_evaluation(config, candidates, self.lengths)
+        if self.plan is not None:
+            logger.info("%s", self.plan)
+            self.plan.check()
 
-    def control(reader: nn.Module, label: str, adapter: str | None) -> EvaluationRow:
-        label = f"{label}, cropped to {format_length(trained)}"
-        if rule.nested:
-            return measured(reader, label, adapter, protocol="cropped", window=trained)
-        row = measured(reader, label, adapter, [trained], protocol=protocol, stride=stride, last=last)
-        return replace(row, result=row.result.repeated(trained, wanted))
+        self.tokenizer = pretrained(AutoTokenizer, candidates.name)
+        self.connected = processes(candidates.load_options.torch_device)
+        # The other processes use the tokens that the main process has cached.
+        with self.connected.main_process_first() if self.connected else nullcontext():
+            self.documents = load_documents(
+                config.data,
+                self.tokenizer,
+                text_column=config.text_column,
+                split=config.split,
+                min_tokens=0 if self.rule.joined else self.lengths[-1] + self.rule.extra_tokens,
+                max_documents=config.max_documents,
+                max_tokens=self.lengths[-1] if self.rule.nested else config.max_tokens,
+            )
+        self.task = Passkey(template=template_for(candidates.name))
+        compares = len(candidates.encodings) + len(candidates.records) > len(plain)
+        has_control = compares and (self.cropped or bool(plain))
+        self.prompts = self._prompts() if config.retrieval and has_control else []
 
-    def retrieved(reader: nn.Module, row: EvaluationRow) -> EvaluationRow:
-        if not prompts or not is_main_process():  # few and short: not worth sharing
-            return row
-        # Beside the row's finished documents, which are of the same model, or it would have been refused.
-        log = None if finished is None else Path(finished) / file_name(row.label) / "trials.jsonl"
+    def _prompts(self) -> list[Prompt]:
+        """Passkeys within the trained window; none, with a warning, if the task does not fit."""
+        options = PromptOptions(depths=DEPTHS, trials=self.config.retrieval)
+        length = self.candidates.trained_length
         try:
-            answers = answer_prompts(
-                reader, tokenizer, [task], prompts, label=f"{row.label} {prompts_fingerprint(prompts)}",
-                log=log, progress=progress,
-            )  # fmt: skip
+            return make_prompts([self.task], self.tokenizer, [length], options=options, progress=False)
+        except RopeExtendError as error:
+            logger.warning("retrieval within the trained window is not measured: %s", error)
+            return []
+
+    def rows(self) -> Iterator[EvaluationRow]:
+        """Load the weights, and yield each row when it is measured."""
+        candidates = self.candidates
+        reserve = self.plan.activations if self.plan else 0
+        lm = candidates.load_options.load(candidates.name, reserve=reserve)
+        for candidate in candidates.models(lm, [*candidates.encodings, *self.control_method]):
+            logger.info("evaluating %s%s", candidate.label, "" if candidate.adapter else ", untrained")
+            if candidate.label in self.control_method:
+                yield self._with_retrieval(candidate, self._control(candidate))
+                continue
+            protocol, settings = self.config.protocol, self.config.window_settings
+            subject = candidates.subject(candidate)
+            result = self._perplexity(candidate, subject, self.lengths, protocol, settings)
+            yield self._with_retrieval(candidate, EvaluationRow.of(subject, result))
+            if self.cropped and candidates.uses_plain_rope(candidate):
+                yield self._control(candidate)
+
+    def _control(self, candidate: Candidate) -> EvaluationRow:
+        """The row of plain RoPE with its context cropped to the trained window."""
+        window = self.candidates.trained_length
+        label = f"{candidate.label}, cropped to {format_length(window)}"
+        subject = self.candidates.subject(candidate, label)
+        if self.rule.nested:
+            settings = WindowSettings(window=window)
+            return EvaluationRow.of(
+                subject, self._perplexity(candidate, subject, self.lengths, "cropped", settings)
+            )
+        protocol, settings = self.config.protocol, self.config.window_settings
+        result = self._perplexity(candidate, subject, [window], protocol, settings)
+        return EvaluationRow.of(subject, result.repeated(window, self.lengths))
+
+    def _perplexity(
+        self,
+        candidate: Candidate,
+        subject: Subject,
+        lengths: Sequence[int],
+        protocol: str,
+        settings: WindowSettings,
+    ) -> PerplexityResult:
+        options = RunOptions(
+            chunk=self.config.chunk,
+            suggested_chunk=self.plan.longest.chunk_size if self.plan else None,
+            finished=None if self.finished is None else self.finished / file_name(subject.label),
+            share=self.connected is not None,
+        )
+        return perplexity(
+            candidate.model,
+            self.documents,
+            lengths,
+            protocol=protocol,
+            save_losses=self.config.save_losses,
+            progress=self.progress and is_main_process(),
+            options=options,
+            **settings,
+        )
+
+    def _with_retrieval(self, candidate: Candidate, row: EvaluationRow) -> EvaluationRow:
+        """The row with retrieval within the trained window, in the main process."""
+        if not self.prompts or not is_main_process():  # few and short, so not worth sharing
+            return row
+        log = None
+        if self.finished is not None:
+            # Next to the finished documents of the row, which are refused if they belong to another model.
+            file = self.finished / file_name(row.label) / "trials.jsonl"
+            log = TrialLog(file, f"{row.label} {prompts_fingerprint(self.prompts)}")
+        try:
+            retrieval = answer_prompts(
+                candidate.model,
+                self.tokenizer,
+                [self.task],
+                self.prompts,
+                subject=self.candidates.subject(candidate, row.label),
+                log=log,
+                progress=self.progress,
+            )
         except RopeExtendError as error:
             if not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
-            # A control is not worth the measurement that it belongs to.
+            # The control is not worth losing the perplexity of the row.
             logger.warning("%s: retrieval within the trained window is not measured: %s", row.label, error)
             return row
-        about = {name: getattr(row, name) for name in ("label", "model", "adapter", "rope_parameters")}
-        return replace(row, retrieval=replace(answers, trained_length=trained, **about))
-
-    alone = [PLAIN] if controls and not plain else []
-    for label, of, reader in variants(lm, [*methods, *alone], records, trained, wanted[-1]):
-        logger.info("evaluating %s%s", label, "" if of else ", untrained")
-        if label in alone:
-            yield retrieved(reader, control(reader, label, of))
-            continue
-        row = measured(reader, label, of, protocol=protocol, window=window, stride=stride, last=last)
-        yield retrieved(reader, row)
-        # An adapter trained with plain RoPE beyond its window is direct fine-tuning: it reads what it can.
-        patch = current_patch(reader)
-        if patch is None:
-            unchanged = found.encoding == "none"
-        else:
-            unchanged = patch.encoding.name == "none" and patch.target_length <= trained
-        if controls and unchanged:
-            yield control(reader, label, of)
-
-
-def plan_of(
-    model: str,
-    methods: Sequence[str] = (AS_IS,),
-    adapters: Sequence[str] = (),
-    *,
-    lengths: Sequence[int] | None = None,
-    hardware: Hardware | None = None,
-    trained_length: int | None = None,
-    chunk: int | None = None,
-    batched: bool = False,
-) -> Plan | None:
-    """What :func:`evaluate` will take, in memory and time, from the config alone; arguments as there.
-
-    Args:
-        model: a checkpoint's directory or hub id.
-        methods: as in :func:`evaluate`.
-        adapters: as in :func:`evaluate`.
-        lengths: as in :func:`evaluate`.
-        hardware: as in :func:`evaluate`.
-        trained_length: as in :func:`evaluate`.
-        chunk: as in :func:`evaluate`.
-        batched: whether the protocol reads many short windows.
-
-    Returns:
-        The plan, or None for a family of which none can be made.
-    """
-    shape = info(model, trained_length=trained_length).shape
-    trained = shape.trained_length
-    wanted = sorted(set(lengths or (trained * 2**power for power in range(4))))
-    encodings: list[Encoding | None] = [None]
-    for method in methods:
-        check_method(method, shape, wanted[-1])
-        if method not in (AS_IS, PLAIN):
-            encodings.append(method_named(method).for_target(shape, wanted[-1]))
-    tuned = [(Path(adapter), read_record(adapter).encoding) for adapter in adapters]
-    return plan(
-        model, wanted, hardware=hardware or Hardware(), encodings=encodings, adapters=tuned,
-        trained_length=trained, chunk=chunk, batched=batched,
-    )  # fmt: skip
-
-
-def _passkeys(task: Passkey, tokenizer: Any, length: int, trials: int) -> list[Prompt]:
-    """Prompts of the trained window; none, and a word about it, where the task does not fit."""
-    try:
-        return make_prompts([task], tokenizer, [length], depths=DEPTHS, trials=trials, progress=False)
-    except RopeExtendError as error:
-        logger.warning("retrieval within the trained window is not measured: %s", error)
-        return []
+        return replace(row, retrieval=retrieval)

@@ -1,6 +1,6 @@
-"""Prompts of an exact number of tokens: a task writes a draft, and its filler is cut to fit.
+"""Prompts with an exact number of tokens: a task writes a draft, and its filler is cut to fit.
 
-Everything random follows from a seed, so that every method and every machine reads the same prompts.
+All random choices follow from a seed, so every method gets the same prompts on every machine.
 """
 
 from __future__ import annotations
@@ -15,20 +15,73 @@ from typing import Any, ClassVar
 from rope_extend.errors import RopeExtendError
 
 CHAT = ("auto", "on", "off")
+"""Whether prompts use the tokenizer's chat template; `auto` uses it if it exists."""
+
+
+def depths_from(depths: object) -> tuple[float, ...]:
+    """Depths from their number, evenly spread from 0 to 1 (one depth is 0.5), or from a list of them.
+
+    Raises:
+        RopeExtendError: no depth, or a depth outside 0 … 1.
+    """
+    values: list[float] = []
+    if isinstance(depths, int) and not isinstance(depths, bool):
+        values = [0.5] if depths == 1 else [round(n / (depths - 1), 6) for n in range(depths)]
+    elif isinstance(depths, str):
+        values = [float(depth) for depth in depths.split(",")]
+    elif isinstance(depths, float | list | tuple):
+        values = [float(depth) for depth in (depths if isinstance(depths, list | tuple) else [depths])]
+    if not values or not all(0 <= depth <= 1 for depth in values):
+        raise RopeExtendError(
+            f"depths must be a number of depths, or a list of depths between 0 and 1; got {depths!r}"
+        )
+    return tuple(sorted(set(values)))
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How the prompts of a retrieval measurement are written.
+
+    Attributes:
+        depths: number of depths, evenly spread from 0 to 1, or a list of depths. Always a tuple once made.
+        trials: prompts at each depth.
+        seed: seed of all random choices.
+        chat: whether to use the tokenizer's chat template: `auto` uses it if it exists, `on`, `off`.
+
+    Raises:
+        RopeExtendError: a value out of range.
+    """
+
+    depths: int | Sequence[float] = 5
+    trials: int = 10
+    seed: int = 0
+    chat: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depths", depths_from(self.depths))
+        if self.trials < 1:
+            raise RopeExtendError(f"trials must be at least 1, got {self.trials}")
+        if self.chat not in CHAT:
+            raise RopeExtendError(f"chat must be one of {', '.join(CHAT)}, got {self.chat!r}")
+
+    @property
+    def depth_list(self) -> list[float]:
+        """The depths, ascending."""
+        return list(depths_from(self.depths))
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A prompt but for its length.
+    """A prompt whose length is not fixed yet.
 
     Attributes:
-        opening: what comes before the context.
-        context: the context at a size, which grows with it; in characters of filler, or in words of a list.
-        question: what comes after it.
-        lead: how the answer begins, written for the model.
-        answers: what the model has to say.
-        needle: the piece of the context whose place is the depth; None if the task has no such place.
-        words: whether sizes count words.
+        opening: text before the context.
+        context: returns the context of a given size, in characters of filler or in words of a list.
+        question: text after the context.
+        lead: beginning of the answer, which the model continues.
+        answers: the expected answers.
+        needle: the part of the context at the depth; None for tasks without a depth.
+        words: whether sizes count words instead of characters.
     """
 
     opening: str
@@ -40,7 +93,7 @@ class Draft:
     words: bool = False
 
     def request(self, size: int, dots: int = 0) -> str:
-        """All but the lead; ``dots`` are meaningless tokens at the end of the context."""
+        """The prompt without the lead; `dots` is the number of meaningless tokens after the context."""
         parts = (self.opening, self.context(size) + " ." * dots, self.question)
         lines = (part.rstrip(" ") for part in parts if part)
         return "".join(line if line.endswith("\n") else line + "\n" for line in lines)[:-1]
@@ -48,19 +101,19 @@ class Draft:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One trial's prompt.
+    """The prompt of one trial.
 
     Attributes:
         task: the task's name.
-        length: tokens of the prompt and of the room for the answer together.
-        depth: where the needle was asked for, 0 at the start of the context and 1 at its end; None for tasks
-            that have no such place.
+        length: tokens of the prompt plus the tokens reserved for the answer.
+        depth: requested depth of the needle, 0 at the start of the context and 1 at its end; None for tasks
+            without a depth.
         trial: number of the trial, from 0.
-        text: what the model reads, the chat template's own tokens included.
-        answers: what it has to say.
-        tokens: tokens of the prompt: ``length`` less the room for the answer, exactly.
-        distance: tokens from where the needle begins to the end of the prompt: the k of 2306.15595.
-        chat: whether ``text`` went through the tokenizer's chat template.
+        text: text of the prompt, including the tokens of the chat template.
+        answers: the expected answers.
+        tokens: tokens of the prompt: exactly `length` minus the tokens reserved for the answer.
+        distance: tokens from the start of the needle to the end of the prompt: the k of 2306.15595.
+        chat: whether `text` uses the tokenizer's chat template.
     """
 
     task: str
@@ -80,41 +133,41 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A kind of prompt, and how an answer to it is scored.
+    """A kind of prompt, and how its answers are scored.
 
     Attributes:
-        new_tokens: room for the answer, in tokens; part of a prompt's length.
+        new_tokens: tokens reserved for the answer; part of a prompt's length.
     """
 
     new_tokens: int = 32
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    placed: ClassVar[bool] = True
-    """Whether there is a needle with a depth."""
+    has_depth: ClassVar[bool] = True
+    """Whether the prompt has a needle at a depth."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for item in fields(self):
+            value = getattr(self, item.name)
             if isinstance(value, int) and value < 1:
-                raise RopeExtendError(f"{self.name}: {one.name} must be at least 1, got {value}")
+                raise RopeExtendError(f"{self.name}: {item.name} must be at least 1, got {value}")
 
     @abstractmethod
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """Draw a prompt whose needle lies at ``depth``, for a length of about ``tokens``."""
+        """Draw a prompt with the needle at `depth`, for a length of about `tokens`."""
 
     def score(self, response: str, answers: Sequence[str]) -> float:
-        """Share of the answers that the response contains, letter case aside: RULER's score."""
-        said = response.lower()
-        return sum(answer.lower() in said for answer in answers) / len(answers)
+        """Share of the answers that the response contains, ignoring case: RULER's score."""
+        text = response.lower()
+        return sum(answer.lower() in text for answer in answers) / len(answers)
 
     def finished(self, response: str, answers: Sequence[str]) -> bool:
-        """Whether no further token can change the score."""
+        """Whether more tokens cannot change the score."""
         return self.score(response, answers) == 1
 
     def describe(self) -> dict[str, Any]:
-        """The task's name and parameters; of the haystack, a fingerprint."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        """The task's name and parameters, with a fingerprint of the haystack."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
         if values.get("haystack"):
             digest = hashlib.sha256("\0".join(values["haystack"]).encode())
             values["haystack"] = digest.hexdigest()[:16]
@@ -122,23 +175,23 @@ class Task(ABC):
 
 
 def uses_chat(tokenizer: Any, chat: str = "auto") -> bool:
-    """Whether prompts go through the tokenizer's chat template: with ``auto``, if it has one.
+    """Whether prompts use the tokenizer's chat template: `auto` uses it if it exists.
 
     Raises:
-        RopeExtendError: ``on`` without a template, or another word.
+        RopeExtendError: `on` without a template, or another value.
     """
     if chat not in CHAT:
         raise RopeExtendError(f"chat must be one of {', '.join(CHAT)}, got {chat!r}")
-    has = bool(getattr(tokenizer, "chat_template", None))
-    if chat == "on" and not has:
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if chat == "on" and not has_template:
         raise RopeExtendError("chat is on, but the tokenizer has no chat template; use auto or off")
-    return has if chat == "auto" else chat == "on"
+    return has_template if chat == "auto" else chat == "on"
 
 
 def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
-    """Token ids of a prompt's text; a chat template has written its special tokens itself."""
+    """Token ids of a prompt's text. With `chat`, the text has its special tokens already."""
     ids: list[int] = tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"]
-    # A tokenizer that ends every text would tell the model that there is nothing to answer.
+    # A tokenizer that appends EOS to every text would tell the model that nothing is left to answer.
     if not chat and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return ids
@@ -154,86 +207,86 @@ def make_prompt(
     seed: int = 0,
     chat: str = "auto",
 ) -> Prompt:
-    """Write the prompt of one trial, of exactly ``length − task.new_tokens`` tokens.
+    """Write the prompt of one trial, with exactly `length − task.new_tokens` tokens.
 
-    The room for the answer counts, as in RULER: a task at the length of a window stays within it.
+    The tokens reserved for the answer count, as in RULER: a prompt at the length of a window stays within it.
 
     Args:
-        task: what to ask.
-        tokenizer: the model's.
+        task: kind of prompt.
+        tokenizer: the model's tokenizer.
         length: tokens of prompt and answer.
-        depth: where the needle lies, 0 … 1; to the nearest end of a sentence.
-        trial: number of the trial; another one draws another prompt.
-        seed: of everything random, with all of the above.
-        chat: ``auto``, ``on`` or ``off``; see :func:`uses_chat`.
+        depth: depth of the needle, 0 … 1, rounded to the nearest end of a sentence.
+        trial: number of the trial; another number draws another prompt.
+        seed: random seed. The prompt follows from it and all of the above.
+        chat: `auto`, `on` or `off`; see `uses_chat`.
 
     Raises:
         RopeExtendError: the task does not fit this length, or a value is out of range.
     """
     if depth is not None and not 0 <= depth <= 1:
-        raise RopeExtendError(f"a depth lies between 0 and 1, got {depth}")
-    depth = depth if task.placed else None
-    templated, wanted = uses_chat(tokenizer, chat), length - task.new_tokens
+        raise RopeExtendError(f"depth must be between 0 and 1, got {depth}")
+    depth = depth if task.has_depth else None
+    use_chat, prompt_tokens = uses_chat(tokenizer, chat), length - task.new_tokens
     rng = random.Random(f"{task.name}|{length}|{depth}|{trial}|{seed}")
-    draft = task.draft(rng, 0.5 if depth is None else depth, max(1, wanted))
+    draft = task.draft(rng, 0.5 if depth is None else depth, max(1, prompt_tokens))
 
-    def written(size: int, dots: int = 0) -> str:
+    def write(size: int, dots: int = 0) -> str:
         request = draft.request(size, dots)
-        if not templated:
+        if not use_chat:
             return request + draft.lead
         turn = [{"role": "user", "content": request}]
         text: str = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         return text + draft.lead.lstrip()
 
     def count(text: str) -> int:
-        return len(encode(tokenizer, text, templated))
+        return len(encode(tokenizer, text, use_chat))
 
-    least = count(written(0))
-    if least > wanted:
+    minimum = count(write(0))
+    if minimum > prompt_tokens:
         raise RopeExtendError(
-            f"the task {task.name} needs about {least + task.new_tokens} tokens ({least} of prompt, "
-            f"{task.new_tokens} for the answer), got a length of {length}; give longer lengths"
+            f"the task {task.name} needs about {minimum + task.new_tokens} tokens ({minimum} of prompt, "
+            f"{task.new_tokens} for the answer), got a length of {length}; use longer lengths"
         )
-    text = _fitted(lambda size, dots: written(size, dots), count, wanted, coarse=draft.words)
+    text = _fit(write, count, prompt_tokens, coarse=draft.words)
     if text is None:
         raise RopeExtendError(
-            f"the task {task.name} could not be written in exactly {wanted} tokens of this tokenizer; try a "
-            "length that is a little different"
+            f"the task {task.name} could not be written in exactly {prompt_tokens} tokens of this tokenizer; "
+            "try a slightly different length"
         )
     distance = None
     if depth is not None and draft.needle is not None:
-        distance = wanted - count(text[: text.index(draft.needle)])
-    return Prompt(task.name, length, depth, trial, text, draft.answers, wanted, distance, templated)
+        distance = prompt_tokens - count(text[: text.index(draft.needle)])
+    return Prompt(task.name, length, depth, trial, text, draft.answers, prompt_tokens, distance, use_chat)
 
 
-def _fitted(
-    written: Callable[[int, int], str], count: Callable[[str], int], wanted: int, *, coarse: bool
+def _fit(
+    write: Callable[[int, int], str], count: Callable[[str], int], target: int, *, coarse: bool
 ) -> str | None:
-    """The text of exactly ``wanted`` tokens, by secant steps on its size; dots fill what they leave.
+    """The text of exactly `target` tokens, by secant steps on its size. Dots fill the remaining tokens.
 
-    A size in characters can nearly always be exact, a ``coarse`` one in words seldom.
+    A size in characters nearly always reaches the exact number; a `coarse` size in words seldom does.
     """
     sizes: dict[int, int] = {}
     size, rate = 0, 0.05 if coarse else 1.0
     while size not in sizes and len(sizes) < 24:
-        text = written(size, 0)
+        text = write(size, 0)
         sizes[size] = count(text)
-        gap = wanted - sizes[size]
+        gap = target - sizes[size]
         if gap == 0:
             return text
         (low, few), (high, many) = min(sizes.items()), max(sizes.items())
         rate = (high - low) / (many - few) if many > few else rate
         size = max(0, size + (round(gap * rate) or (1 if gap > 0 else -1)))
-    best = max(size for size, tokens in sizes.items() if tokens <= wanted)
+    best = max(size for size, tokens in sizes.items() if tokens <= target)
     near = sorted(range(max(0, best - 16), best + 17), key=lambda size: abs(size - best))
     for size in () if coarse else near:
-        text = written(size, 0)
-        if count(text) == wanted:
+        text = write(size, 0)
+        if count(text) == target:
             return text
     for size in near:
-        gap = wanted - count(written(size, 0))
+        gap = target - count(write(size, 0))
         for dots in range(gap, 0, -1):
-            text = written(size, dots)
-            if count(text) == wanted:
+            text = write(size, dots)
+            if count(text) == target:
                 return text
     return None

@@ -1,8 +1,8 @@
-"""Ways to measure perplexity, each under its name: what is read, what is scored, and what mean is taken.
+"""Perplexity protocols by name: which windows are processed, which tokens are scored, which mean is taken.
 
-Two published perplexities compare only where the protocol is the same. Each protocol here gives the number of
-the script it is named after, on the same model and tokens. To add one: a function that plans the windows of
-a text, and one entry in the table at the end.
+Published perplexities can be compared only if they used the same protocol. Each protocol here gives the
+number of the script it is named after, on the same model and tokens. To add one, write a function that lays
+out the windows of a text, and add an entry to `PROTOCOLS`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,29 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
-from rope_extend.data import parse_length
 from rope_extend.errors import RopeExtendError
+from rope_extend.units import parse_length
+
+
+class WindowSettings(TypedDict, total=False):
+    """Settings of a protocol, each a number of tokens such as 4096 or `"4k"`; few protocols have any."""
+
+    window: int | str | None
+    stride: int | str | None
+    last: int | str | None
+
 
 Settings = Mapping[str, int]
-"""A protocol's own settings, each a number of tokens: `window`, `stride` or `last`."""
+"""The settings of a protocol in tokens: `window`, `stride` or `last`."""
 
 
 class Window(NamedTuple):
-    """One piece of a text: the model reads the tokens `start … stop−1`; scored are `first … end−1`.
+    """One window of a text: the model processes tokens `start … stop−1`; tokens `first … end−1` are scored.
 
-    `start < first < end <= stop + 1`, because the token at `stop` can be predicted without being read.
+    `start < first < end <= stop + 1`: the token at `stop` can be scored, because the token before it predicts
+    it.
     """
 
     start: int
@@ -31,9 +41,19 @@ class Window(NamedTuple):
     first: int
     end: int
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that the model processes."""
+        return self.stop - self.start
 
-Plan = Callable[[int, int, Settings], list[Window]]
-"""`(tokens of the text, length, settings)` to the windows, in the order of the text."""
+    @property
+    def targets(self) -> int:
+        """Number of tokens that are scored."""
+        return self.end - self.first
+
+
+Layout = Callable[[int, int, Settings], list[Window]]
+"""Takes the tokens of a text, the length and the settings; returns the windows in the order of the text."""
 
 
 @dataclass(frozen=True)
@@ -41,101 +61,111 @@ class Protocol:
     """One way to measure perplexity at a length N.
 
     Attributes:
-        name: what `perplexity(protocol=...)` and `--protocol` call it.
-        measures: one line.
-        flaw: what is wrong with it, one line.
-        source: where the number is found.
-        plan: which windows are read, and what is scored in each.
-        settings: its settings and their defaults in tokens; None where one must be given.
-        average: over scored ``"token"`` s, or over ``"window"`` s, each by the mean loss of its tokens.
-        nested: whether the plan for N is the one for a longer length, without the targets from N on: then
-            one pass gives all lengths, and positions are those in the document, not in the window.
-        joined: whether all documents are read as one text.
-        bos: whether each window begins with the token that begins sequences, in the place of its own first
-            token, where the documents begin with it.
-        beyond: how many tokens more than N a document needs.
-        same_targets: whether every N scores the same targets, so that a shorter N is the control for a longer
-            one: the same text, with no longer a context.
+        name: the name in `perplexity(protocol=...)` and `--protocol`.
+        measures: what it measures, in one line.
+        flaw: its weakness, in one line.
+        source: where its numbers are published.
+        layout: returns the windows of a text.
+        settings: its settings and their defaults in tokens; None if the setting is required.
+        average: over scored `"token"`s, or over `"window"`s, each with the mean loss of its tokens.
+        nested: whether the windows for N are those for a longer length without the targets from N on. Then
+            one pass gives all lengths, and positions count from the start of the document, not of the window.
+        joined: whether all documents are processed as one text.
+        bos: whether each window begins with the BOS token instead of its own first token, if the documents
+            begin with it.
+        extra_tokens: tokens beyond N that a document needs.
+        same_targets: whether every N scores the same targets. Then a shorter N is the control for a longer
+            one: the same text with less context.
     """
 
     name: str
     measures: str
     flaw: str
     source: str
-    plan: Plan
+    layout: Layout
     settings: Mapping[str, int | None] = field(default_factory=dict)
     average: Literal["token", "window"] = "token"
     nested: bool = False
     joined: bool = False
     bos: bool = False
-    beyond: int = 0
+    extra_tokens: int = 0
     same_targets: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
 
-    def checked(self, lengths: Sequence[int], given: Mapping[str, int | str | None]) -> dict[str, int]:
-        """Its settings in tokens, from those that were given and its defaults.
+    def check_settings(
+        self, settings: WindowSettings | Mapping[str, int | str | None], lengths: Sequence[int]
+    ) -> dict[str, int]:
+        """All settings of the protocol in tokens: those of `settings`, and the defaults of the others.
+
+        Args:
+            settings: by name; None is the same as a missing entry.
+            lengths: lengths at which perplexity will be measured, in tokens; empty if not known yet.
 
         Raises:
-            RopeExtendError: a setting it does not take, one that is missing, or one that makes no sense.
+            RopeExtendError: a setting that the protocol does not have, a required one that is missing, or a
+                value out of range.
         """
-        for name, value in given.items():
-            if value is not None and name not in self.settings:
-                takers = ", ".join(repr(one.name) for one in PROTOCOLS.values() if name in one.settings)
-                raise RopeExtendError(f"protocol {self.name!r} takes no {name}, got {value!r}; {takers} does")
-        chosen = {}
+        values = {name: value for name, value in settings.items() if value is not None}
+        for name, value in values.items():
+            if name not in self.settings:
+                others = [other.name for other in PROTOCOLS.values() if name in other.settings]
+                hint = f"leave it out, or use one of {', '.join(others)}" if others else "leave it out"
+                raise RopeExtendError(f"protocol {self.name!r} takes no {name}; got {value!r}; {hint}")
+        tokens = {}
         for name, default in self.settings.items():
-            value = given.get(name)
-            value = default if value is None else parse_length(value)
+            value = values.get(name, default)
             if value is None:
                 raise RopeExtendError(
-                    f"protocol {self.name!r} needs a {name}, the number of tokens the model sees at a time"
+                    f"protocol {self.name!r} needs a {name}, the number of tokens of context, such as 4k"
                 )
-            if name == "window" and value < 2:
+            assert isinstance(value, int | str)
+            tokens[name] = parse_length(value)
+            if name == "window" and tokens[name] < 2:
                 raise RopeExtendError(
-                    f"a window needs 2 tokens or more, one to read and one to predict; got {value}"
+                    f"protocol {self.name!r}: window must be at least 2 tokens, a context and a target; "
+                    f"got {tokens[name]}"
                 )
-            if name != "window" and value > min(lengths):
+            if name != "window" and lengths and tokens[name] > min(lengths):
                 raise RopeExtendError(
-                    f"protocol {self.name!r}: {name}={value} exceeds the length {min(lengths)}; give a "
+                    f"protocol {self.name!r}: {name}={tokens[name]} exceeds the length {min(lengths)}; use a "
                     f"{name} of at most {min(lengths)}, or longer lengths"
                 )
-            chosen[name] = value
-        return chosen
+        return tokens
 
 
-def protocol(name: str) -> Protocol:
-    """The protocol of a name.
+def protocol_named(name: str) -> Protocol:
+    """Look up a protocol by name.
 
     Raises:
-        RopeExtendError: there is none; says which is nearest.
+        RopeExtendError: no such protocol; the message names the nearest one.
     """
     if name in PROTOCOLS:
         return PROTOCOLS[name]
     near = difflib.get_close_matches(str(name), PROTOCOLS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise RopeExtendError(f"no perplexity protocol {name!r}; there are {', '.join(PROTOCOLS)}.{hint}")
+    raise RopeExtendError(f"no perplexity protocol {name!r}.{hint} Known: {', '.join(PROTOCOLS)}")
 
 
-def table() -> str:
-    """All protocols in words, for `--help`: what each measures and what is wrong with it."""
+def protocol_help() -> str:
+    """All protocols as text for `--help`: what each measures, and its weakness."""
     lines = []
-    for one in PROTOCOLS.values():
-        settings = "".join(f", {name} {value or 'to be given'}" for name, value in one.settings.items())
-        lines += [f"  {one.name}{settings}", f"      {one.measures}", f"      But: {one.flaw}"]
-        lines += [f"      Found in: {one.source}"]
+    for rule in PROTOCOLS.values():
+        settings = "".join(f", {name} {value or '(required)'}" for name, value in rule.settings.items())
+        lines += [f"  {rule.name}{settings}", f"      {rule.measures}", f"      But: {rule.flaw}"]
+        lines += [f"      Source: {rule.source}"]
     return "\n".join(lines)
 
 
 def _strided(tokens: int, length: int, stride: int) -> list[Window]:
-    """Windows `stride` apart up to the end; each scores what none before it has."""
+    """Windows `stride` apart up to the end of the text; each scores targets that no earlier one scored."""
     windows = [Window(0, min(length, tokens), 1, min(length, tokens))]
     while windows[-1].stop < tokens:
         start, scored = windows[-1].start + stride, windows[-1].stop
         stop = min(start + length, tokens)
         windows.append(Window(start, stop, max(scored, start + 1), stop))
-    # Without overlap the last may hold one token, and so nothing to predict.
+    # Without overlap the last window may have one token, and so no target.
     return [window for window in windows if window.first < window.end]
 
 
@@ -152,7 +182,7 @@ def _sliding(tokens: int, length: int, settings: Settings) -> list[Window]:
 
 
 def _all_overlapping(tokens: int, length: int, settings: Settings) -> list[Window]:
-    starts = range(0, tokens - length, settings["stride"])[:-1]  # the last one is left out, as in LongLoRA
+    starts = range(0, tokens - length, settings["stride"])[:-1]  # without the last one, as in LongLoRA
     return [Window(start, start + length, start + 1, start + length) for start in starts]
 
 
@@ -162,7 +192,7 @@ def _last(tokens: int, length: int, settings: Settings) -> list[Window]:
 
 def _disjoint(tokens: int, length: int, settings: Settings) -> list[Window]:
     ends = [*range(length + 1, tokens, length), tokens]
-    # The last one reaches back to a full window.
+    # The last window overlaps the one before it, so that it is full.
     return [Window(end - 1 - length, end - 1, 1 + number * length, end) for number, end in enumerate(ends)]
 
 
@@ -172,11 +202,11 @@ def _second_half(tokens: int, length: int, settings: Settings) -> list[Window]:
 
 
 PROTOCOLS: Mapping[str, Protocol] = {
-    one.name: one
-    for one in (
+    rule.name: rule
+    for rule in (
         Protocol(
             "prefix",
-            "All targets among a document's first N tokens, in one forward: truncation to N, at every N.",
+            "All targets among the first N tokens of each document, in one forward: truncation to N.",
             "Targets early in the document have little context at any N, so the gain at N is an average.",
             "rope_extend",
             _prefix,
@@ -184,8 +214,8 @@ PROTOCOLS: Mapping[str, Protocol] = {
         ),
         Protocol(
             "cropped",
-            "The targets of prefix, but the model sees `window` tokens at a time, half of them new.",
-            "A control, not a result: it says what the text is worth to a model without a longer context.",
+            "The targets of prefix, but the model sees only `window` tokens at a time, half of them new.",
+            "A control, not a result: how well a model without a longer context does on the same text.",
             "rope_extend",
             _cropped,
             {"window": None},
@@ -203,7 +233,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
         Protocol(
             "sliding-window-mean",
             "The windows of sliding, but the mean of their mean losses.",
-            "A window of few targets, such as the last, weighs as much as the first with its N − 1.",
+            "A window with few targets, such as the last, has the same weight as the first with its N − 1.",
             "YaRN 2309.00071, EasyContext (stride 256)",
             _sliding,
             {"stride": 256},
@@ -222,27 +252,27 @@ PROTOCOLS: Mapping[str, Protocol] = {
         ),
         Protocol(
             "last-k",
-            "The same `last` targets of each document at every N, with N tokens of context read in all.",
+            "The same `last` targets of each document at every N, in one window of N tokens.",
             "Only the ends of documents are scored, and each length needs its own forward.",
             "ReRoPE (github.com/bojone/rerope, last 4096)",
             _last,
             {"last": 4096},
-            beyond=1,
+            extra_tokens=1,
             same_targets=True,
         ),
         Protocol(
             "disjoint",
             "All targets of whole documents, in windows of N that follow each other.",
-            "The context is N / 2 on average and 1 at the seams: what N could do is watered down.",
+            "The context is N / 2 on average, and 1 token where a window starts: too little credit for N.",
             "lm-evaluation-harness (loglikelihood_rolling)",
             _disjoint,
-            beyond=1,
+            extra_tokens=1,
             same_targets=True,
         ),
         Protocol(
             "disjoint-second-half",
-            "The second half of each of the windows of N that follow each other; a rest is left out.",
-            "Half the text is never scored, and which half depends on N: lengths do not share targets.",
+            "The second half of each window of N; windows follow each other, an incomplete one is dropped.",
+            "Half of the text is never scored, and which half depends on N, so lengths do not share targets.",
             "llama.cpp (llama-perplexity)",
             _second_half,
             bos=True,

@@ -1,10 +1,9 @@
-"""What measurements give: plain records that are written to files, read back, compared and drawn."""
+"""Results of measurements: plain records that are written to files, read back, compared and plotted."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -16,15 +15,13 @@ import numpy as np
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates
+from rope_extend.files import replacing
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
 
 SUCCESS = 0.2
-"""The share of trials that has to succeed at a distance, in the definition of ``k_max`` (2306.15595)."""
-
-
-# ------------------------------------------------------------------------------------------- perplexity
+"""Share of trials that must succeed at a distance, in the definition of `k_max` (2306.15595)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,33 +29,33 @@ class PerplexityResult:
     """Perplexity of one model on one set of documents, at several lengths.
 
     Attributes:
-        ppl: perplexity by length N in tokens: exp(sum of the losses / number of scored tokens), under
-            ``prefix`` over the targets at positions 1 … N−1 of each document. Position 0 has nothing before
-            it. Under protocols that average windows, exp(mean of their mean losses).
-        tokens: number of scored tokens by length, (N − 1) × ``documents`` under ``prefix``.
-        nll_by_position: float64 ``[max_length − 1]``, nats; entry p is the mean loss of the target at
-            position p + 1, from the pass over the longest length. Positions are those in the document under
-            ``prefix`` and ``cropped``, else those in the window. NaN where nothing was scored.
-        protocol: its name, as in :mod:`rope_extend.evaluation.protocols`.
-        window: tokens the model saw at a time where its context was cropped; None otherwise.
-        documents: number of documents that were long enough, all of them scored in full.
-        dropped_documents: number of documents that were not.
-        data: fingerprint of the scored token sequences; results compare only where it is equal.
+        ppl: perplexity by length N in tokens: exp(sum of the losses / number of scored tokens). The protocol
+            `prefix` scores the targets at positions 1 … N−1 of each document, because position 0 has no
+            context. Protocols that average windows give exp(mean of their mean losses).
+        tokens: number of scored tokens by length, (N − 1) × `documents` for `prefix`.
+        nll_by_position: float64 `[max_length − 1]`, nats; entry p is the mean loss of the target at position
+            p + 1, from the pass over the longest length. Positions count from the start of the document for
+            `prefix` and `cropped`, else from the start of the window. NaN if nothing was scored.
+        protocol: its name, as in `rope_extend.evaluation.protocols`.
+        window: tokens of context, if the context was cropped; else None.
+        documents: number of documents that were long enough. All of them were scored in full.
+        dropped_documents: number of documents that were too short.
+        data: fingerprint of the scored token sequences. Results can be compared only if it is equal.
         passes: forwards per document: one for each group of lengths with equal position tables.
-        forward_tokens: tokens that went through the model in all.
-        seconds: wall time of the documents, those of an interrupted measurement included; of several
-            processes, in the one that took longest.
-        peak_memory_bytes: highest allocation during the run on CUDA; elsewhere the highest resident size of
-            the process so far.
-        stride: the protocol's setting, in tokens, where it has one.
-        last: the same.
-        scored_by_position: int64, how many losses are in each entry of ``nll_by_position``; None where all
-            have one of each document.
-        document_nll: by length, for each document the sum of its losses in nats (of its windows' mean
-            losses, under protocols that average windows): what intervals and paired comparisons need.
-        document_terms: how many losses (or windows) are in each of these sums.
+        forward_tokens: total number of tokens that the model processed.
+        seconds: wall time of all documents, including those of an interrupted measurement. With several
+            processes, the time of the slowest.
+        peak_memory_bytes: peak allocation during the run on CUDA; elsewhere the peak resident size of the
+            process so far.
+        stride: the protocol's setting, in tokens, if it has one.
+        last: the protocol's setting, in tokens, if it has one.
+        scored_by_position: int64, the number of losses in each entry of `nll_by_position`; None if each entry
+            has one loss of every document.
+        document_nll: by length, the sum of each document's losses in nats (of the mean losses of its
+            windows, for protocols that average windows). Intervals and paired comparisons need it.
+        document_terms: number of losses (or windows) in each of these sums.
         losses: by the longest length of each pass, the losses of each document's targets in nats, float32,
-            window by window; only where they were asked for. Never part of :meth:`to_dict`.
+            window by window; None unless requested. Never part of `to_dict`.
     """
 
     ppl: dict[int, float]
@@ -87,32 +84,32 @@ class PerplexityResult:
 
     @property
     def forward_tokens_per_scored_token(self) -> float:
-        """What the measurement cost: a little over 1 for one pass, about 2 under ``"cropped"``."""
+        """Cost of the measurement: a little over 1 for one pass, about 2 for the protocol `cropped`."""
         return self.forward_tokens / self.tokens[self.max_length]
 
     @property
     def cropped(self) -> bool:
-        """Whether the model saw less than the length: then this is a control, not a result."""
+        """Whether the context was cropped. Then this is a control, not a result."""
         return self.window is not None
 
     @property
     def tokens_per_second(self) -> float:
-        """Forward tokens per second."""
+        """Processed tokens per second."""
         return self.forward_tokens / self.seconds if self.seconds else math.inf
 
     def within(self, window: int) -> float:
-        """Perplexity over the targets at positions below ``window``."""
+        """Perplexity over the targets at positions below `window`."""
         return self._mean(slice(0, max(window, 1) - 1), f"below {window}")
 
     def beyond(self, window: int) -> float:
-        """Perplexity over the targets at positions ``window`` and above: those never seen in training."""
+        """Perplexity over the targets at positions `window` and above, which were never seen in training."""
         return self._mean(slice(max(window, 1) - 1, None), f"from {window} on")
 
-    def _mean(self, where: slice, words: str) -> float:
-        mean, scored = statistics.mean_over(self.nll_by_position, self.scored_by_position, where)
+    def _mean(self, positions: slice, description: str) -> float:
+        mean, scored = statistics.mean_over(self.nll_by_position, self.scored_by_position, positions)
         if scored == 0:
             raise RopeExtendError(
-                f"no scored position {words}: this result covers the positions 1 to "
+                f"no scored position {description}: this result covers positions 1 to "
                 f"{len(self.nll_by_position)}"
             )
         return statistics.ppl(mean)
@@ -120,17 +117,17 @@ class PerplexityResult:
     def interval(self, length: int) -> tuple[float, float] | None:
         """95 % interval of the perplexity at a length, by bootstrap over documents with a fixed seed.
 
-        None with fewer than two documents, and for results that keep no sums by document.
+        None for fewer than two documents, and for results without sums by document.
         """
         if self.document_nll is None or self.document_terms is None:
             return None
-        found = statistics.bootstrap(self.document_nll[length], self.document_terms[length])
-        return None if found is None else (statistics.ppl(found[0]), statistics.ppl(found[1]))
+        ends = statistics.bootstrap(self.document_nll[length], self.document_terms[length])
+        return None if ends is None else (statistics.ppl(ends[0]), statistics.ppl(ends[1]))
 
     def repeated(self, length: int, lengths: Sequence[int]) -> Self:
-        """What was measured at a length, at all of ``lengths`` from it on: the control of a cropped context.
+        """The control with cropped context: the result at `length`, repeated at all longer `lengths`.
 
-        It is one where the same targets are scored at every length.
+        It is valid for protocols that score the same targets at every length.
         """
 
         def spread(values: dict[int, Any]) -> dict[int, Any]:
@@ -153,16 +150,16 @@ class PerplexityResult:
         return statistics.buckets(self.nll_by_position, scored)
 
     def write_losses(self, path: str | Path) -> Path:
-        """Write the losses of all tokens as ``.npz``, float32.
+        """Write the losses of all tokens as `.npz`, float32.
 
-        For the longest length N of each pass: ``losses_N`` ``[scored tokens]`` in nats, document after
-        document and window after window, and ``offsets_N`` int64 ``[documents + 1]``, where each starts.
+        For the longest length N of each pass: `losses_N` `[scored tokens]` in nats, document by document and
+        window by window, and `offsets_N` int64 `[documents + 1]`, the start of each document.
 
         Raises:
-            RopeExtendError: they were not kept; ``perplexity(..., save_losses=True)`` keeps them.
+            RopeExtendError: the losses were not kept; `perplexity(..., save_losses=True)` keeps them.
         """
         if self.losses is None:
-            raise RopeExtendError("this result has no losses by token; measure with save_losses=True")
+            raise RopeExtendError("this result has no losses by token; measure again with save_losses=True")
         arrays: dict[str, Any] = {}
         for length, losses in self.losses.items():
             arrays[f"losses_{length}"] = np.concatenate(losses)
@@ -170,7 +167,7 @@ class PerplexityResult:
         return write_arrays(Path(path), arrays)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts; what is not finite becomes None, as JSON has no NaN."""
+        """Plain numbers, strings, lists and dicts. NaN and infinity become None, because JSON has neither."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "losses"}
         values["ppl"] = {str(length): or_none(value) for length, value in self.ppl.items()}
         values["tokens"] = {str(length): count for length, count in self.tokens.items()}
@@ -187,7 +184,7 @@ class PerplexityResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`."""
+        """Inverse of `to_dict`."""
         values = dict(values)
         values["ppl"] = {int(k): math.nan if v is None else v for k, v in values["ppl"].items()}
         values["tokens"] = {int(k): v for k, v in values["tokens"].items()}
@@ -204,19 +201,40 @@ class PerplexityResult:
         return cls(**values)
 
 
-@dataclass(frozen=True, eq=False)
-class EvaluationRow:
-    """One line of a comparison: what was measured, and what came out.
+@dataclass(frozen=True)
+class Subject:
+    """The model that a row was measured on, and the row's label.
 
     Attributes:
-        label: how tables and legends call it.
-        encoding: the position encoding's ``to_dict()``; None for the model as it is.
+        label: name of the row in tables and legends.
+        encoding: the position encoding's `to_dict()`; None for the checkpoint's own.
         model: name or path of the model.
-        adapter: name or path of the adapter; None if the model was not fine-tuned.
-        result: the measurement.
-        trained_length: the window the model was pretrained with, in tokens, where known.
-        rope_parameters: what the checkpoint's config says of positions, where the model is read as it is.
-        retrieval: what it retrieves within the trained window, where that was measured.
+        adapter: name or path of the adapter; None without fine-tuning.
+        trained_length: the pretrained window in tokens, if known.
+        rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
+    """
+
+    label: str
+    encoding: dict[str, Any] | None = None
+    model: str = ""
+    adapter: str | None = None
+    trained_length: int | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationRow:
+    """One row of a comparison: a model, its perplexity, and its retrieval within the trained window.
+
+    Attributes:
+        label: name of the row in tables and legends.
+        encoding: the position encoding's `to_dict()`; None for the checkpoint's own.
+        model: name or path of the model.
+        adapter: name or path of the adapter; None without fine-tuning.
+        result: the perplexity.
+        trained_length: the pretrained window in tokens, if known.
+        rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
+        retrieval: retrieval within the trained window, if measured.
     """
 
     label: str
@@ -228,15 +246,20 @@ class EvaluationRow:
     rope_parameters: dict[str, Any] | None = None
     retrieval: RetrievalResult | None = None
 
+    @classmethod
+    def of(cls, subject: Subject, result: PerplexityResult, retrieval: RetrievalResult | None = None) -> Self:
+        """The row of a model that was measured."""
+        return cls(**vars(subject), result=result, retrieval=retrieval)
+
     @property
     def method(self) -> str:
-        """Registry name of the encoding, ``"none"`` for the model as it is."""
+        """Name of the encoding; `none` for the checkpoint's own."""
         return "none" if self.encoding is None else str(self.encoding["name"])
 
     @property
     def encoding_text(self) -> str:
-        """The encoding in words."""
-        return _in_words(self.encoding, self.rope_parameters)
+        """The encoding as text, such as `yarn(factor=8.0)`."""
+        return _encoding_text(self.encoding, self.rope_parameters)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
@@ -245,15 +268,12 @@ class EvaluationRow:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`; what it does not know, such as versions, is left aside."""
+        """Inverse of `to_dict`; other keys, such as versions, are ignored."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         known["result"] = PerplexityResult.from_dict(values["result"])
         if known.get("retrieval"):
             known["retrieval"] = RetrievalResult.from_dict(values["retrieval"])
         return cls(**known)
-
-
-# -------------------------------------------------------------------------------------------- retrieval
 
 
 @dataclass(frozen=True)
@@ -264,9 +284,10 @@ class Cell:
         task: the task's name.
         length: tokens of prompt and answer.
         depth: 0 … 1; None for tasks without a depth.
-        distance: tokens from the needle to the end of the prompt, the least of the trials; None without one.
-        scores: of the trials, in order.
-        data: fingerprint of the prompts; scores compare only where it is equal.
+        distance: tokens from the needle to the end of the prompt, the minimum of the trials; None for tasks
+            without a needle.
+        scores: scores of the trials, in order.
+        data: fingerprint of the prompts. Scores can be compared only if it is equal.
     """
 
     task: str
@@ -284,21 +305,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """What one model, read in one way, retrieved.
+    """Retrieval by one model with one encoding.
 
     Attributes:
-        label: how tables and legends call it.
+        label: name of the row in tables and legends.
         cells: one for each task, length and depth.
-        encoding: the position encoding's ``to_dict()``; None for the model as it is.
+        encoding: the position encoding's `to_dict()`; None for the checkpoint's own.
         model: name or path of the model.
-        adapter: name or path of the adapter; None if the model was not fine-tuned.
-        trained_length: the window the model was pretrained with, in tokens, where known.
-        crop: how many of a prompt's last tokens the model saw; None for all of them.
-        rope_parameters: what the checkpoint's config says of positions, where the model is read as it is.
-        seconds: wall time, less what an earlier run had done.
-        forward_tokens: tokens of prompts that the model read, less what an earlier run had done.
-        peak_memory_bytes: highest allocation during the run on CUDA; elsewhere the highest resident size of
-            the process so far.
+        adapter: name or path of the adapter; None without fine-tuning.
+        trained_length: the pretrained window in tokens, if known.
+        crop: number of a prompt's last tokens that the model saw; None for all of them.
+        rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
+        seconds: wall time, without the part that an earlier run had finished.
+        forward_tokens: prompt tokens processed, without the part that an earlier run had finished.
+        peak_memory_bytes: peak allocation during the run on CUDA; elsewhere the peak resident size of the
+            process so far.
     """
 
     label: str
@@ -315,17 +336,17 @@ class RetrievalResult:
 
     @property
     def method(self) -> str:
-        """Registry name of the encoding, ``"none"`` for the model as it is."""
+        """Name of the encoding; `none` for the checkpoint's own."""
         return "none" if self.encoding is None else str(self.encoding["name"])
 
     @property
     def encoding_text(self) -> str:
-        """The encoding in words."""
-        return _in_words(self.encoding, self.rope_parameters)
+        """The encoding as text, such as `yarn(factor=8.0)`."""
+        return _encoding_text(self.encoding, self.rope_parameters)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of prompts per second."""
+        """Prompt tokens per second."""
         return self.forward_tokens / self.seconds if self.seconds else math.inf
 
     @property
@@ -334,15 +355,15 @@ class RetrievalResult:
         return list(dict.fromkeys(cell.task for cell in self.cells))
 
     def lengths(self, task: str) -> list[int]:
-        """Lengths at which a task was tried, ascending."""
+        """Lengths at which a task was measured, ascending."""
         return sorted({cell.length for cell in self.cells if cell.task == task})
 
     def depths(self, task: str) -> list[float]:
-        """Depths at which a task was tried, ascending; empty if it has none."""
+        """Depths at which a task was measured, ascending; empty if it has none."""
         return sorted({cell.depth for cell in self.cells if cell.task == task and cell.depth is not None})
 
     def rate(self, task: str, length: int, depth: float | None = None) -> Rate | None:
-        """Mean score at a length, over all depths or at one; None where nothing was measured."""
+        """Mean score at a length, over all depths or at one; None if nothing was measured."""
         scores = [
             score for cell in self.at(task, length) if depth in (None, cell.depth) for score in cell.scores
         ]
@@ -354,7 +375,7 @@ class RetrievalResult:
         return sorted(cells, key=lambda cell: cell.depth or 0)
 
     def against(self, first: RetrievalResult, task: str, length: int) -> RateDifference | None:
-        """How this one answers the prompts that ``first`` answered; None where these are not the same."""
+        """How the scores differ from those of `first` on the same prompts; None if the prompts differ."""
         before, after = first.at(task, length), self.at(task, length)
         if not before or [cell.data for cell in before] != [cell.data for cell in after]:
             return None
@@ -368,12 +389,13 @@ class RetrievalResult:
         """The effective window of 2306.15595, in tokens; None if the task was not measured.
 
         The largest distance k between the key and the end of the prompt such that at every k' ≤ k at least
-        20 % of the trials succeed; in prompts of ``length``, by default the longest. 0 if the nearest fails.
+        20 % of the trials succeed. It is measured in prompts of `length`, by default the longest. 0 if the
+        nearest distance fails.
         """
-        lengths = self.lengths(task)
-        wanted = length if length is not None else max(lengths, default=None)
+        if length is None:
+            length = max(self.lengths(task), default=None)
         reached = 0
-        cells = self.at(task, wanted) if wanted is not None else []
+        cells = self.at(task, length) if length is not None else []
         if not cells or any(cell.distance is None for cell in cells):
             return None
         for cell in sorted(cells, key=lambda cell: cell.distance or 0):
@@ -383,7 +405,7 @@ class RetrievalResult:
         return reached
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts; the rates and ``k_max`` are in it to be read."""
+        """Plain numbers, strings, lists and dicts; includes the rates and `k_max` for other readers."""
         cells = [
             {**asdict(cell), "scores": list(cell.scores), "rate": asdict(cell.rate)} for cell in self.cells
         ]
@@ -393,7 +415,7 @@ class RetrievalResult:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of :meth:`to_dict`."""
+        """Inverse of `to_dict`."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         cells = tuple(
             Cell(
@@ -407,35 +429,30 @@ class RetrievalResult:
         return cls(**{**known, "cells": cells})
 
 
-def _in_words(encoding: dict[str, Any] | None, rope_parameters: dict[str, Any] | None) -> str:
-    """`yarn(factor=8.0)`; for a model as it is, what its config says, where that is known."""
+def _encoding_text(encoding: dict[str, Any] | None, rope_parameters: dict[str, Any] | None) -> str:
+    """`yarn(factor=8.0)`; for the checkpoint's own encoding, the values of its config, if known."""
     values = dict(encoding or rope_parameters or {})
     if not values:
-        return "as the checkpoint says"
+        return "as in the checkpoint"
     name = values.pop("name" if encoding else "rope_type", None)
     text = f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
-    return text if encoding else f"as the checkpoint says: {text}"
-
-
-# ------------------------------------------------------------------------------------------------ files
+    return text if encoding else f"as in the checkpoint: {text}"
 
 
 def file_name(label: str) -> str:
-    """A row's label as the name of a file, different for different labels."""
+    """A file name from a row's label; different labels give different names."""
     digest = hashlib.sha256(label.encode()).hexdigest()[:6]
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}-{digest}"
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> Path:
-    """Write an ``.npz`` so that it is there as a whole or not at all."""
+    """Write an `.npz` file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(path.name + ".tmp")
-    with whole.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         np.savez(file, **arrays)
-    os.replace(whole, path)
     return path
 
 
 def or_none(value: float) -> float | None:
-    """A number that JSON can hold; it has no NaN and no infinity."""
+    """The number, or None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None

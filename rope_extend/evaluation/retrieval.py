@@ -1,8 +1,8 @@
-"""Retrieval over depth and length: can the model say what stands somewhere in a long text?
+"""Retrieval over depth and length: can the model answer a question about a detail of a long text?
 
-Every method reads the same prompts, each of an exact number of tokens. The prompts of one task and length are
-therefore equally long and are answered in batches without padding, greedily, with a cache, and no further
-than the score is settled. Each finished trial is a JSON line, so that an interrupted run goes on.
+Every model gets the same prompts, each with an exact number of tokens. So the prompts of one task and length
+are equally long and are answered in batches without padding. Answers are greedy, use a cache, and stop once
+the score cannot change. Each finished trial is a JSON line, so an interrupted run can be resumed.
 """
 
 from __future__ import annotations
@@ -11,45 +11,35 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
-from transformers import (
-    GenerationConfig,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from rope_extend.data import parse_length
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
-from rope_extend.evaluation.perplexity import peak_memory_bytes
-from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt
-from rope_extend.evaluation.results import Cell, RetrievalResult
-from rope_extend.hardware import input_device
-from rope_extend.patching import Patch, current_patch
+from rope_extend.evaluation.evaluation_config import BATCH_TOKENS
+from rope_extend.evaluation.evaluation_mode import evaluation_mode
+from rope_extend.evaluation.loss_computer import peak_memory_bytes
+from rope_extend.evaluation.prompts import Prompt, PromptOptions, Task, encode, make_prompt
+from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
+from rope_extend.models.load_options import input_device
+from rope_extend.patching import current_patch
+from rope_extend.units import parse_lengths
 
 logger = logging.getLogger(__name__)
 
-BATCH_TOKENS = 32_768
-"""How many tokens of prompts are answered at a time, if not said otherwise; at least one prompt is."""
-
-Grid = tuple[str, int, float | None]
-"""Task, length in tokens, depth."""
-
-
-# ---------------------------------------------------------------------------------------------- results
+TrialKey = tuple[str, int, float | None, int]
+"""Task, length in tokens, depth, and number of a trial."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One answered prompt; fields as those of :class:`Prompt`, ``score`` between 0 and 1."""
+    """One answered prompt. The fields are those of `Prompt`; `score` is between 0 and 1."""
 
     task: str
     length: int
@@ -62,126 +52,90 @@ class Trial:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """From a line of ``trials.jsonl``; what else stands in it is left aside."""
+        """From a line of `trials.jsonl`; other keys are ignored."""
         known = {name: values[name] for name in cls.__dataclass_fields__}
         return cls(**{**known, "answers": tuple(known["answers"])})
 
 
-# ------------------------------------------------------------------------------------------- measurement
+class TrialLog:
+    """Finished trials of one row, in a file of JSON lines that several rows share.
+
+    Args:
+        file: path of the file; made when the first trial is finished.
+        label: name of the row's trials in the file.
+    """
+
+    def __init__(self, file: str | Path, label: str) -> None:
+        self.file, self.label = Path(file), label
+
+    def append(self, trials: Iterable[Trial]) -> None:
+        """Add finished trials to the file."""
+        append_lines(self.file, [{"label": self.label, **asdict(trial)} for trial in trials])
+
+    def read(self) -> dict[TrialKey, Trial]:
+        """The finished trials. A last line that an interruption cut short is removed from the file.
+
+        Raises:
+            RopeExtendError: a line is not a trial.
+        """
+        trials: dict[TrialKey, Trial] = {}
+        if not self.file.exists():
+            return trials
+        text = self.file.read_text(encoding="utf-8")
+        complete = text[: text.rfind("\n") + 1]
+        if complete != text:
+            self.file.write_text(complete, encoding="utf-8")
+        for number, line in enumerate(complete.splitlines(), start=1):
+            try:
+                values = json.loads(line)
+                if values["label"] == self.label:
+                    trial = Trial.from_dict(values)
+                    trials[_key(trial)] = trial
+            except (ValueError, KeyError, TypeError) as error:
+                raise RopeExtendError(
+                    f"line {number} of {str(self.file)!r} is not a trial: {error}"
+                ) from error
+        return trials
 
 
 def make_prompts(
     tasks: Sequence[Task],
     tokenizer: Any,
-    lengths: Sequence[int | str],
+    lengths: int | str | Sequence[int | str],
     *,
-    depths: int | Sequence[float] = 5,
-    trials: int = 10,
-    seed: int = 0,
-    chat: str = "auto",
+    options: PromptOptions | None = None,
     progress: bool = True,
 ) -> list[Prompt]:
-    """Write all prompts of a run: for each task and length, ``trials`` at each depth.
+    """Write all prompts of a run: for each task and length, `options.trials` at each depth.
 
-    A task without a depth gets as many trials at a length as the others get at all depths together.
+    A task without a depth gets as many trials at a length as other tasks get at all depths together.
 
     Args:
-        tasks: what to ask.
-        tokenizer: the model's.
-        lengths: tokens of prompt and answer.
-        depths: how many, evenly spread from 0 to 1 (one is 0.5); or which.
-        trials: prompts at each depth.
-        seed: of everything random.
-        chat: whether to use the tokenizer's chat template: ``auto`` if it has one, ``on``, ``off``.
-        progress: show a progress bar, if there is a terminal.
+        tasks: kinds of prompts.
+        tokenizer: the model's tokenizer.
+        lengths: tokens of prompt and answer, such as 4096 or `"4k"`.
+        options: depths, number of trials, seed and chat template.
+        progress: show a progress bar, on terminals only.
 
     Raises:
-        RopeExtendError: an argument makes no sense, or a task does not fit a length.
+        RopeExtendError: no task, no length, or a task does not fit a length.
     """
-    places = depths_of(depths)
-    if trials < 1:
-        raise RopeExtendError(f"trials must be at least 1, got {trials}")
-    sizes = sorted({parse_length(length) for length in lengths})
+    options = options or PromptOptions()
+    how: dict[str, Any] = {"seed": options.seed, "chat": options.chat}
+    sizes = parse_lengths(lengths)
     if not tasks or not sizes:
         raise RopeExtendError("retrieval needs at least one task and one length")
-    grid: list[tuple[Task, int, float | None, int]] = []
+    trials: list[tuple[Task, int, float | None, int]] = []
     for task in tasks:
         for size in sizes:
-            make_prompt(task, tokenizer, size, seed=seed, chat=chat)  # refuses at once what does not fit
-            cells: list[tuple[float | None, int]] = [
-                (depth, trial) for depth in places for trial in range(trials)
-            ]
-            if not task.placed:
-                cells = [(None, trial) for trial in range(trials * len(places))]
-            grid += [(task, size, depth, trial) for depth, trial in cells]
-    bar = tqdm(grid, desc="prompts", unit="prompt", disable=None if progress else True)
-    return [
-        make_prompt(task, tokenizer, size, depth, trial, seed=seed, chat=chat)
-        for task, size, depth, trial in bar
-    ]
-
-
-def depths_of(depths: int | Sequence[float]) -> list[float]:
-    """Depths from a number of them, evenly spread, or as given.
-
-    Raises:
-        RopeExtendError: none, or outside 0 … 1.
-    """
-    if isinstance(depths, int):
-        places = [0.5] if depths == 1 else [float(p) for p in np.linspace(0, 1, max(depths, 0)).round(6)]
-    else:
-        places = sorted({float(depth) for depth in depths})
-    if not places or not all(0 <= place <= 1 for place in places):
-        raise RopeExtendError(f"depths must be a number of them, or numbers between 0 and 1; got {depths!r}")
-    return places
-
-
-def retrieval(
-    model: nn.Module,
-    tokenizer: Any,
-    tasks: Sequence[Task],
-    lengths: Sequence[int | str],
-    *,
-    depths: int | Sequence[float] = 5,
-    trials: int = 10,
-    seed: int = 0,
-    chat: str = "auto",
-    label: str = "model",
-    crop: int | None = None,
-    batch_tokens: int = BATCH_TOKENS,
-    log: str | Path | None = None,
-    progress: bool = True,
-) -> RetrievalResult:
-    """Measure retrieval of a model as it stands: patched or not, with or without an adapter.
-
-    Args:
-        model: a causal language model; left in the mode it was found in.
-        tokenizer: the model's.
-        tasks: what to ask, see :func:`make_tasks`.
-        lengths: tokens of prompt and answer together; ``"32k"`` works too.
-        depths: how many depths, evenly spread, or which.
-        trials: prompts at each depth.
-        seed: of the prompts.
-        chat: whether to use the tokenizer's chat template.
-        label: what to call the result.
-        crop: show the model only this many of a prompt's last tokens, the answer's included: the control
-            that says what no longer context could.
-        batch_tokens: how many tokens of prompts to answer at a time.
-        log: a file of JSON lines, one for each finished trial; those that it has under this label already
-            are not tried again.
-        progress: show a progress bar with rate and time left, if there is a terminal.
-
-    Raises:
-        RopeExtendError: an argument makes no sense, a task does not fit a length, or one prompt alone does
-            not fit the GPU.
-    """
-    prompts = make_prompts(
-        tasks, tokenizer, lengths, depths=depths, trials=trials, seed=seed, chat=chat, progress=progress
-    )
-    return answer_prompts(
-        model, tokenizer, tasks, prompts, label=label, crop=crop, batch_tokens=batch_tokens, log=log,
-        progress=progress,
-    )  # fmt: skip
+            make_prompt(task, tokenizer, size, **how)  # refuses at once what does not fit
+            depths: list[float | None] = [*options.depth_list]
+            count = options.trials
+            if not task.has_depth:
+                depths, count = [None], options.trials * len(depths)
+            trials += [(task, size, depth, trial) for depth in depths for trial in range(count)]
+    bar = tqdm(trials, desc="prompts", unit="prompt", disable=None if progress else True)
+    return [make_prompt(task, tokenizer, size, depth, trial, **how) for task, size, depth, trial in bar]
 
 
 def answer_prompts(
@@ -190,109 +144,120 @@ def answer_prompts(
     tasks: Sequence[Task],
     prompts: Sequence[Prompt],
     *,
-    label: str = "model",
+    subject: Subject | None = None,
     crop: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    log: str | Path | None = None,
+    log: TrialLog | None = None,
     progress: bool = True,
 ) -> RetrievalResult:
-    """Answer prompts that are written already; arguments and errors are those of :func:`retrieval`."""
+    """Let a model answer prompts, and score the answers.
+
+    Args:
+        model: a causal language model, patched or not, with or without an adapter; unchanged afterwards.
+        tokenizer: the model's tokenizer.
+        tasks: the tasks of the prompts.
+        prompts: the prompts, from `make_prompts`.
+        subject: description of the model, for the result; by default its encoding alone, as "model".
+        crop: number of a prompt's last tokens that the model sees, including those of the answer. This is the
+            control for a longer context.
+        batch_tokens: prompt tokens that are answered together.
+        log: finished trials. Those that it has are not repeated, and new ones are added.
+        progress: show a progress bar, on terminals only.
+
+    Raises:
+        RopeExtendError: an argument out of range, or a prompt that does not fit into the GPU's memory alone.
+    """
     if batch_tokens < 1:
         raise RopeExtendError(f"batch_tokens must be at least 1, got {batch_tokens}")
-    kinds = {task.name: task for task in tasks}
-    least = max((task.new_tokens for task in tasks), default=0)
-    if crop is not None and crop <= least:
-        raise RopeExtendError(f"crop must leave more than the answer's {least} tokens, got {crop}")
-    place = torch.device(getattr(model, "device", "cpu"))
-    if place.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(place)
+    by_name = {task.name: task for task in tasks}
+    answer_tokens = max((task.new_tokens for task in tasks), default=0)
+    if crop is not None and crop <= answer_tokens:
+        raise RopeExtendError(f"crop must exceed the {answer_tokens} tokens of the answer, got {crop}")
+    subject = subject or Subject("model", _encoding(model))
     started, forward_tokens = time.perf_counter(), 0
-    done = _read_trials(log, label) if log else {}
+    trials = log.read() if log else {}
     batches = _batches(prompts, batch_tokens, crop)
     bar = tqdm(
-        total=sum(_seen(prompt, crop) for prompt in prompts), desc=label, unit="tok", unit_scale=True,
-        disable=None if progress else True,
+        total=sum(_visible(prompt, crop) for prompt in prompts), desc=subject.label, unit="tok",
+        unit_scale=True, disable=None if progress else True,
     )  # fmt: skip
-    with _evaluating(model), torch.no_grad(), bar:
+    with evaluation_mode(model) as device, torch.no_grad(), bar:
         for batch in batches:
-            # A batch is the same in every run, so that a resumed run computes what an uninterrupted one does.
-            if not all(_key(prompt) in done for prompt in batch):
-                found = _answer(model, tokenizer, kinds[batch[0].task], batch, crop)
-                new = [trial for trial in found if _key(trial) not in done]
-                done |= {_key(trial): trial for trial in new}
-                forward_tokens += sum(_seen(prompt, crop) for prompt in batch)
+            # A batch is repeated whole, so that a resumed run computes the same as an uninterrupted one.
+            if not all(_key(prompt) in trials for prompt in batch):
+                answered = _answer(model, tokenizer, by_name[batch[0].task], batch, crop)
+                new = [trial for trial in answered if _key(trial) not in trials]
+                trials |= {_key(trial): trial for trial in new}
+                forward_tokens += sum(_visible(prompt, crop) for prompt in batch)
                 if log:
-                    append_lines(log, [{"label": label, **asdict(trial)} for trial in new])
-            bar.update(sum(_seen(prompt, crop) for prompt in batch))
-    patch = _patch_of(model)
-    cells: dict[Grid, list[Prompt]] = {}
-    for prompt in prompts:
-        cells.setdefault((prompt.task, prompt.length, prompt.depth), []).append(prompt)
+                    log.append(new)
+            bar.update(sum(_visible(prompt, crop) for prompt in batch))
+        peak = peak_memory_bytes(device)
     return RetrievalResult(
-        label=label,
-        cells=tuple(
-            Cell(
-                *where,
-                _least(prompt.distance for prompt in some),
-                tuple(done[_key(prompt)].score for prompt in some),
-                prompts_fingerprint(some),
-            )
-            for where, some in cells.items()
-        ),
-        encoding=patch.encoding.to_dict() if patch else None,
-        trained_length=patch.shape.trained_length if patch else None,
+        **vars(subject),
+        cells=_cells(prompts, trials),
         crop=crop,
         seconds=time.perf_counter() - started,
         forward_tokens=forward_tokens,
-        peak_memory_bytes=peak_memory_bytes(place),
+        peak_memory_bytes=peak,
     )
 
 
+def _cells(prompts: Sequence[Prompt], trials: dict[TrialKey, Trial]) -> tuple[Cell, ...]:
+    """The scores of the prompts, one cell for each task, length and depth."""
+    groups: dict[tuple[str, int, float | None], list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault((prompt.task, prompt.length, prompt.depth), []).append(prompt)
+    cells = []
+    for key, group in groups.items():
+        distance = min((p.distance for p in group if p.distance is not None), default=None)
+        scores = tuple(trials[_key(prompt)].score for prompt in group)
+        cells.append(Cell(*key, distance, scores, prompts_fingerprint(group)))
+    return tuple(cells)
+
+
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Sixteen hex digits that name exactly these prompts and what is to be answered, in this order."""
+    """Sixteen hex digits that identify these prompts and their expected answers, in this order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(json.dumps([prompt.text, prompt.answers, prompt.tokens]).encode())
     return digest.hexdigest()[:16]
 
 
-def _least(distances: Iterable[int | None]) -> int | None:
-    return min((distance for distance in distances if distance is not None), default=None)
+def _key(trial: Prompt | Trial) -> TrialKey:
+    return trial.task, trial.length, trial.depth, trial.trial
 
 
-def _key(one: Prompt | Trial) -> tuple[str, int, float | None, int]:
-    return one.task, one.length, one.depth, one.trial
-
-
-def _seen(prompt: Prompt, crop: int | None) -> int:
-    """How many tokens of a prompt the model reads: the room for the answer is part of what is cropped to."""
+def _visible(prompt: Prompt, crop: int | None) -> int:
+    """Number of a prompt's tokens that the model sees. The tokens reserved for the answer count in `crop`."""
     return prompt.tokens if crop is None else min(prompt.tokens, crop - (prompt.length - prompt.tokens))
 
 
 def _cropped(ids: list[int], tokens: int, bos: int | None) -> list[int]:
-    """The last ``tokens``; a token that begins every text stays in front, as models read badly without."""
+    """The last `tokens` ids. A BOS token stays at the front, because models do worse without it."""
     if len(ids) > tokens and ids[0] == bos:
         return [ids[0], *ids[len(ids) - tokens + 1 :]]
     return ids[-tokens:]
 
 
 def _batches(prompts: Sequence[Prompt], batch_tokens: int, crop: int | None) -> list[list[Prompt]]:
-    """Prompts of one task and length together, as many as hold ``batch_tokens``, at least one."""
+    """Batches of prompts of one task and length, with at most `batch_tokens` tokens or one prompt."""
     groups: dict[tuple[str, int], list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault((prompt.task, prompt.length), []).append(prompt)
-    made = []
+    batches = []
     for group in groups.values():
-        rows = max(1, batch_tokens // _seen(group[0], crop))
-        made += [group[start : start + rows] for start in range(0, len(group), rows)]
-    return made
+        rows = max(1, batch_tokens // _visible(group[0], crop))
+        batches += [group[start : start + rows] for start in range(0, len(group), rows)]
+    return batches
 
 
 def _answer(
     model: nn.Module, tokenizer: Any, task: Task, batch: Sequence[Prompt], crop: int | None
 ) -> list[Trial]:
+    """Answer a batch of prompts; if memory runs out, one half after the other."""
     rows = [
-        _cropped(encode(tokenizer, prompt.text, prompt.chat), _seen(prompt, crop), tokenizer.bos_token_id)
+        _cropped(encode(tokenizer, prompt.text, prompt.chat), _visible(prompt, crop), tokenizer.bos_token_id)
         for prompt in batch
     ]
     try:
@@ -300,12 +265,14 @@ def _answer(
     except torch.cuda.OutOfMemoryError as error:
         if len(batch) == 1:
             raise RopeExtendError(
-                f"one prompt of {batch[0].length} tokens does not fit the GPU's memory; give shorter "
+                f"one prompt of {batch[0].length} tokens does not fit into the GPU's memory; use shorter "
                 "lengths. Finished trials are kept"
             ) from error
         torch.cuda.empty_cache()
         half = len(batch) // 2
-        logger.warning("out of memory with %d prompts of %d tokens; halved", len(batch), batch[0].length)
+        logger.warning(
+            "out of memory with %d prompts of %d tokens; the batch is halved", len(batch), batch[0].length
+        )
         return [
             *_answer(model, tokenizer, task, batch[:half], crop),
             *_answer(model, tokenizer, task, batch[half:], crop),
@@ -322,30 +289,31 @@ def _answer(
 def generate(
     model: Any, tokenizer: Any, task: Task, rows: Sequence[Sequence[int]], answers: Sequence[Sequence[str]]
 ) -> list[str]:
-    """Continue token ids greedily, each row until its score is settled; returns what was said, as text.
+    """Continue token ids greedily, each row until its score cannot change; returns the new text.
 
     Args:
-        model: anything with transformers' ``generate``.
-        tokenizer: the model's.
-        task: how many tokens there are for the answer, and when it is finished.
+        model: any model with transformers' `generate`.
+        tokenizer: the model's tokenizer.
+        task: the task, which knows the tokens reserved for the answer and when an answer is complete.
         rows: token ids of the prompts; shorter ones are padded on the left.
-        answers: what each row has to say.
+        answers: the expected answers of each row.
     """
     pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
     width = max(map(len, rows))
-    place = input_device(model)
-    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=place)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=place)
-    stop = _Settled(tokenizer, task, answers, width)
-    own = getattr(model, "generation_config", None)
-    ends = own.eos_token_id if own is not None and own.eos_token_id is not None else tokenizer.eos_token_id
-    patch = _patch_of(model)
-    # All that a checkpoint's own generation config could bend is said here: what is measured is the argmax.
+    device = input_device(model)
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    stop = _ScoreIsFinal(tokenizer, task, answers, width)
+    defaults = getattr(model, "generation_config", None)
+    eos = tokenizer.eos_token_id
+    if defaults is not None and defaults.eos_token_id is not None:
+        eos = defaults.eos_token_id
+    # Everything that a checkpoint's own generation config could change is set here: the answer is the argmax.
     config = GenerationConfig(
         max_new_tokens=task.new_tokens, do_sample=False, num_beams=1, repetition_penalty=1.0,
-        no_repeat_ngram_size=0, pad_token_id=pad, eos_token_id=ends, return_dict_in_generate=False,
-        # An encoding by the whole row's length cannot read keys that were cached at a shorter one.
-        use_cache=not (patch is not None and patch.encoding.per_row),
+        no_repeat_ngram_size=0, pad_token_id=pad, eos_token_id=eos, return_dict_in_generate=False,
+        # If the table depends on the length of the row, keys that were cached at a shorter length are wrong.
+        use_cache=not _is_per_row(model),
     )  # fmt: skip
     model.generate(
         input_ids=ids, attention_mask=mask, generation_config=config,
@@ -354,65 +322,42 @@ def generate(
     return stop.responses
 
 
-class _Settled(StoppingCriteria):  # type: ignore[misc]
-    """Ends a row once no further token can change its score; keeps what it had said by then."""
+class _ScoreIsFinal(StoppingCriteria):  # type: ignore[misc]
+    """Ends a row once more tokens cannot change its score, and keeps its response up to then."""
 
     def __init__(self, tokenizer: Any, task: Task, answers: Sequence[Sequence[str]], width: int) -> None:
         self.tokenizer, self.task, self.answers, self.width = tokenizer, task, answers, width
         self.responses = [""] * len(answers)
-        self.settled = [False] * len(answers)
+        self.final = [False] * len(answers)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        said = self.tokenizer.batch_decode(input_ids[:, self.width :], skip_special_tokens=True)
-        for row, response in enumerate(said):
-            if not self.settled[row]:
+        texts = self.tokenizer.batch_decode(input_ids[:, self.width :], skip_special_tokens=True)
+        for row, response in enumerate(texts):
+            if not self.final[row]:
                 self.responses[row] = response
-                self.settled[row] = self.task.finished(response, self.answers[row])
-        return torch.tensor(self.settled, device=input_ids.device)
+                self.final[row] = self.task.finished(response, self.answers[row])
+        return torch.tensor(self.final, device=input_ids.device)
 
 
-def _patch_of(model: nn.Module) -> Patch | None:
+def _is_per_row(model: nn.Module) -> bool:
     try:
-        return current_patch(model)
-    except UnsupportedModelError:  # anything that generates can be measured
+        patch = current_patch(model)
+    except UnsupportedModelError:  # any model that generates can be measured
+        return False
+    return patch is not None and patch.encoding.per_row
+
+
+def _encoding(model: nn.Module) -> dict[str, Any] | None:
+    try:
+        patch = current_patch(model)
+    except UnsupportedModelError:
         return None
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    return patch.encoding.to_dict() if patch else None
 
 
 def append_lines(file: str | Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Add rows to a file of JSON lines; it and its directory are made if need be."""
+    """Add rows to a file of JSON lines. The file and its directory are made if they do not exist."""
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as stream:
         stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _read_trials(log: str | Path, label: str) -> dict[tuple[str, int, float | None, int], Trial]:
-    """Finished trials under a label; a last line that an interruption cut short is removed from the file."""
-    path = Path(log)
-    found: dict[tuple[str, int, float | None, int], Trial] = {}
-    if not path.exists():
-        return found
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    for number, line in enumerate(whole.splitlines(), start=1):
-        try:
-            values = json.loads(line)
-            if values["label"] == label:
-                trial = Trial.from_dict(values)
-                found[_key(trial)] = trial
-        except (ValueError, KeyError, TypeError) as error:
-            raise RopeExtendError(f"line {number} of {str(path)!r} is not a trial: {error}") from error
-    return found

@@ -1,4 +1,4 @@
-"""Retrieval to files: one JSON line for each row, tables with the controls, the pictures, and a page."""
+"""Reports of retrieval: results as JSON lines, tables with the controls, pictures, and an HTML page."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rope_extend import plots
-from rope_extend.data import format_length
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.html import Picture, page
+from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN
 from rope_extend.evaluation.results import RetrievalResult
-from rope_extend.evaluation.tables import Line, Section, interval
-from rope_extend.evaluation.variants import AS_IS, PLAIN
-from rope_extend.evaluation.versions import versions
+from rope_extend.files import write_text
+from rope_extend.report.html import Picture, page
+from rope_extend.report.tables import Line, Section, interval
+from rope_extend.report.versions import versions
+from rope_extend.units import format_length
 
 RESULTS, TABLE, PAGE = "results.jsonl", "table.md", "report.html"
 PICTURES = ("heat_map_*.png", "accuracy_*.png")
-"""Names of the pictures that :func:`write_retrieval` draws, as patterns."""
+"""Name patterns of the pictures of a report, see `write_retrieval`."""
 
 
 def read_retrieval(path: str | Path) -> list[RetrievalResult]:
-    """Read the rows of a ``results.jsonl`` of retrieval, or of the directory that holds one.
+    """Read the rows of a `results.jsonl` of retrieval, or of the directory that holds one.
 
     Raises:
         RopeExtendError: there is no such file, or it holds something else.
     """
     file = Path(path) / RESULTS if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise RopeExtendError(f"no results at {str(file)!r}; retrieve writes {RESULTS} into its directory")
+        raise RopeExtendError(
+            f"no results at {str(file)!r}; give the directory of a retrieval run, which has {RESULTS}"
+        )
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
         return [RetrievalResult.from_dict(json.loads(line)) for line in lines]
@@ -39,7 +41,7 @@ def read_retrieval(path: str | Path) -> list[RetrievalResult]:
 
 
 def holds_retrieval(path: str | Path) -> bool:
-    """Whether a run's results are of retrieval, and not of perplexity; False where they cannot be read."""
+    """Whether a run's results are of retrieval, not of perplexity; False if they cannot be read."""
     file = Path(path) / RESULTS if Path(path).is_dir() else Path(path)
     try:
         with file.open(encoding="utf-8") as stream:
@@ -49,62 +51,64 @@ def holds_retrieval(path: str | Path) -> bool:
 
 
 def read_retrievals(paths: Sequence[str | Path]) -> list[RetrievalResult]:
-    """Rows of several runs, with the run's name where two have one label; see :func:`read_retrieval`."""
-    found = [(Path(path), one) for path in paths for one in read_retrieval(path)]
-    labels = Counter(one.label for _, one in found)
+    """The rows of several runs in one list. Equal labels get the name of their run."""
+    results = [(Path(path), result) for path in paths for result in read_retrieval(path)]
+    labels = Counter(result.label for _, result in results)
     return [
-        replace(one, label=f"{one.label} ({(path.parent if path.is_file() else path).name})")
-        if labels[one.label] > 1
-        else one
-        for path, one in found
+        replace(result, label=f"{result.label} ({(path.parent if path.is_file() else path).name})")
+        if labels[result.label] > 1
+        else result
+        for path, result in results
     ]
 
 
 def write_retrieval(results: Sequence[RetrievalResult], directory: str | Path) -> list[Path]:
-    """Write ``results.jsonl``, ``table.md``, the pictures and ``report.html``; return their paths.
+    """Write `results.jsonl`, `table.md`, the pictures and `report.html`; return their paths.
 
     Raises:
         RopeExtendError: there are no results.
     """
     if not results:
         raise RopeExtendError("no results to report")
+    from rope_extend.plots.retrieval_maps import plot_accuracy, plot_heat_map
+
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / RESULTS, directory / TABLE, directory / PAGE]
     rows = [json.dumps({**result.to_dict(), "versions": versions()}) + "\n" for result in results]
-    paths[0].write_text("".join(rows), encoding="utf-8")
-    paths[1].write_text(retrieval_table(results), encoding="utf-8")
+    write_text(paths[0], "".join(rows))
+    write_text(paths[1], retrieval_table(results))
     pictures = []
     for task in _tasks(results):
-        path = plots.plot_accuracy(results, task, directory / f"accuracy_{task}.png")
+        path = plot_accuracy(results, task, directory / f"accuracy_{task}.png")
         pictures.append(Picture(path, f"{task}: trials solved against length"))
         for result in results:
             if result.depths(task):
                 name = "".join(c if c.isalnum() else "_" for c in f"heat_map_{task}_{result.label}")
-                path = plots.plot_heat_map(result, task, directory / f"{name}.png")
+                path = plot_heat_map(result, task, directory / f"{name}.png")
                 pictures.append(Picture(path, f"{task}, {result.label}: trials solved by depth and length"))
-    paths[2].write_text(_page(results, pictures), encoding="utf-8")
+    write_text(paths[2], _page(results, pictures))
     return paths + [picture.path for picture in pictures]
 
 
 def retrieval_table(results: Sequence[RetrievalResult]) -> str:
-    """Markdown: for each task, accuracy by row and length; then what became of the trained window."""
+    """Markdown: for each task, accuracy by row and length; then the trained window, before and after."""
     sections = [*retrieval_sections(results), *_window(results)]
     return "\n\n".join(section.markdown() for section in sections) + "\n"
 
 
 def retrieval_sections(results: Sequence[RetrievalResult]) -> list[Section]:
-    """For each task a table of accuracy by row and length; none without results."""
+    """For each task, a table of accuracy by row and length."""
     sections = []
     for task in _tasks(results):
-        some = [result for result in results if task in result.tasks]
-        lengths = sorted({length for result in some for length in result.lengths(task)})
+        measured = [result for result in results if task in result.tasks]
+        lengths = sorted({length for result in measured for length in result.lengths(task)})
         longest = lengths[-1]
         lines: list[Line] = [["", *map(format_length, lengths)]]
-        with_k = task == "passkey" and any(result.k_max(longest) is not None for result in some)
+        with_k = task == "passkey" and any(result.k_max(longest) is not None for result in measured)
         if with_k:
             lines = [[*lines[0], f"k_max at {format_length(longest)}"]]
-        for result in some:
+        for result in measured:
             rates = [result.rate(task, length) for length in lengths]
             k_max = [result.k_max(longest)] if with_k else []
             lines.append(
@@ -114,18 +118,18 @@ def retrieval_sections(results: Sequence[RetrievalResult]) -> list[Section]:
                     *("–" if k is None else f"{k:,}" for k in k_max),
                 ]
             )
-        notes = ["Share of trials solved, mean over depths, with the 95 % Wilson interval in per cent."]
-        cells = [cell for result in some for cell in result.cells if cell.task == task]
+        notes = ["Share of trials solved, mean over depths, with the 95 % Wilson interval in percent."]
+        cells = [cell for result in measured for cell in result.cells if cell.task == task]
         counts = sorted({len(cell.scores) for cell in cells if cell.depth is not None})
         if counts:
             notes.append(f"Trials at each depth and length: {', '.join(map(str, counts))}.")
         if with_k:
             notes.append(
-                "k_max: the largest distance in tokens, key to end, up to which 20 % of the trials succeed."
+                "k_max: the largest distance from key to end, in tokens, with at least 20 % success up to it."
             )
         notes += [
-            f"{result.label}: the model saw a prompt's last {result.crop} tokens only."
-            for result in some
+            f"{result.label}: the model saw only the last {result.crop} tokens of a prompt."
+            for result in measured
             if result.crop
         ]
         sections.append(Section(f"Retrieval, {task}", lines, notes))
@@ -133,19 +137,19 @@ def retrieval_sections(results: Sequence[RetrievalResult]) -> list[Section]:
 
 
 def _window(results: Sequence[RetrievalResult]) -> list[Section]:
-    """How each row reads at the trained window, against the model that was not changed."""
+    """Each row at the trained window, compared with the unchanged model."""
     trained = results[0].trained_length
-    base = next((one for one in results if one.label in (PLAIN, AS_IS) and one.crop is None), None)
+    base = next((row for row in results if row.label in (PLAIN, AS_IS) and row.crop is None), None)
     if base is None or trained is None:
         return []
     lines: list[Line] = [["", "task", "before", "after", "difference", "95 % interval"]]
-    for one in results:
-        for task in one.tasks if one is not base and one.crop is None else []:
-            change = one.against(base, task, trained)
+    for row in results:
+        for task in row.tasks if row is not base and row.crop is None else []:
+            change = row.against(base, task, trained)
             if change is not None:
                 points = f"{100 * change.change:+.0f} points"
                 ends = interval(100 * change.low, 100 * change.high, "+.0f")
-                lines.append([one.label, task, str(change.first), str(change.second), points, ends])
+                lines.append([row.label, task, str(change.first), str(change.second), points, ends])
     if len(lines) == 1:
         return []
     note = f"Before is {base.label}. The interval is Newcombe's, over the same prompts."
@@ -153,27 +157,27 @@ def _window(results: Sequence[RetrievalResult]) -> list[Section]:
 
 
 def _page(results: Sequence[RetrievalResult], pictures: Sequence[Picture]) -> str:
-    cost: list[Line] = [["", "tokens read", "tokens/s", "peak memory, MiB"]]
+    cost: list[Line] = [["", "prompt tokens", "tokens/s", "peak memory, MiB"]]
     cost += [
         [
-            one.label,
-            f"{one.forward_tokens:,}",
-            f"{one.tokens_per_second:,.0f}" if one.forward_tokens else "–",
-            f"{one.peak_memory_bytes / 2**20:,.0f}",
+            row.label,
+            f"{row.forward_tokens:,}",
+            f"{row.tokens_per_second:,.0f}" if row.forward_tokens else "–",
+            f"{row.peak_memory_bytes / 2**20:,.0f}",
         ]
-        for one in results
+        for row in results
     ]
-    read: list[Line] = [["", "encoding", "adapter"]]
-    read += [[one.label, one.encoding_text, one.adapter or "–"] for one in results]
+    models: list[Line] = [["", "encoding", "adapter"]]
+    models += [[row.label, row.encoding_text, row.adapter or "–"] for row in results]
     return page(
         "Retrieval by depth and length",
-        ["Model: " + ", ".join(sorted({one.model for one in results}))],
+        ["Model: " + ", ".join(sorted({row.model for row in results}))],
         [
             *retrieval_sections(results),
             *_window(results),
             *pictures,
-            Section("What it cost", cost, ["Of this run: what an earlier one had done is not in it."]),
-            Section("What was read", read),
+            Section("Cost", cost, ["This run only, without trials that an earlier run had finished."]),
+            Section("Models", models),
         ],
         versions(),
     )

@@ -1,11 +1,10 @@
-"""Compare two saved runs, of perplexity or of retrieval: what `rope-extend compare` does."""
+"""Compare two saved runs, of perplexity or of retrieval: `rope-extend compare`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from rope_extend import plots
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import (
     compare_retrieval,
@@ -14,8 +13,9 @@ from rope_extend.evaluation.comparison import (
     pairs,
     retrieval_comparison_table,
 )
-from rope_extend.evaluation.report import check_output, read_results, run_name
+from rope_extend.evaluation.perplexity_report import check_output, read_results, run_name
 from rope_extend.evaluation.retrieval_report import holds_retrieval, read_retrieval
+from rope_extend.files import write_text
 
 TABLE = "comparison.md"
 KINDS = {False: "perplexity", True: "retrieval"}
@@ -29,22 +29,22 @@ def compare_saved(
     output: str | Path | None = None,
     overwrite: bool = False,
 ) -> tuple[str, list[Path]]:
-    """Compare the rows of two runs on the same tokens, or on the same prompts.
+    """Compare the rows of two runs on the same tokens or prompts.
 
     Args:
         first: a run's directory, or its `results.jsonl`.
-        second: another of the same kind, or the same one.
-        rows: none: all labels that both have, or the only row of each; one label: that of both; two: the
-            first's and the second's.
-        output: a directory for the table and the pictures.
+        second: another run of the same kind, or the same run.
+        rows: labels. None: all labels that both runs have, or the only row of each. One: the label in both
+            runs. Two: the label in the first run and the label in the second.
+        output: directory for the table and the pictures.
         overwrite: replace a comparison in that directory.
 
     Returns:
-        The table as Markdown, and the paths of what was written.
+        The table as Markdown, and the paths of the written files.
 
     Raises:
-        RopeExtendError: the runs are of different kinds, or were measured on other text or prompts, there is
-            nothing to pair, or the directory holds a comparison already.
+        RopeExtendError: the runs are of different kinds or have different texts or prompts, there is nothing
+            to pair, or the directory holds a comparison already.
     """
     kinds = holds_retrieval(first), holds_retrieval(second)
     names = run_name(first), run_name(second)
@@ -55,10 +55,10 @@ def compare_saved(
     if any(kinds):
         for run, kind in zip((first, second), kinds, strict=True):
             if not kind:
-                read_results(run)  # says what is wrong, if these are no results at all
+                read_results(run)  # raises if these are no results at all
         raise RopeExtendError(
-            f"{first} holds {KINDS[kinds[0]]} and {second} holds {KINDS[kinds[1]]}, which do not compare; "
-            "give two runs of `rope-extend evaluate`, or two of `rope-extend retrieve`"
+            f"{first} holds {KINDS[kinds[0]]} and {second} holds {KINDS[kinds[1]]}, which cannot be "
+            "compared; give two runs of `rope-extend evaluate`, or two of `rope-extend retrieve`"
         )
     return _perplexity(first, second, names, rows, output, overwrite)
 
@@ -72,15 +72,17 @@ def _perplexity(
     overwrite: bool,
 ) -> tuple[str, list[Path]]:
     both = read_results(first), read_results(second)
-    found = compare_runs(*both, names=names, rows=rows)
-    text, paths = comparison_table(found), []
+    comparisons = compare_runs(*both, names=names, rows=rows)
+    text, paths = comparison_table(comparisons), []
     if output is not None:
-        trained = found[0].first.trained_length
+        from rope_extend.plots.curves import plot_comparison
+
+        trained = comparisons[0].first.trained_length
         if trained is None:
-            raise RopeExtendError("these results do not say the trained window; evaluate again")
+            raise RopeExtendError("these results do not have the trained window; evaluate again")
         paths = _paths(output, ["comparison.png"], overwrite)
-        paths[0].write_text(text, encoding="utf-8")
-        plots.plot_comparison(found, trained, paths[1])
+        write_text(paths[0], text)
+        plot_comparison(comparisons, trained, paths[1])
     return text, paths
 
 
@@ -93,20 +95,22 @@ def _retrieval(
     overwrite: bool,
 ) -> tuple[str, list[Path]]:
     both = read_retrieval(first), read_retrieval(second)
-    found = [compare_retrieval(*pair) for pair in pairs(*both, names=names, rows=rows)]
-    text, paths = retrieval_comparison_table(found), []
+    comparisons = [compare_retrieval(*pair) for pair in pairs(*both, names=names, rows=rows)]
+    text, paths = retrieval_comparison_table(comparisons), []
     if output is not None:
-        tasks = list(dict.fromkeys(one.task for pair in found for one in pair.changes))
+        from rope_extend.plots.retrieval_maps import plot_accuracy
+
+        tasks = list(dict.fromkeys(change.task for pair in comparisons for change in pair.changes))
         paths = _paths(output, [f"comparison_{task}.png" for task in tasks], overwrite)
-        paths[0].write_text(text, encoding="utf-8")
-        drawn = list({id(row): row for pair in found for row in (pair.first, pair.second)}.values())
+        write_text(paths[0], text)
+        drawn = list({id(row): row for pair in comparisons for row in (pair.first, pair.second)}.values())
         for task, path in zip(tasks, paths[1:], strict=True):
-            plots.plot_accuracy(drawn, task, path)
+            plot_accuracy(drawn, task, path)
     return text, paths
 
 
 def _paths(output: str | Path, pictures: Sequence[str], overwrite: bool) -> list[Path]:
-    """Where the table and the pictures go, in a directory that may take them."""
+    """Paths of the table and the pictures, in a directory that is checked and made."""
     files = [TABLE, *pictures]
     directory = check_output(output, overwrite=overwrite, resume=not overwrite, files=files)
     directory.mkdir(parents=True, exist_ok=True)

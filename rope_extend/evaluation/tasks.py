@@ -1,6 +1,6 @@
-"""Synthetic retrieval tasks, with answers that only the prompt tells.
+"""Synthetic retrieval tasks, whose answers are only in the prompt.
 
-Nothing is downloaded: the haystack is repeated filler, or the texts that are given.
+Nothing is downloaded: the haystack is repeated filler, or the user's texts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rope_extend.demo import MODEL_DIR, passkey_document
+from rope_extend.data.bundled import MODEL_DIR, passkey_document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import Draft, Task
 
@@ -21,31 +21,31 @@ FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. Th
 """The filler of 2305.16300, used by the passkey test of 2306.15595 and by RULER (2404.06654)."""
 
 TEMPLATES = ("published", "demo")
-"""The forms of the passkey task: the literature's, and the one that the bundled model was pretrained on."""
+"""Forms of the passkey task: that of the papers, and the one that the bundled model was pretrained on."""
 
 
 def template_for(model: str) -> str:
-    """The form of the passkey task that suits a checkpoint: its own for the bundled model."""
+    """The form of the passkey task for a checkpoint: `demo` for the bundled model, else `published`."""
     bundled = Path(model).is_dir() and Path(model).resolve() == MODEL_DIR
     return "demo" if bundled else "published"
 
 
 DEMO_START = "<|endoftext|>"
-"""What every document began with when the bundled model was pretrained; without it, it reads worse."""
+"""The first token of every document in the bundled model's pretraining; without it, it does worse."""
 
 LONG_SENTENCE = 120
-"""Where a sentence has more characters than twice this, a needle may stand inside it."""
+"""Maximum distance in characters from a needle's depth to the sentence end where it is put instead."""
 
 _SENTENCE_END = re.compile(r"[.!?][\"')\]]*\s+|[。！？]|\n+")
 
 
 @dataclass(frozen=True)
 class Passkey(Task):
-    """One number in repeated filler, asked for at the end; the first number of the answer counts.
+    """One number in repeated filler, and a question for it at the end. The answer's first number counts.
 
     Attributes:
-        new_tokens: as for every task.
-        template: ``published``, or ``demo`` for the code-like form of the bundled model.
+        new_tokens: tokens reserved for the answer.
+        template: `published`, or `demo` for the code-like form of the bundled model.
     """
 
     new_tokens: int = 10
@@ -62,16 +62,16 @@ class Passkey(Task):
             )
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The prompt of 2306.15595's figure 3, or that of ``passkey_document``."""
+        """The prompt of figure 3 in 2306.15595, or that of `passkey_document`."""
         if self.template == "demo":
-            # More lines than will be needed: a line has more than four tokens.
+            # More lines than needed: a line has more than four tokens.
             document = passkey_document(rng, filler_lines=tokens // 4 + 16, depth=1.0)
             filler, _, question = document.prompt.partition("# Remember the pass key.\n")
             answer, _, question = question.partition("\n")
             needle = f"# Remember the pass key.\n{answer}\n"
             question, _, key = question.rpartition("\n")
             hidden = _with_needles(filler, [(depth, needle)], "\n")
-            # The answer follows the lead at once, on the line after the question.
+            # The answer directly follows the lead, on the line after the question.
             return Draft(
                 "", lambda size: DEMO_START + hidden(size), question, f"\n{key}", (document.answer,), needle
             )
@@ -88,27 +88,27 @@ class Passkey(Task):
         )
 
     def score(self, response: str, answers: Sequence[str]) -> float:
-        """1 if the first number in the response is the key, else 0: ``12`` for ``123`` is no answer."""
+        """1 if the first number in the response is the key, else 0; a part of the key scores 0."""
         number = re.search(r"\d+", response)
         return float(number is not None and number[0] == answers[0])
 
     def finished(self, response: str, answers: Sequence[str]) -> bool:
-        """Once the first number is complete."""
+        """Whether the first number is complete."""
         return re.search(r"\d+\D", response) is not None
 
 
 @dataclass(frozen=True)
 class Needle(Task):
-    """A magic number for a word, in the given texts or in repeated filler.
+    """A magic number for a word, hidden in texts or in repeated filler.
 
-    RULER's form of the needle in a haystack, which can be scored without a judge: the answer must contain
-    each of the asked word's numbers, of 7 digits.
+    This is RULER's form of the needle in a haystack, which needs no judge: the answer must contain each
+    number of the word in question. The numbers have 7 digits.
 
     Attributes:
-        new_tokens: as for every task.
-        keys: words that have numbers; one of them is asked for.
-        values: numbers of each word, all of them asked for.
-        haystack: texts to hide the needles in; repeated filler, if there are none.
+        new_tokens: tokens reserved for the answer.
+        keys: number of words with numbers; the question is for one of the words.
+        values: numbers of each word; the question is for all of them.
+        haystack: texts to hide the needles in; repeated filler if empty.
     """
 
     keys: int = 1
@@ -124,7 +124,7 @@ class Needle(Task):
             raise RopeExtendError(f"{self.name}: keys must be at most {len(_ADJECTIVES)}, got {self.keys}")
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The asked word's first number at ``depth``, all others anywhere."""
+        """The first number of the word in question at `depth`, all other numbers at random depths."""
         text = _haystack(self.haystack, rng)
         adjectives, nouns = rng.sample(_ADJECTIVES, self.keys), rng.sample(_NOUNS, self.keys)
         words = [f"{adjective}-{noun}" for adjective, noun in zip(adjectives, nouns, strict=True)]
@@ -133,16 +133,16 @@ class Needle(Task):
             f"One of the special magic numbers for {words[i // self.values]} is: {number}."
             for i, number in enumerate(numbers)
         ]
-        places = [depth, *(rng.random() for _ in needles[1:])]
-        several = self.values > 1
-        some, number, are = ("Some", "numbers", "are") if several else ("A", "number", "is")
-        asked = f"{words[0]} mentioned in the provided text"
+        depths = [depth, *(rng.random() for _ in needles[1:])]
+        plural = self.values > 1
+        article, number, verb = ("Some", "numbers", "are") if plural else ("A", "number", "is")
+        topic = f"{words[0]} mentioned in the provided text"
         return Draft(
-            f"{some} special magic {number} {are} hidden within the following text. Make sure to memorize "
-            f"it. I will quiz you about the {number} afterwards.",
-            _with_needles(text, list(zip(places, needles, strict=True)), " "),
-            f"What {are} {'all ' if several else ''}the special magic {number} for {asked}?",
-            f" The special magic {number} for {asked} {are}",
+            f"{article} special magic {number} {verb} hidden within the following text. "
+            f"Make sure to memorize it. I will quiz you about the {number} afterwards.",
+            _with_needles(text, list(zip(depths, needles, strict=True)), " "),
+            f"What {verb} {'all ' if plural else ''}the special magic {number} for {topic}?",
+            f" The special magic {number} for {topic} {verb}",
             tuple(numbers[: self.values]),
             needles[0],
         )
@@ -150,7 +150,7 @@ class Needle(Task):
 
 @dataclass(frozen=True)
 class MultiKey(Needle):
-    """A needle among needles: several words have a number, and one of the words is asked for."""
+    """Several words with a number each; the question is for one of the words."""
 
     keys: int = 4
 
@@ -159,7 +159,7 @@ class MultiKey(Needle):
 
 @dataclass(frozen=True)
 class MultiValue(Needle):
-    """Several numbers for one word, all of them asked for; the depth is that of the first."""
+    """Several numbers for one word; the question is for all of them. The depth is that of the first."""
 
     new_tokens: int = 96
     values: int = 4
@@ -169,15 +169,15 @@ class MultiValue(Needle):
 
 @dataclass(frozen=True)
 class VariableTracking(Task):
-    """A number, a variable that is set to it, one set to that one, and so on: which variables have it?
+    """Chains of variables: the first is set to a number, each next one to the one before. Which have it?
 
-    RULER's task, zero-shot: without the worked example that RULER puts before it.
+    This is RULER's task, zero-shot: without the worked example that RULER puts first.
 
     Attributes:
-        new_tokens: as for every task.
-        hops: links of a chain; one variable more than that has the number.
-        chains: chains in the text; one of them is asked for.
-        haystack: texts to hide them in; repeated filler, if there are none.
+        new_tokens: tokens reserved for the answer.
+        hops: links of a chain; `hops + 1` variables have the number.
+        chains: chains in the text; the question is for one of them.
+        haystack: texts to hide the chains in; repeated filler if empty.
     """
 
     new_tokens: int = 40
@@ -187,10 +187,10 @@ class VariableTracking(Task):
 
     name: ClassVar[str] = "variable_tracking"
     paper: ClassVar[str] = "2404.06654"
-    placed: ClassVar[bool] = False
+    has_depth: ClassVar[bool] = False
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """Chains at random places, the links of each in their order."""
+        """Chains at random depths, with the links of each in order."""
         text, links = _haystack(self.haystack, rng), self.hops + 1
         letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
         names = _absent(rng, text, links * self.chains, lambda: "".join(rng.choices(letters, k=5)))
@@ -213,15 +213,15 @@ class VariableTracking(Task):
 
 @dataclass(frozen=True)
 class CommonWords(Task):
-    """A numbered list of words in which ten come often and all others seldom: which are the ten?
+    """A numbered list of words in which ten are common and all others rare. Which are the common ones?
 
-    RULER's task, zero-shot. As there, a common word comes 30 times and another 3 times in prompts of 4,096
-    tokens or more, else 6 times and once; what grows with the length is the number of other words. Here
-    the words are invented ones, there English.
+    This is RULER's task, zero-shot. As in RULER, a common word appears 30 times and a rare one 3 times in
+    prompts of 4,096 tokens or more, else 6 times and once. Longer prompts have more rare words. The words are
+    invented; RULER uses English words.
 
     Attributes:
-        new_tokens: as for every task.
-        common: how many words come often.
+        new_tokens: tokens reserved for the answer.
+        common: number of common words.
     """
 
     new_tokens: int = 120
@@ -229,16 +229,16 @@ class CommonWords(Task):
 
     name: ClassVar[str] = "common_words"
     paper: ClassVar[str] = "2404.06654"
-    placed: ClassVar[bool] = False
+    has_depth: ClassVar[bool] = False
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The list grows by one of its other words at a time."""
-        often, seldom = (30, 3) if tokens >= 4096 else (6, 1)
+        """The list grows by one rare word at a time."""
+        repeats, rare_repeats = (30, 3) if tokens >= 4096 else (6, 1)
         words, common = _invented(rng, self.common + tokens // 3), self.common
         seed = rng.random()
 
         def context(size: int) -> str:
-            listed = words[:common] * often + words[common : common + size] * seldom
+            listed = words[:common] * repeats + words[common : common + size] * rare_repeats
             random.Random(seed).shuffle(listed)
             return " ".join(f"{i}. {word}" for i, word in enumerate(listed, start=1))
 
@@ -255,25 +255,25 @@ class CommonWords(Task):
 
 @dataclass(frozen=True)
 class FrequentWords(Task):
-    """Made-up words whose frequencies follow Zipf's law: which three come most often?
+    """Invented words whose frequencies follow Zipf's law. Which three are the most frequent?
 
-    RULER's task, zero-shot. As there, the k-th of the words comes in proportion to 1/k², and the first is
-    replaced by dots, which do not count.
+    This is RULER's task, zero-shot. As in RULER, the frequency of the k-th word is proportional to 1/k², and
+    the first word is replaced by dots, which do not count.
     """
 
     new_tokens: int = 50
 
     name: ClassVar[str] = "frequent_words"
     paper: ClassVar[str] = "2404.06654"
-    placed: ClassVar[bool] = False
+    has_depth: ClassVar[bool] = False
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
-        """The text grows by a word at a time; its words keep their shares."""
+        """The text grows by one word at a time, and the shares of its words stay the same."""
         words = ["...", *_invented(rng, max(8, tokens // 50))]
         seed = rng.random()
 
         def context(size: int) -> str:
-            # From 32 on, there are more of the third word that counts than of the next one.
+            # From 32 on, the third word that counts is more frequent than the next one.
             drawn = [word for k, word in enumerate(words, start=1) for _ in range((32 + size) // k**2)]
             random.Random(seed).shuffle(drawn)
             return " ".join(drawn)
@@ -300,34 +300,33 @@ TASKS: dict[str, type[Task]] = {
 def make_tasks(
     names: Sequence[str], *, haystack: Sequence[str] = (), template: str = "published"
 ) -> list[Task]:
-    """The tasks of these names, each once, with the given texts as their haystack where they have one.
+    """Make tasks from their names, each once; `haystack` goes to the tasks that have one.
 
     Raises:
         RopeExtendError: no such task or template.
     """
     unknown = [name for name in names if name not in TASKS]
     if unknown or not names:
-        raise RopeExtendError(
-            f"no retrieval task {', '.join(unknown) or 'given'}; there are {', '.join(TASKS)}"
-        )
+        problem = f"unknown retrieval task {', '.join(unknown)}" if unknown else "no retrieval task given"
+        raise RopeExtendError(f"{problem}; known: {', '.join(TASKS)}")
     texts = tuple(text for text in haystack if text.strip())
     options: dict[str, Any] = {"haystack": texts, "template": template}
     return [
-        cls(**{one.name: options[one.name] for one in fields(cls) if one.name in options})
+        cls(**{item.name: options[item.name] for item in fields(cls) if item.name in options})
         for cls in (TASKS[name] for name in dict.fromkeys(names))
     ]
 
 
 def _with_needles(source: str, needles: Sequence[tuple[float, str]], separator: str) -> Callable[[int], str]:
-    """Of a size in characters: the beginning of ``source``, repeated, with each needle at its depth."""
+    """Takes a size in characters; returns that much of `source`, repeated, with needles at their depths."""
 
     def context(size: int) -> str:
         text = (source * (size // len(source) + 1))[:size]
         ends = [0, *(match.end() for match in _SENTENCE_END.finditer(text))]
         if ends[-1] != size:
             ends.append(size)
-        # From the last one on, so that the places of those before it stay what they are.
-        for depth, needle in sorted(needles, key=lambda one: one[0], reverse=True):
+        # The last needle first, so that the offsets of the needles before it stay valid.
+        for depth, needle in sorted(needles, key=lambda pair: pair[0], reverse=True):
             at = _break_near(text, ends, round(depth * size))
             left = text[:at]
             if left and not left.endswith((separator, "\n")):
@@ -338,18 +337,18 @@ def _with_needles(source: str, needles: Sequence[tuple[float, str]], separator: 
     return context
 
 
-def _break_near(text: str, ends: Sequence[int], place: int) -> int:
-    """The end of the sentence nearest to a place; of a word, or the place itself, where none is near."""
-    after = min(bisect_left(ends, place), len(ends) - 1)
-    at = min(ends[max(0, after - 1) : after + 1], key=lambda end: abs(end - place))
-    if abs(at - place) <= LONG_SENTENCE:
-        return at
-    space = text.rfind(" ", max(0, place - LONG_SENTENCE), place)
-    return space + 1 if space >= 0 else place
+def _break_near(text: str, ends: Sequence[int], offset: int) -> int:
+    """The sentence end nearest to an offset; if none is near, the end of a word, or the offset itself."""
+    after = min(bisect_left(ends, offset), len(ends) - 1)
+    nearest = min(ends[max(0, after - 1) : after + 1], key=lambda end: abs(end - offset))
+    if abs(nearest - offset) <= LONG_SENTENCE:
+        return nearest
+    space = text.rfind(" ", max(0, offset - LONG_SENTENCE), offset)
+    return space + 1 if space >= 0 else offset
 
 
 def _haystack(texts: Sequence[str], rng: random.Random) -> str:
-    """One of the texts, from the beginning of one of its sentences; or the filler."""
+    """One of the texts, starting at a random sentence; the filler without texts."""
     if not texts:
         return FILLER
     text = rng.choice(texts)
@@ -359,21 +358,21 @@ def _haystack(texts: Sequence[str], rng: random.Random) -> str:
 
 
 def _absent(rng: random.Random, text: str, count: int, draw: Callable[[], str]) -> list[str]:
-    """Draw different strings, none of which stands in the text already."""
-    found: dict[str, None] = {}
-    while len(found) < count:
+    """Draw different strings that are not in the text."""
+    strings: dict[str, None] = {}
+    while len(strings) < count:
         drawn = draw()
         if drawn not in text:
-            found[drawn] = None
-    return list(found)
+            strings[drawn] = None
+    return list(strings)
 
 
 def _invented(rng: random.Random, count: int) -> list[str]:
-    """Different words of six letters, none of them a word."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6))] = None
-    return list(found)
+    """Different random words of six letters."""
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=6))] = None
+    return list(words)
 
 
 _ADJECTIVES = (  # noqa: SIM905

@@ -1,7 +1,7 @@
-"""Annealing: a run that goes over from a model's own rotation to another encoding by degrees.
+"""Annealing: the first steps of a run gradually blend a model's own RoPE into another encoding.
 
-What is mixed, and how, is the patch's (`Patch.mix`); here is when. The share of the encoding is a function of
-the step alone, so that a run which goes on needs to know nothing else.
+The patch does the blending (`Patch.mix`); this module says when. The share of the encoding is a function of
+the step alone, so that a resumed run needs no state for it.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ logger = logging.getLogger(__name__)
 
 
 def share_at(step: int, anneal_steps: int) -> float:
-    """The share of the encoding in the step that follows `step` done ones: from `anneal_steps` on, 1.
+    """The share of the encoding in the step that follows `step` finished ones; 1 from `anneal_steps` on.
 
-    The steps before are evenly spaced between 0 and 1, without either: none is spent on the model as it was,
-    and whatever the encoding learns has a gradient in each.
+    The shares of the steps before are evenly spaced between 0 and 1, without either end. So no step trains
+    the unchanged model, and the encoding's learned parameters have a gradient in each.
     """
     return min(1.0, (step + 1) / (anneal_steps + 1))
 
 
 def mix_for_step(model: nn.Module, recipe: Recipe, step: int) -> None:
-    """Set the patch of a model to the share of the step that follows `step` done ones."""
+    """Set the patch of a model to the share of the step that follows `step` finished ones."""
     patch = current_patch(model)
     if recipe.anneal_steps and patch is not None:
         patch.mix(share_at(step, recipe.anneal_steps))
 
 
-def announce_adaptation(recipe: Recipe) -> None:
-    """Log which fields are as the method's default recipe has them, and which are the recipe's own."""
-    default = recipe.default
-    own = {name: getattr(recipe, name) for name in default if getattr(recipe, name) != default[name]}
-    taken = {name: value for name, value in default.items() if name not in own}
-    listed = [(f"as by default for {recipe.method}", taken), ("the recipe's own", own)]
-    logger.info("%s", "; ".join(f"{what}: {_listed(values)}" for what, values in listed if values))
+def log_defaults(recipe: Recipe) -> None:
+    """Log which fields have the method's default, which the recipe sets itself, and the annealing steps."""
+    defaults = recipe.computed_defaults()
+    changed = {name: getattr(recipe, name) for name in defaults if getattr(recipe, name) != defaults[name]}
+    unchanged = {name: value for name, value in defaults.items() if name not in changed}
+    groups = [(f"defaults for {recipe.method}", unchanged), ("set by the recipe", changed)]
+    logger.info("%s", "; ".join(f"{title}: {_listed(values)}" for title, values in groups if values))
     if recipe.anneal_steps:
         logger.info(
-            "the first %d steps go over from the model's own rotation to %s; evaluation is with %s alone",
+            "the first %d steps anneal from the model's own RoPE to %s; evaluations use %s alone",
             recipe.anneal_steps, recipe.method, recipe.method,
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""LoRA fine-tuning on a longer window: one recipe in, an adapter and its record out.
+"""LoRA fine-tuning for a longer window: from a recipe to an adapter and its record.
 
-The loop is plain: `accelerate` for devices and processes, `peft` for LoRA, `torch` for the rest. What it
-adds is what long runs need: everything is checked before the weights are loaded, a run that is interrupted
-goes on bit for bit, and the adapter is saved with the encoding that it was trained under.
+The loop uses `accelerate` for devices and processes, `peft` for LoRA, and `torch` for everything else. It
+adds what long runs need: everything is checked before the weights are loaded, an interrupted run resumes bit
+for bit, and the adapter is saved with the encoding that it was trained with.
 """
 
 from __future__ import annotations
@@ -23,31 +23,24 @@ from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_extend.checkpoint import save, undone_on_failure
+from rope_extend.attention.shifted_sparse import check_shifted_sparse
 from rope_extend.checkpoint.card import add_card
-from rope_extend.data import Document, load_documents
+from rope_extend.checkpoint.restoring import undone_on_failure
+from rope_extend.checkpoint.saving import save
+from rope_extend.data.choices import CONSECUTIVE, UNPACKED
+from rope_extend.data.documents import Document, load_documents
+from rope_extend.data.packing import check_packing
+from rope_extend.data.sampled_positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.plan import format_bytes
-from rope_extend.hardware import Hardware
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.loading import default_dtype, empty_model, one_error, pretrained
 from rope_extend.patching import Patch, current_patch
-from rope_extend.pretrained import default_dtype, empty_model, one_error, pretrained
-from rope_extend.training.annealing import announce_adaptation
-from rope_extend.training.data import load_training_data
 from rope_extend.training.launch import check_launch, check_variables
-from rope_extend.training.levers import Levers, expand_segments, pull
-from rope_extend.training.loop import (
-    FinetuneInterrupted,
-    RunData,
-    TrainingRun,
-    extended,
-    lora_config,
-)
-from rope_extend.training.packing import RESTART, UNPACKED, check_packing
-from rope_extend.training.plan import TrainingPlan, continued, default_levers, plan_training
-from rope_extend.training.positions import SAMPLERS, Coverage, PositionCollator, check_meaning
-from rope_extend.training.recipe import CONSECUTIVE, Recipe, add_recipe_arguments, recipe_from_arguments
-from rope_extend.training.report import add_training_report
+from rope_extend.training.loop import FinetuneInterrupted, RunData, TrainingRun
+from rope_extend.training.lora import extended, lora_config
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, expand_segments
+from rope_extend.training.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
 from rope_extend.training.resume import (
     RunState,
     check_continues,
@@ -58,9 +51,18 @@ from rope_extend.training.resume import (
     read_state,
     step_of,
 )
+from rope_extend.training.run_log import log_run
+from rope_extend.training.run_report import add_training_report
 from rope_extend.training.sharding import Sharding
-from rope_extend.training.shifted_sparse import check_shifted_sparse
+from rope_extend.training.step_plan import (
+    TrainingPlan,
+    default_memory_options,
+    plan_training,
+    resumed_options,
+)
 from rope_extend.training.tracking import check_trackers
+from rope_extend.training.training_data import load_training_data
+from rope_extend.units import format_bytes
 
 __all__ = [
     "FinetuneInterrupted",
@@ -77,28 +79,28 @@ _RUN_FILES = (
     "recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors",
     "positions.json", "positions.png", "report",
 )  # fmt: skip
-"""What makes a directory that of a run; `overwrite` removes these and leaves all else."""
+"""The files of a run; `overwrite` removes these and nothing else."""
 
 _COUNTED = 8192
-"""Of how many sequences of a run the distances are counted: enough for the picture, in seconds."""
+"""Number of sequences whose distances are counted: enough for the plot, and takes seconds."""
 
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
-        output_dir: where the adapter, its record, the recipe and the metrics are.
+        output_dir: directory with the adapter, its record, the recipe and the metrics.
         steps: optimizer steps done, over all sessions.
         tokens: tokens trained on.
         seconds: time spent in training steps.
         loss: mean next-token loss of the last step that was not skipped, in nats.
-        perplexity: at the end, by length in tokens; empty where the recipe has no `eval_data`.
-        share_beyond: share of the training tokens that lie beyond the pretrained window.
+        perplexity: perplexity at the end, by length in tokens; empty if the recipe has no `eval_data`.
+        share_beyond: share of the training tokens at positions beyond the pretrained window.
         skipped: steps that changed no weight, because loss or gradient was not finite.
-        model: the patched model with its adapter, in evaluation mode; under FSDP with weights that are
-            spread over the processes, for which `rope_extend.load(output_dir)` is the way to read with it.
-        patch: the patch that is active on it.
+        model: the patched model with its adapter, in evaluation mode. Under FSDP its weights are spread over
+            the processes; to use the result, load it by `rope_extend.load(output_dir)`.
+        patch: the active patch of the model.
     """
 
     output_dir: Path
@@ -122,30 +124,29 @@ def finetune(
     overwrite: bool = False,
     limit_memory: int | None = None,
 ) -> FinetuneResult:
-    """Extend a model as the recipe says, train LoRA on it, and write adapter, record and metrics.
+    """Extend a model as the recipe says, train LoRA, and write adapter, record and metrics.
 
-    Checked in this order, and so before any work is lost: the output directory, the method on the model's
-    config, the memory that a step and an evaluation take, the data; then the weights are loaded. Memory
-    levers that the recipe leaves open are chosen so that a step fits, and kept by the run when it goes on.
-    Runs on what `accelerate` finds: one device, or several under `torchrun` or `accelerate launch`, which
-    then share a file system. Seeds python's, numpy's and torch's global generators.
+    Before the weights are loaded, these are checked in this order: the output directory, the method on the
+    model's config, the memory of a step and of an evaluation, and the data. Memory options that the recipe
+    leaves open are chosen so that a step fits; a resumed run keeps them. Runs on the devices that
+    `accelerate` finds: one device, or several under `torchrun` or `accelerate launch`, with a shared file
+    system. Seeds the global generators of Python, numpy and torch.
 
     Args:
         recipe: the run.
-        model: a base model that is already loaded, without patch or adapter; by default `recipe.model` is.
-            It is changed in place; if the run fails or is interrupted, it is as it was before.
-        tokenizer: by default `recipe.model`'s.
-        resume: True goes on from the newest checkpoint of `recipe.output_dir` that is whole, a path from that
-            checkpoint. On a CPU the weights then end bit for bit as without the interruption, whenever that
-            was: a process that is killed, also while it saves, leaves the checkpoints before as they were.
-        overwrite: remove a run that is already in `recipe.output_dir`.
+        model: a loaded base model, without patch or adapter; by default `recipe.model` is loaded. It is
+            changed in place; if the run fails or is interrupted, it is restored.
+        tokenizer: that of `recipe.model` by default.
+        resume: True resumes from the newest intact checkpoint of `recipe.output_dir`, a path from that
+            checkpoint. On a CPU, the weights at the end are then bit for bit those of an uninterrupted run.
+            A process that is killed, also while it saves, leaves earlier checkpoints intact.
+        overwrite: remove an earlier run from `recipe.output_dir`.
         limit_memory: bytes of the device to plan with; by default what is free.
 
     Raises:
-        RopeExtendError: whatever of the above does not hold; a disk that is full; or more steps in a row
-            than `recipe.max_skipped` whose loss or gradient is not finite. Also a launch that came apart into
-            processes which do not know of each other.
-        FinetuneInterrupted: Ctrl-C or SIGTERM, after the step at hand and a checkpoint.
+        RopeExtendError: one of the checks fails; the disk is full; the loss or gradient is not finite in more
+            consecutive steps than `recipe.max_skipped`; or the launched processes do not find each other.
+        FinetuneInterrupted: Ctrl-C or SIGTERM, after the current step and a checkpoint.
     """
     expand_segments(recipe.expandable_segments)
     directory = Path(recipe.output_dir)
@@ -154,25 +155,27 @@ def finetune(
     dtype = _dtype(recipe, accelerator.device)
     sharding = Sharding.of(accelerator)
     shape = _check_model(recipe, model, dtype, sharding)
-    hardware = Hardware(
+    load_options = LoadOptions(
         str(accelerator.device), dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory
     )
-    evaluated = _evaluated(recipe, shape)
-    levers, at_once = _memory(recipe, model, evaluated, hardware, accelerator, sharding, checkpoint)
+    lengths = _evaluation_lengths(recipe, shape)
+    memory_options, chunk_size = _choose_memory_options(
+        recipe, model, lengths, load_options, accelerator, sharding, checkpoint
+    )
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
-    with accelerator.main_process_first():  # the others then find the tokens in the cache
+    with accelerator.main_process_first():  # the other processes then read the tokens from the cache
         blocks, content = load_training_data(recipe, tokenizer, sharding.replicas)
-        data = RunData(blocks, _held_out(recipe, tokenizer, evaluated), evaluated, at_once)
+        data = RunData(blocks, _held_out(recipe, tokenizer, lengths), lengths, chunk_size)
     state = _first_state(recipe, content, sharding, checkpoint)
-    state = replace(state, levers=asdict(levers))
+    state = replace(state, memory_options=asdict(memory_options))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         _prepare_directory(directory, recipe, state.step, fresh=resume is False)
     accelerator.wait_for_everyone()
 
     if model is None and recipe.quantize is not None:
-        model = cast(Any, hardware.load(recipe.model))
+        model = cast(Any, load_options.load(recipe.model))
     elif model is None:
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
     config = copy.deepcopy(model.config)
@@ -185,8 +188,8 @@ def finetune(
         try:
             run = TrainingRun(recipe, model, data, state, accelerator)
             if accelerator.is_main_process:
-                _announce(run, patch, share, coverage)
-            with pull(model, levers):
+                log_run(run, patch, share, coverage)
+            with apply_memory_options(model, memory_options):
                 run.train(checkpoint)
             trained = run.to_save(config)
             if accelerator.is_main_process:
@@ -216,64 +219,78 @@ def finetune(
 
 
 def plan(recipe: Recipe, *, limit_memory: int | None = None) -> TrainingPlan:
-    """What a run's steps, with each of the levers, and evaluations take in memory, before anything is loaded.
+    """Estimate the memory of a run's steps, with each memory option, and of its evaluations; loads nothing.
 
     Args:
         recipe: the run.
-        limit_memory: bytes of the device to plan with; by default what is free. Where there is no GPU, those
-            of a GPU that the run will have, and then an `auto` dtype is bfloat16.
+        limit_memory: bytes of the device to plan with; by default what is free. On a machine without a GPU,
+            the memory of the GPU that the run will use; an `auto` dtype is then bfloat16.
 
     Raises:
-        RopeExtendError: the recipe does not go with its model, or the model's family cannot be rehearsed.
+        RopeExtendError: the recipe does not work with its model, or the model's family does not run on the
+            meta device.
     """
-    place = Hardware().place
-    elsewhere = torch.device("cuda") if limit_memory is not None and place.type == "cpu" else None
-    dtype = torch.bfloat16 if elsewhere and recipe.dtype == "auto" else _dtype(recipe, place)
+    device = LoadOptions().torch_device
+    planned_gpu = torch.device("cuda") if limit_memory is not None and device.type == "cpu" else None
+    dtype = torch.bfloat16 if planned_gpu and recipe.dtype == "auto" else _dtype(recipe, device)
     shape = _check_model(recipe, None, dtype, Sharding())
-    hardware = Hardware(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
-    evaluated = _evaluated(recipe, shape)
-    found = plan_training(recipe, hardware=hardware, every=True, place=elsewhere, evaluated=evaluated)
-    if found is None:
+    load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
+    estimate = plan_training(
+        recipe, load_options=load_options, all_options=True, device=planned_gpu,
+        evaluation_lengths=_evaluation_lengths(recipe, shape),
+    )  # fmt: skip
+    if estimate is None:
         raise RopeExtendError(
-            f"what a step of {recipe.model!r} takes cannot be foretold: its family needs values to run"
+            f"cannot estimate the memory of a step of {recipe.model!r}: its family does not run on the meta "
+            "device. Run a few steps instead, and read peak_memory_bytes in metrics.jsonl"
         )
-    return found
+    return estimate
 
 
-def _memory(
-    recipe: Recipe, model: Any | None, evaluated: Sequence[int], hardware: Hardware, accelerator: Accelerator,
-    sharding: Sharding, checkpoint: Path | None,
-) -> tuple[Levers, int | None]:  # fmt: skip
-    """The levers of the run, those it had or those that its steps need; and how many tokens its evaluations
-    read at a time, if that is known.
+def _choose_memory_options(
+    recipe: Recipe,
+    model: Any | None,
+    lengths: Sequence[int],
+    load_options: LoadOptions,
+    accelerator: Accelerator,
+    sharding: Sharding,
+    checkpoint: Path | None,
+) -> tuple[MemoryOptions, int | None]:
+    """The memory options of a run, and the chunk size of its evaluations, if that is known.
+
+    A resumed run keeps its options; another gets those that its steps need.
     """
-    before = None if checkpoint is None else continued(recipe, read_state(checkpoint))
-    count = accelerator.num_processes
-    found = None
-    if not sharding.weights and sharding.parts == 1:  # else a process has a share that depends on the others
-        found = plan_training(
-            recipe, hardware=hardware, model=model, levers=before, processes=count, evaluated=evaluated
+    before = None if checkpoint is None else resumed_options(recipe, read_state(checkpoint))
+    estimate = None
+    if not sharding.weights and sharding.parts == 1:  # otherwise the share of a process is not estimated
+        estimate = plan_training(
+            recipe,
+            load_options=load_options,
+            model=model,
+            memory_options=before,
+            processes=accelerator.num_processes,
+            evaluation_lengths=lengths,
         )
-    at_once = None
-    if found is not None:
-        found.check()
-        levers = found.chosen.levers
+    chunk_size = None
+    if estimate is not None:
+        estimate.check()
+        memory_options = estimate.chosen.memory_options
         logger.info(
-            "memory: about %s of %s on %s; levers: %s", format_bytes(found.total),
-            format_bytes(found.available), found.place, levers,
+            "memory: about %s of %s on %s; memory options: %s", format_bytes(estimate.total),
+            format_bytes(estimate.available), estimate.device, memory_options,
         )  # fmt: skip
-        at_once = found.evaluation.at_once if found.evaluation else None
+        chunk_size = estimate.evaluation.chunk_size if estimate.evaluation else None
     else:
         empty = empty_model(recipe.model) if model is None else model
-        levers = before or default_levers(recipe, empty, hardware.place)
-        logger.info("memory: levers: %s", levers)
-    if count > 1:  # free memory differs between devices, and all take the same steps
-        levers = broadcast_object_list([levers])[0]
-    return levers, at_once
+        memory_options = before or default_memory_options(recipe, empty, load_options.torch_device)
+        logger.info("memory options: %s", memory_options)
+    if accelerator.num_processes > 1:  # free memory differs between devices; all use the same options
+        memory_options = broadcast_object_list([memory_options])[0]
+    return memory_options, chunk_size
 
 
 def _coverage(recipe: Recipe, shape: RopeShape, replicas: int) -> Coverage | None:
-    """Which distances the run will have seen; None if positions are not sampled."""
+    """The distances that the run will show the model; None if positions are not sampled."""
     if recipe.positions == CONSECUTIVE:
         return None
     sequences = recipe.steps * recipe.batch_size * recipe.gradient_accumulation * replicas
@@ -286,70 +303,23 @@ def _coverage(recipe: Recipe, shape: RopeShape, replicas: int) -> Coverage | Non
 
 
 def _report_positions(coverage: Coverage, directory: Path) -> None:
-    """`positions.json` and `positions.png`; the run is done, so what goes wrong is logged and not raised."""
-    from rope_extend.plots import plot_distances
+    """Write `positions.json` and `positions.png`; an error is logged, not raised, because the run is done."""
+    from rope_extend.plots.training_curves import plot_distances
 
     try:
         coverage.write(directory / "positions.json")
         plot_distances(directory / "positions.json", directory / "positions.png")
     except OSError as error:
-        logger.warning("no report on the positions: %s", error)
-
-
-def _announce(run: TrainingRun, patch: Patch, share: float, coverage: Coverage | None) -> None:
-    window = patch.shape.trained_length
-    trained = sum(parameter.numel() for parameter in run.parameters)
-    total = sum(parameter.numel() for parameter in run.model.parameters())
-    logger.info(
-        "%s: %d -> %d tokens, factor %g", patch.encoding, window, patch.target_length,
-        patch.target_length / window,
-    )  # fmt: skip
-    announce_adaptation(run.recipe)
-    logger.info(
-        "trainable parameters: %s of %s (%.2f %%)", f"{trained:,}", f"{total:,}", 100 * trained / total
-    )
-    logger.info(
-        "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
-        run.data.blocks, f"{run.tokens_per_step:,}", 100 * share,
-    )  # fmt: skip
-    if run.recipe.data_weights is not None:
-        epochs = run.data.blocks.epochs(run.recipe.steps, run.sequences_per_step)
-        logger.info(
-            "epochs by the last step: %s",
-            ", ".join(f"{times:.2f} of {name}" for name, times in zip(run.recipe.data, epochs, strict=True)),
-        )
-    if run.recipe.shifted_sparse is not None:
-        logger.info(
-            "shifted sparse attention (2309.12307) while it trains, an approximation: no token sees more "
-            "than the %d of its group directly; evaluation and what is saved attend to all",
-            run.recipe.shifted_sparse,
-        )
-    if run.data.blocks.at(run.recipe.steps - 1).length < run.recipe.length:
-        logger.warning(
-            "curriculum: the run ends after %d steps, before any block of %d tokens",
-            run.recipe.steps, run.recipe.length,
-        )  # fmt: skip
-    if share == 0 and run.recipe.packing == RESTART:
-        logger.warning(
-            "packing restart: no document reaches beyond the pretrained window, so nothing is taught about "
-            "what lies there; add longer texts"
-        )
-    if coverage is not None:
-        logger.info(
-            "positions by %s (%s): %.1f %% of the query-key pairs are further apart than the pretrained "
-            "window, at %.1f %% of the distances from there to %d", coverage.sampler,
-            SAMPLERS[coverage.sampler].paper, 100 * coverage.pairs_beyond, 100 * coverage.seen_beyond,
-            coverage.target_length,
-        )  # fmt: skip
+        logger.warning("cannot write the report on positions: %s", error)
 
 
 def _starting_point(
     directory: Path, recipe: Recipe, resume: bool | str | PathLike[str], overwrite: bool
 ) -> Path | None:
-    """The checkpoint to go on from; None for a run that starts at step 0."""
+    """The checkpoint to resume from; None for a run that starts at step 0."""
     present = [name for name in _RUN_FILES if (directory / name).exists()]
     if resume is not False and overwrite:
-        raise RopeExtendError("resume and overwrite contradict each other; choose one")
+        raise RopeExtendError("resume and overwrite contradict each other; choose one of them")
     if resume is False:
         if present and not overwrite:
             raise RopeExtendError(
@@ -361,19 +331,19 @@ def _starting_point(
         checkpoint = Path(resume)
         if present and checkpoint.resolve().parent.parent != directory.resolve():
             raise RopeExtendError(
-                f"{directory} already holds a run ({present[0]}), and {checkpoint} is of another one; choose "
-                "another output_dir"
+                f"{directory} already holds a run ({present[0]}), and {checkpoint} belongs to another; "
+                "choose another output_dir"
             )
-        read_state(checkpoint)  # says so where it is no checkpoint at all
+        read_state(checkpoint)  # refuses what is not a checkpoint
         if reason := damage(checkpoint):
             raise RopeExtendError(
-                f"the checkpoint {checkpoint} is damaged: {reason}. resume=True (--resume) goes on from the "
-                "newest that is whole"
+                f"the checkpoint {checkpoint} is damaged: {reason}. To resume from the newest intact one, "
+                "use resume=True (--resume)"
             )
-    elif found := newest_intact(directory):
-        checkpoint = found
+    elif intact := newest_intact(directory):
+        checkpoint = intact
     elif present:
-        logger.warning("%s holds no checkpoint yet: the run starts again at step 0", directory)
+        logger.warning("%s holds no checkpoint yet; the run starts at step 0", directory)
         return None
     else:
         raise RopeExtendError(f"nothing to resume in {directory}; leave resume out to start a run there")
@@ -387,12 +357,12 @@ def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
         check_variables()
     with one_error("accelerate does not start as it was launched"):
         accelerator = Accelerator(
-            mixed_precision="no",  # the loop casts, in the same way for training and for evaluation
+            mixed_precision="no",  # the loop casts itself, for training and evaluation alike
             gradient_accumulation_steps=recipe.gradient_accumulation,
             project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
         )
     check_launch(accelerator.num_processes)
-    # A launcher's variables go before what the constructor is given.
+    # The variables of a launcher override the argument of the constructor.
     accelerator.gradient_accumulation_steps = recipe.gradient_accumulation
     return accelerator
 
@@ -404,18 +374,18 @@ def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
 
 
 def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding: Sharding) -> RopeShape:
-    """Try the recipe on the model, or on one without weights that has the config of `recipe.model`."""
+    """Try the recipe on the model, or on `recipe.model` without weights."""
     if model is None:
         model = empty_model(recipe.model)
     elif isinstance(model, PeftModel) or current_patch(model) is not None:
         raise RopeExtendError(
-            "finetune takes a base model without patch or adapter, because it applies the recipe's own; call "
+            "the model has a patch or an adapter already, but finetune applies those of the recipe; call "
             "patch.remove() and model.unload() first"
         )
     elif recipe.quantize is not None:
         raise RopeExtendError(
-            "recipe: quantize acts while weights are read, and this model is loaded already; leave the model "
-            "out, or give one that was loaded with a quantization_config and leave quantize out"
+            "recipe: quantize is applied while weights are loaded, but this model is loaded already; leave "
+            "the model out, or load it with a quantization_config and leave quantize out"
         )
     elif model.dtype != dtype and (recipe.dtype != "auto" or model.dtype == torch.float16):
         raise RopeExtendError(f"the model is in {model.dtype}; load it with dtype={dtype}")
@@ -438,8 +408,8 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding
         return patch.shape
 
 
-def _evaluated(recipe: Recipe, shape: RopeShape) -> Sequence[int]:
-    """The windows that the run evaluates at, in tokens; none without `eval_data`."""
+def _evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:
+    """The windows that the run evaluates at, in tokens; empty without `eval_data`."""
     if recipe.eval_data is None:
         return ()
     if recipe.eval_lengths is not None:
@@ -465,7 +435,7 @@ def _held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> list[Do
 
 
 def _first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: Path | None) -> RunState:
-    """Where the run starts: step 0, or the checkpoint's state, if data and processes are still the same."""
+    """The state at the start: step 0, or that of the checkpoint, if data and processes are the same."""
     state = RunState(0, 0, 0.0, content, sharding.ranks, recipe.to_dict(), parts=sharding.parts)
     if checkpoint is None:
         return state
@@ -473,23 +443,23 @@ def _first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: P
     if saved.data != state.data:
         raise RopeExtendError(
             f"cannot resume: the documents of {recipe.data!r} are not those of {checkpoint}; restore them, "
-            "or start anew in another output_dir"
+            "or start a new run in another output_dir"
         )
     if saved.processes != state.processes:
         raise RopeExtendError(
-            f"cannot resume: {checkpoint} is of {saved.processes} processes and this is a run of "
+            f"cannot resume: {checkpoint} was written by {saved.processes} processes, and this run has "
             f"{state.processes}; launch {saved.processes}"
         )
     if saved.parts != state.parts:
         raise RopeExtendError(
-            f"cannot resume: the sequences of {checkpoint} were cut into {saved.parts} parts and would "
-            f"now be into {state.parts}; launch it with the same cp_size or sp_size"
+            f"cannot resume: {checkpoint} was written with sequences in {saved.parts} parts, and this run "
+            f"has {state.parts}; launch it with the same cp_size or sp_size"
         )
     return replace(saved, recipe=state.recipe)
 
 
 def _prepare_directory(directory: Path, recipe: Recipe, step: int, *, fresh: bool) -> None:
-    """Leave nothing in the directory that the coming steps will write again."""
+    """Remove everything from the directory that the next steps will write again."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in _RUN_FILES if fresh else ():

@@ -1,7 +1,7 @@
-"""Checkpoints of a run in progress: all that decides its next step, written so that none is half there.
+"""Checkpoints of a run in progress: everything that decides its next step, written whole or not at all.
 
-A checkpoint is a directory `step-N` that appears in one rename once it is complete and on disk. What happens
-to it later, to a disk or in a copy, its manifest shows, and then the one before it serves:
+A checkpoint is a directory `step-N` that appears by one rename, once it is complete and on disk. Later
+damage, by a disk or in a copy, is found by its manifest; then the checkpoint before it is used:
 
 =======================  =========================================================================
 `trainable.safetensors`  the weights that are trained, by parameter name
@@ -14,10 +14,8 @@ to it later, to a disk or in a copy, its manifest shows, and then the one before
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import os
 import random
 import re
 import shutil
@@ -35,7 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import flush
+from rope_extend.files import publish_directory, sha256
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import fill, spread_state, whole
 
@@ -43,30 +41,33 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
 
+_OLD_OPTIONS = "levers"
+"""The key of the memory options in `state.json` of early runs."""
+
 MAY_CHANGE = frozenset({
     "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
     "eval_lengths", "eval_documents", "eval_split", "tensorboard", "trackers", "peak_flops",
     "output_dir", "gradient_checkpointing", "offload_checkpoints", "expandable_segments",
 })  # fmt: skip
-"""Fields of the recipe that do not change what a step computes, and so may differ when a run goes on."""
+"""Fields of the recipe that do not change what a step computes, so they may change when a run resumes."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes:
-        step: optimizer steps done; with the seed it gives the position in the data.
+        step: optimizer steps done; with the seed, it determines the position in the data.
         tokens: tokens trained on.
         seconds: time spent in training steps, over all sessions of the run.
         data: fingerprint of the documents.
-        processes: how many processes share each step.
+        processes: number of processes that share each step.
         recipe: the recipe as a dictionary.
         skipped: steps that changed no weight, because loss or gradient was not finite.
-        skipped_in_a_row: how many of them were the last ones.
-        parts: how many processes share each sequence.
-        stream: where streamed data go on; None where all were loaded before.
-        levers: the memory levers of the run; None in a checkpoint from before they were chosen.
+        skipped_in_a_row: number of consecutive skipped steps at the end.
+        parts: number of processes that share each sequence.
+        stream: cursor in streamed data; None if all data were loaded before.
+        memory_options: the memory options of the run; None in a checkpoint from before they were chosen.
     """
 
     step: int
@@ -79,15 +80,13 @@ class RunState:
     skipped_in_a_row: int = 0
     parts: int = 1
     stream: dict[str, Any] | None = None
-    levers: dict[str, Any] | None = None
+    memory_options: dict[str, Any] | None = None
 
 
 def checkpoints(directory: Path) -> list[Path]:
     """The complete checkpoints below a run's directory, oldest step first."""
-    found = [
-        path for path in (directory / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", path.name)
-    ]
-    return sorted(found, key=step_of)
+    paths = (directory / "checkpoints").glob("step-*")
+    return sorted((path for path in paths if re.fullmatch(r"step-\d+", path.name)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -96,7 +95,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint's files, by its manifest; None if nothing is.
+    """What is wrong with the files of a checkpoint, by its manifest; None if they are intact.
 
     Reads every file once.
     """
@@ -106,20 +105,20 @@ def damage(checkpoint: Path) -> str | None:
             path = checkpoint / name
             size = path.stat().st_size
             if size != expected["bytes"]:
-                return f"{name} has {size:,} bytes and was written with {expected['bytes']:,}"
-            if _sha256(path) != expected["sha256"]:
-                return f"{name} is not what was written: another SHA-256"
+                return f"{name} has {size:,} bytes, but {expected['bytes']:,} were written"
+            if sha256(path) != expected["sha256"]:
+                return f"{name} has changed since it was written (another SHA-256)"
     except OSError as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST_NAME} is no manifest"
+        return f"{MANIFEST_NAME} is not a manifest"
     return None
 
 
 def newest_intact(directory: Path) -> Path | None:
-    """The newest checkpoint below a run's directory whose files are whole; None if it has no checkpoint.
+    """The newest intact checkpoint below a run's directory; None if there is no checkpoint.
 
-    Says which newer ones are damaged.
+    Logs which newer ones are damaged.
 
     Raises:
         RopeExtendError: all are damaged.
@@ -129,20 +128,15 @@ def newest_intact(directory: Path) -> Path | None:
         reason = damage(checkpoint)
         if reason is None:
             for text in reasons:
-                logger.warning("%s; going on from %s instead", text, checkpoint.name)
+                logger.warning("%s; resuming from %s instead", text, checkpoint.name)
             return checkpoint
         reasons.append(f"the checkpoint {checkpoint} is damaged: {reason}")
     if reasons:
         raise RopeExtendError(
-            f"nothing to resume: {'; '.join(reasons)}. Restore one of them, or start anew in another "
+            f"nothing to resume: {'; '.join(reasons)}. Restore one of them, or start a new run in another "
             "output_dir"
         )
     return None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save_checkpoint(
@@ -157,7 +151,7 @@ def save_checkpoint(
     """Write `directory/checkpoints/step-N` and remove all but the newest `keep`; every process calls this.
 
     Raises:
-        RopeExtendError: the disk is full or cannot be written to; earlier checkpoints are untouched.
+        RopeExtendError: the disk is full or not writable; earlier checkpoints are intact.
     """
     final = directory / "checkpoints" / f"step-{state.step}"
     partial = final.with_name(f".{final.name}.partial")
@@ -174,13 +168,14 @@ def save_checkpoint(
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             files = {
-                path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
                 for path in sorted(partial.iterdir())
             }
             (partial / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
-            _publish(partial, final)
+            # An older run may have left a checkpoint of this step; it is replaced.
+            publish_directory(partial, final, durable=True)
             prune(directory, keep)
-    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save has a RuntimeError for a full disk
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save, for a full disk
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
         raise RopeExtendError(
@@ -192,19 +187,9 @@ def save_checkpoint(
 
 
 def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what a killed process left half-written."""
+    """Remove all but the newest `keep` checkpoints, and incomplete ones of a killed process."""
     for old in [*checkpoints(directory)[:-keep], *(directory / "checkpoints").glob(".step-*.partial")]:
         shutil.rmtree(old)
-
-
-def _publish(partial: Path, final: Path) -> None:
-    """Make a directory appear under its name, whole and on disk, or not at all."""
-    for path in (*partial.iterdir(), partial):
-        flush(path)
-    if final.exists():  # the run went on from an earlier step and has come by here again
-        shutil.rmtree(final)
-    os.replace(partial, final)
-    flush(final.parent)
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -214,32 +199,36 @@ def read_state(checkpoint: Path) -> RunState:
         RopeExtendError: not a checkpoint of a run.
     """
     try:
-        return RunState(**json.loads((checkpoint / "state.json").read_text()))
+        values = json.loads((checkpoint / "state.json").read_text())
+        if _OLD_OPTIONS in values:
+            values["memory_options"] = values.pop(_OLD_OPTIONS)
+        return RunState(**values)
     except (OSError, ValueError, TypeError) as error:
         raise RopeExtendError(
             f"{checkpoint} is not a checkpoint of a run ({error}); give a directory such as "
-            "OUTPUT_DIR/checkpoints/step-100, or resume=True for the newest that is whole"
+            "OUTPUT_DIR/checkpoints/step-100, or resume=True (--resume) for the newest intact one"
         ) from error
 
 
 def check_continues(state: RunState, recipe: Recipe) -> None:
-    """Refuse to go on under a recipe that would have made another run.
+    """Refuse to resume with a recipe that describes another run.
 
     Raises:
-        RopeExtendError: naming every field that differs, with both values.
+        RopeExtendError: names every field that differs, with both values.
     """
-    # A checkpoint from before a field existed was made with what is now its default.
+    # A checkpoint from before a field existed was made with today's default of that field.
     now, then = recipe.to_dict(), Recipe.from_dict(state.recipe).to_dict()
     changed = [name for name in now if name not in MAY_CHANGE and now[name] != then[name]]
     if changed:
         listed = "; ".join(f"{name} was {then[name]!r} and is {now[name]!r}" for name in changed)
         raise RopeExtendError(
-            f"cannot resume: {listed}. Restore these fields, or start anew in another output_dir; what may "
-            f"change is {', '.join(sorted(MAY_CHANGE))}"
+            f"cannot resume: {listed}. Restore these fields, or start a new run in another output_dir; only "
+            f"these fields may change: {', '.join(sorted(MAY_CHANGE))}"
         )
     if recipe.steps < state.step:
         raise RopeExtendError(
-            f"cannot resume: {state.step} steps are done and the recipe asks for {recipe.steps}; raise steps"
+            f"cannot resume: {state.step} steps are done, and the recipe has steps {recipe.steps}; raise "
+            "steps"
         )
 
 
@@ -249,10 +238,10 @@ def load_checkpoint(
     optimizer: Optimizer,
     accelerator: Accelerator,
 ) -> None:
-    """Put weights, optimizer and random generators back to where `save_checkpoint` left them.
+    """Restore weights, optimizer and random generators from a checkpoint.
 
     Raises:
-        RopeExtendError: a file is missing or damaged, or the weights are those of another model.
+        RopeExtendError: a file is missing or damaged, or the weights belong to another model.
     """
     try:
         weights = load_file(checkpoint / "trainable.safetensors")
@@ -264,15 +253,15 @@ def load_checkpoint(
         if parameters.keys() != weights.keys():
             different = sorted(parameters.keys() ^ weights.keys())
             raise RopeExtendError(
-                f"its weights are of another model; {different[0]} is only in one of the two"
+                f"its weights belong to another model: {different[0]} is only in one of the two"
             )
         for name, parameter in parameters.items():
             fill(parameter, weights[name])
         optimizer.load_state_dict(state)
         spread_state(optimizer)
-    except Exception as error:  # each reader has its own kinds of error for a damaged file
+    except Exception as error:  # each library raises other errors for a damaged file
         raise RopeExtendError(
-            f"cannot read the checkpoint {checkpoint}: {error}. Resume from the one before it, by its path"
+            f"cannot read the checkpoint {checkpoint}: {error}. Resume from an earlier one, by its path"
         ) from error
     _restore_random_state(generators)
 
@@ -282,7 +271,7 @@ def _trainable(module: nn.Module) -> Mapping[str, nn.Parameter]:
 
 
 def _random_state() -> dict[str, Any]:
-    """The state of python's, numpy's and torch's generators, in types that torch loads without pickle."""
+    """The state of the generators of Python, numpy and torch, in types that torch loads without pickle."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),

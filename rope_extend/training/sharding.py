@@ -1,16 +1,16 @@
-"""How a run is shared out over processes: each with all of it, with a part of the weights, or of each text.
+"""How a run is distributed over processes: by sequences, by weights, or by parts of each sequence.
 
 =====================  ==============================================  ====================================
-way                    what a process holds                            asked for by
+name                   what a process holds                            turned on by
 =====================  ==============================================  ====================================
-data parallel (DDP)    all weights, its own sequences                  several processes
-FSDP2                  a part of the weights, its own sequences        `fsdp_version: 2`
+data parallel (DDP)    all weights, other sequences                    several processes
+FSDP2                  a part of the weights, other sequences          `fsdp_version: 2`
 context parallel       a part of the weights, a part of each sequence  FSDP2 with `cp_size`: ring attention
 Ulysses                a part of each sequence, outside attention      DeepSpeed with `sp_size`
 =====================  ==============================================  ====================================
 
-A part of a sequence is read at the positions that it has in the whole, and its targets are shifted before the
-sequence is cut, so that no token is left without the one that it predicts.
+A part of a sequence keeps its positions in the whole sequence. Targets are shifted before the sequence is
+cut, so that the last token of a part still predicts the first of the next.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.inspection import kinds_beside_full_attention
 from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm
+from rope_extend.models.view import layer_types_except_full_attention
 from rope_extend.patching import Patch
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What of a run each process has.
+    """The share of a run that each process has.
 
     Attributes:
         weights: whether the weights are spread over the processes (FSDP2).
-        context: over how many processes each sequence is spread, for ring attention (`cp_size`).
-        ulysses: the same for Ulysses (`sp_size`).
-        loaded_once: whether only the first process reads the weights, and the others get them from it.
-        ranks: how many processes there are.
-        rank: which of them this one is.
+        context: number of processes that share each sequence by ring attention (`cp_size`).
+        ulysses: number of processes that share each sequence by Ulysses (`sp_size`).
+        loaded_once: whether only the first process reads the weights and sends them to the others.
+        ranks: number of processes.
+        rank: number of this process.
     """
 
     weights: bool = False
@@ -59,38 +59,39 @@ class Sharding:
 
     @classmethod
     def of(cls, accelerator: Accelerator) -> Self:
-        """What `accelerate` was configured to do.
+        """The sharding that `accelerate` is configured for.
 
         Raises:
-            RopeExtendError: it is none of the above, or what was asked for is not what came of it.
+            RopeExtendError: it is none of the above, or accelerate runs with another configuration.
         """
         kind, config = accelerator.distributed_type, getattr(accelerator, "parallelism_config", None)
         if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and not accelerator.is_fsdp2:
             if kind == DistributedType.FSDP:
                 raise RopeExtendError(
-                    "FSDP is asked for in its first version; set fsdp_version: 2, as in "
+                    "FSDP is configured in version 1, which is not supported; set fsdp_version: 2, as in "
                     "configs/accelerate/fsdp2.yaml"
                 )
             raise RopeExtendError(
-                f"FSDP is asked for, and accelerate runs without it ({kind.value}): it shards weights over "
-                "GPUs. Launch it on several GPUs, or leave the config out"
+                f"FSDP is configured, but accelerate runs without it ({kind.value}), because it shards "
+                "weights over GPUs. Launch it on several GPUs, or leave the config out"
             )
         if kind == DistributedType.MEGATRON_LM:
             raise RopeExtendError(
-                f"fine-tuning does not run under {kind.value}; it runs on one device, and under DDP, FSDP2, "
-                "context parallelism and Ulysses"
+                f"fine-tuning does not support {kind.value}; use one device, DDP, FSDP2, context parallelism "
+                "or Ulysses"
             )
         context, ulysses, tensor = (
             (config.cp_size, getattr(config, "sp_size", 1), config.tp_size) if config else (1, 1, 1)
         )
         if tensor > 1:
             raise RopeExtendError(
-                "fine-tuning does not run tensor parallel; shard weights with FSDP2 instead"
+                f"fine-tuning does not support tensor parallelism (tp_size {tensor}); shard weights with "
+                "FSDP2"
             )
         if kind == DistributedType.DEEPSPEED and ulysses == 1:
             raise RopeExtendError(
-                "DeepSpeed is for sequences that are spread over GPUs (sp_size above 1); to spread weights "
-                "alone, use FSDP2: configs/accelerate/fsdp2.yaml"
+                "DeepSpeed is supported only for sequences that are spread over GPUs (sp_size above 1); to "
+                "spread weights alone, use FSDP2: configs/accelerate/fsdp2.yaml"
             )
         if context > 1 and not accelerator.is_fsdp2:
             raise RopeExtendError("cp_size needs FSDP2 on GPUs: see configs/accelerate/context_parallel.yaml")
@@ -98,14 +99,14 @@ class Sharding:
             raise RopeExtendError("sp_size needs DeepSpeed on GPUs: see configs/accelerate/ulysses.yaml")
         if ulysses > 1 and accelerator.state.deepspeed_plugin.zero_stage:
             raise RopeExtendError(
-                "with sp_size each process has all weights: set zero_stage: 0, as in "
-                "configs/accelerate/ulysses.yaml; a model that is too large for one GPU trains with cp_size"
+                "with sp_size each process holds all weights: set zero_stage: 0, as in "
+                "configs/accelerate/ulysses.yaml; for a model that is too large for one GPU, use cp_size"
             )
         groups = config.dp_replicate_size * config.dp_shard_size if config else 1
         if ulysses > 1 and groups * ulysses != accelerator.num_processes:
             raise RopeExtendError(
-                f"{accelerator.num_processes} processes are not {groups} groups (dp_replicate_size) of "
-                f"{ulysses} (sp_size); their product has to be the number of processes"
+                f"dp_replicate_size {groups} times sp_size {ulysses} is not the number of processes, which "
+                f"is {accelerator.num_processes}; change one of the three"
             )
         return cls(
             weights=bool(accelerator.is_fsdp2),
@@ -119,86 +120,86 @@ class Sharding:
 
     @property
     def parts(self) -> int:
-        """Into how many parts each sequence is cut."""
+        """Number of parts into which each sequence is cut."""
         return self.context * self.ulysses
 
     @property
     def replicas(self) -> int:
-        """How many groups of processes read sequences of their own."""
+        """Number of groups of processes with different sequences."""
         return self.ranks // self.parts
 
     @property
     def replica(self) -> int:
-        """Which group this process is in: those that share a sequence have ranks that follow each other."""
+        """The group of this process; processes that share a sequence have consecutive ranks."""
         return self.rank // self.parts
 
     def check(
         self, patch: Patch, model: nn.Module, *, length: int, sampled: bool, masks: bool = False,
         trains_base: bool = False,
     ) -> None:  # fmt: skip
-        """Refuse what does not work so, most of it on a part of a sequence; needs no weights.
+        """Refuse what does not work with this sharding, most of it with parts of a sequence.
 
         Args:
-            patch: the model's.
-            model: patched, and also as it stands on the meta device.
+            patch: the patch of the model.
+            model: the patched model; it may be on the meta device.
             length: tokens per sequence.
             sampled: whether positions are sampled.
-            masks: whether attention is kept within documents or groups of tokens.
-            trains_base: whether weights of the base model are trained beside the adapter.
+            masks: whether attention is limited to documents or groups of tokens.
+            trains_base: whether weights of the base model are trained, too.
 
         Raises:
-            RopeExtendError: with the reason, and what works.
+            RopeExtendError: gives the reason, and what to do instead.
         """
         if self.loaded_once and trains_base:
             raise RopeExtendError(
-                "train_norm_embed does not go with fsdp_cpu_ram_efficient_loading, which tears apart a "
-                "trained embedding and the head that is tied to it; set it to false in accelerate's config"
+                "train_norm_embed cannot be combined with fsdp_cpu_ram_efficient_loading, which separates a "
+                "trained embedding from the head that is tied to it; set it to false in accelerate's config"
             )
         if self.parts == 1:
             return
-        way = f"cp_size {self.context}" if self.context > 1 else f"sp_size {self.ulysses}"
-        if reason := _needs_the_whole(patch.encoding, patch.shape):
+        setting = f"cp_size {self.context}" if self.context > 1 else f"sp_size {self.ulysses}"
+        if reason := _reason_against_parts(patch.encoding, patch.shape):
             raise RopeExtendError(
-                f"{patch.encoding} does not run on parts of a sequence ({way}): {reason}. Rotary methods "
-                "with one table do, such as yarn; or train on shorter blocks without it"
+                f"{patch.encoding} cannot be computed on parts of a sequence ({setting}): {reason}. Use a "
+                f"rotary method with one table, such as yarn, or train on shorter blocks without {setting}"
             )
         if sampled:
             raise RopeExtendError(
-                f"sampled positions make short blocks stand for long ones, which need not be cut: leave "
-                f"{way} or positions out"
+                "sampled positions make short blocks stand for long ones, which need not be cut: leave "
+                f"{setting} or positions out"
             )
         if masks:
             raise RopeExtendError(
-                "packing and shifted_sparse keep attention within a part of each row by a function of their "
-                f"own, in whose place ring attention or Ulysses stand: leave {way} or them out"
+                "packing and shifted_sparse use their own attention functions, which ring attention and "
+                f"Ulysses would replace: leave {setting} or them out"
             )
         config = causal_lm(model).config.get_text_config(decoder=True)
         if config._attn_implementation != "sdpa":
             raise RopeExtendError(
-                f"attention over parts ({way}) stands in for sdpa, and this model attends by "
+                f"attention over parts ({setting}) replaces sdpa, but this model uses "
                 f"{config._attn_implementation}; load it with sdpa"
             )
-        if kinds := kinds_beside_full_attention(config):
+        if kinds := layer_types_except_full_attention(config):
             raise RopeExtendError(
-                f"this model has layers of {', '.join(sorted(kinds))}, which would be trained as if each "
-                f"part were a text of its own, or as full attention ({way}); only full attention can be cut"
+                f"this model has layers of type {', '.join(sorted(kinds))}, which cannot be cut into parts: "
+                f"only full attention can. Train without {setting}"
             )
         heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
         if heads[0] % self.ulysses or (heads[1] % self.ulysses and self.ulysses % heads[1]):
             raise RopeExtendError(
-                f"Ulysses gives each process some of the heads, and {heads[0]} heads with {heads[1]} of keys "
-                f"do not divide by {way}; choose one that they divide by, or cp_size"
+                f"Ulysses distributes the heads over processes, but {heads[0]} heads with {heads[1]} "
+                f"key-value heads are not divisible by {setting}; use a divisor of both, or cp_size"
             )
-        # Ring attention gives each process one piece from the front and one from the back, for equal work.
+        # Ring attention gives each process one piece of the front and one of the back, for equal work.
         pieces = self.parts * (2 if self.context > 1 else 1)
         if length % pieces:
             raise RopeExtendError(
-                f"sequences of {length} tokens do not cut into {pieces} equal pieces ({way}); set "
+                f"sequences of {length} tokens cannot be cut into {pieces} equal pieces ({setting}); set "
                 f"block_length to a multiple of {pieces}, such as {length // pieces * pieces or pieces}"
             )
 
     def prepare(self, accelerator: Accelerator, *, batch_size: int) -> None:
-        """Tell DeepSpeed what else it would learn from a data loader; nothing to tell the others."""
+        """Give DeepSpeed the settings that it would take from a data loader; does nothing for others."""
         if self.ulysses > 1:
             accelerator.state.deepspeed_plugin.deepspeed_config.update(
                 train_micro_batch_size_per_gpu=batch_size,
@@ -208,15 +209,15 @@ class Sharding:
 
     @contextmanager
     def cut(self, accelerator: Accelerator, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
-        """This process's part of a batch, for the forward and backward pass within.
+        """The part of a batch for this process, for the forward and backward pass in the context.
 
         Args:
-            accelerator: of the run.
-            batch: `input_ids` and `labels`, `[B, T]`, the same on all processes that share the sequences.
+            accelerator: the accelerator of the run.
+            batch: `input_ids` and `labels`, `[B, T]`, equal on all processes that share the sequences.
 
-        Returns:
-            `input_ids`, `shift_labels`, `position_ids` and `num_items_in_batch`, or the batch itself
-            where it is not cut. The mean of all parts' losses is that of the whole.
+        Yields:
+            `input_ids`, `shift_labels`, `position_ids` and `num_items_in_batch`; the batch itself if it is
+            not cut. The mean of the losses of all parts is the loss of the whole.
         """
         if self.parts == 1:
             yield dict(batch)
@@ -231,12 +232,12 @@ class Sharding:
                 yield {**text, "num_items_in_batch": scored / self.parts}
             return
         part = self.rank % self.parts
-        mine = {name: value.chunk(self.parts, 1)[part].contiguous() for name, value in text.items()}
-        yield {**mine, "num_items_in_batch": scored / self.parts}
+        inputs = {name: value.chunk(self.parts, 1)[part].contiguous() for name, value in text.items()}
+        yield {**inputs, "num_items_in_batch": scored / self.parts}
 
 
 def global_inputs(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """What can be cut anywhere: tokens, where they stand, and what each predicts, all `[B, T]` int64."""
+    """Inputs that can be cut anywhere: tokens, their positions and their targets, all int64 `[B, T]`."""
     return {
         "input_ids": input_ids.clone(),
         "position_ids": torch.arange(input_ids.shape[1], device=input_ids.device).repeat(len(input_ids), 1),
@@ -244,27 +245,28 @@ def global_inputs(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _needs_the_whole(encoding: Any, shape: RopeShape) -> str | None:
+def _reason_against_parts(encoding: Any, shape: RopeShape) -> str | None:
     """Why an encoding cannot be computed on a part of a text; None if it can."""
-    if not isinstance(encoding, RopeEncoding):
-        return "it acts inside attention or on embeddings, which here are those of a part alone"
-    if encoding.depends_on_length:
-        return "its table follows the length of the text, and each process sees a part: they would differ"
-    if encoding.rotates_in_attention or encoding.decay(shape) is not None:
-        return "it rotates or scales inside attention, in the place of which ring attention or Ulysses stand"
-    if encoding.logit_scale(shape, torch.arange(1)) is not None:
-        return "it sharpens attention by what a query can see, and ring attention or Ulysses do not"
+    effects = encoding.effects(shape)
+    if not effects.rotary:
+        return "it acts inside attention or on embeddings, and a process has only those of its part"
+    if effects.depends_on_length:
+        return "its table depends on the length of the text, and each process would use that of its part"
+    if effects.rotates_in_attention or effects.decays:
+        return "it rotates or scales inside attention, which ring attention and Ulysses replace"
+    if effects.scales_logits:
+        return "it scales attention by the number of visible tokens; ring attention and Ulysses do not"
     return None
 
 
 class Clipping:
-    """Clips gradients as an optimizer steps, and lets it change nothing where they are not finite.
+    """Clips gradients when an optimizer steps, and removes them if they are not finite.
 
-    For DeepSpeed, which steps within the backward pass, does not tell the norm of the gradient, and would
-    step with one that is not finite.
+    For DeepSpeed, which updates the weights in the backward pass, does not report the norm of the gradient,
+    and would use a gradient that is not finite.
 
     Attributes:
-        norm: of the last step's gradient, before it was clipped.
+        norm: norm of the last gradient, before it was clipped.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, max_norm: float) -> None:
@@ -273,41 +275,37 @@ class Clipping:
         optimizer.register_step_pre_hook(self._clip)
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = [value for group in optimizer.param_groups for value in group["params"]]
         self.norm = float(nn.utils.clip_grad_norm_(parameters, self.max_norm))
         if not math.isfinite(self.norm):
             for parameter in parameters:
                 parameter.grad = None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Weights that are spread over processes
-
-
 class Objective(NextTokenLoss):
-    """The loss, and whatever else reads the model while its weights are gathered.
+    """The loss, and any other function of the model that needs gathered weights.
 
-    FSDP gathers the weights of the module that it was given in that module's forward, and nowhere else.
+    FSDP gathers the weights of a module only in the forward of the module that it wraps.
     """
 
     def forward(self, *args: Any, within: Callable[[nn.Module], Any] | None = None, **inputs: Any) -> Any:
-        """Return the loss; or, given a function, what it returns for the model."""
+        """Return the loss; or the result of `within` for the model, if given."""
         return super().forward(*args, **inputs) if within is None else within(self.model)
 
 
 def whole(values: Any) -> Any:
-    """The same structure with every sharded tensor gathered, on the CPU; every process calls this."""
+    """A structure with all sharded tensors gathered on the CPU; every process calls this."""
     return tree_map_only(DTensor, lambda value: value.full_tensor().cpu(), values)
 
 
 def fill(parameter: Tensor, value: Tensor) -> None:
-    """Put values into a parameter, of which this process may have a part."""
+    """Copy values into a parameter, of which this process may hold a shard."""
     with torch.no_grad():
         parameter.copy_(_like(value, parameter))
 
 
 def spread_state(optimizer: Any) -> None:
-    """Give each process its part of an optimizer's state that was loaded whole."""
+    """Replace an optimizer's complete state by the shards of this process."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

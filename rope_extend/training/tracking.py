@@ -1,4 +1,4 @@
-"""The trackers of a run, of those that `accelerate` knows: TensorBoard, Weights & Biases, MLflow, …"""
+"""The trackers of a run: those of `accelerate`, such as TensorBoard, Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.pretrained import one_error
+from rope_extend.models.loading import one_error
 
 PROJECT = "rope_extend"
-"""Under which project, experiment or the like the trackers file a run."""
+"""The project or experiment of a run in its trackers."""
 
 _PACKAGES = {"tensorboard": "rope_extend[tensorboard]", "comet_ml": "comet-ml"}
-"""What pip calls the packages that it calls otherwise than accelerate does."""
+"""The packages of trackers whose name for pip differs from that in accelerate."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse a tracker whose package is not there.
+    """Refuse a tracker whose package is not installed.
 
     Raises:
-        RopeExtendError: naming what to install, or for an unknown name those that there are.
+        RopeExtendError: says what to install; for an unknown name, lists the known ones.
     """
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
-            raise RopeExtendError(f"no tracker is called {name!r}; there are {known}")
+            raise RopeExtendError(f"no tracker is named {name!r}; use one of {known}")
         if not filter_trackers([name], "."):
             package = _PACKAGES.get(name, name)
             raise RopeExtendError(
-                f"recipe: {name} is asked for but the package is missing; pip install '{package}'"
+                f"recipe: the package of the tracker {name} is missing; pip install '{package}'"
             )
 
 
@@ -41,18 +41,18 @@ def start_trackers(
 ) -> None:
     """Start trackers, on the main process, so that `accelerator.log` reaches them.
 
-    TensorBoard writes to `directory/tensorboard`, and drops what it has of the steps after `step`. The others
-    file the run under the project `rope_extend`, where they take a name under that of its directory.
+    TensorBoard writes to `directory/tensorboard`, and drops its entries after `step`. The others put the run
+    into the project `rope_extend`; those that accept a name for it get that of the directory.
 
     Args:
-        accelerator: of the run; what it tracked with before is let go of.
-        names: of the trackers.
-        directory: of the run.
+        accelerator: the accelerator of the run; its earlier trackers are dropped.
+        names: names of the trackers.
+        directory: directory of the run.
         config: values that describe the run.
-        step: where the run stands.
+        step: number of finished steps.
 
     Raises:
-        RopeExtendError: one of them does not start.
+        RopeExtendError: a tracker does not start.
     """
     run = directory.resolve().name
     options: dict[str, dict[str, Any]] = {
@@ -65,7 +65,7 @@ def start_trackers(
     values = {name: str(value) for name, value in config.items()}
     started = []
     for name in names:
-        # One at a time, because each has its own name for the run, and all that are there are started again.
+        # One at a time: `init_trackers` starts all of `log_with` again, and the project differs.
         accelerator.trackers, accelerator.log_with = [], filter_trackers([name], str(directory))
         with one_error(f"the tracker {name} does not start", "Set it up, or leave it out of the recipe"):
             accelerator.init_trackers(name if name == "tensorboard" else PROJECT, values, options)

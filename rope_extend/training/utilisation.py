@@ -1,15 +1,16 @@
-"""What share of a device's peak a training run reaches: model FLOPs utilisation (2204.02311, appendix B).
+"""Model FLOPs utilisation: the share of a device's peak that a run reaches (2204.02311, appendix B).
 
-PaLM counts, for each token, 6 operations for every weight that it is multiplied with: 2 in the forward pass,
-2 for the gradient of the activations, 2 for that of the weight. A frozen weight has no gradient of its own,
-and so 4. With N frozen weights, M trained ones, and per pair of a query and a key in a layer 4 h d operations
-for h heads of d channels (2 for the logit, 2 for the sum of values), three times that with the backward pass:
+PaLM counts 6 operations per token and weight: 2 in the forward pass, 2 for the gradient of the activations,
+    and
+2 for that of the weight. A frozen weight has no gradient, so it counts 4. A pair of a query and a key takes 4
+h d operations per layer for h heads of d channels (2 for the logit, 2 for the sum of values), three times
+that with the backward pass. With N frozen and M trained weights:
 
     operations for a token = 4 N + 6 M + 3 · 4 h d · layers · (pairs / tokens)
 
-PaLM counts every pair, here only those that the causal mask leaves, which halves the last term; in a layer
-with a sliding window, only those inside it. What gradient checkpointing computes a second time does not
-count, nor do norms, activations, rotations, dropout and the optimizer.
+PaLM counts every pair. Here only pairs within the causal mask count, which halves the last term; in a layer
+with a sliding window, only those inside it. Not counted: recomputation by gradient checkpointing, norms,
+activations, rotations, dropout and the optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import logging
 import torch
 from torch import nn
 
-from rope_extend.evaluation.plan import operations_of
+from rope_extend.evaluation.flops import operations_of
 from rope_extend.loss import causal_lm
 
 logger = logging.getLogger(__name__)
@@ -51,53 +52,55 @@ PEAKS = (
     ("RTX 3090", 71e12),
     ("MI300X", 1307.4e12),
 )
-"""Dense bfloat16 operations per second by what is in a device's name; the first that fits. From the makers'
-data sheets, those with sparsity halved, and for the RTX cards with sums in float32."""
+"""Dense bfloat16 operations per second, by a part of the device's name; the first match counts.
 
-_OTHER = {"MIG", "D", "Laptop", "Max-Q", "Ti", "SUPER"}
+From the data sheets: figures with sparsity are halved, and those of RTX cards are with sums in float32.
+"""
+
+_VARIANTS = {"MIG", "D", "Laptop", "Max-Q", "Ti", "SUPER"}
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations per second of a device, by its driver's name for it; None if unknown.
+    """Dense bfloat16 operations per second of a device, by the name that its driver reports; None if unknown.
 
-    A part of a GPU (MIG) and a GPU's slower kin (RTX 4090 D, Laptop GPU) have a word more in the name, and
-    are unknown.
+    Parts of a GPU (MIG) and slower variants (RTX 4090 D, Laptop GPU) have one more word in the name, and are
+    unknown.
     """
-    if _OTHER & set(device_name.split()):
+    if _VARIANTS & set(device_name.split()):
         return None
     words = f" {device_name} "
     return next((peak for name, peak in PEAKS if f" {name} " in words or f" {name}-" in words), None)
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
-    """The peak of a device for weights of a dtype; None where it is not on record, as on a CPU."""
+    """The peak of a device for weights of a dtype; None if it is unknown, as on a CPU."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     return peak_flops(torch.cuda.get_device_name(device))
 
 
 def training_flops(model: nn.Module, length: int, *, quadratic: bool = True) -> float | None:
-    """Operations that training takes for each token of a sequence, forward and backward.
+    """Operations of training per token of a sequence, forward and backward.
 
-    Those of the base model are counted on a twin without weights, so that experts that a token does not meet
-    and towers that read no text do not count.
+    Those of the base model are counted on a copy without weights. So experts that a token does not use do not
+    count, nor do encoders of images or sound.
 
     Args:
-        model: with its adapter, and with what is trained marked by `requires_grad`.
+        model: the model with its adapter; trained parameters have `requires_grad`.
         length: tokens per sequence.
         quadratic: whether attention compares all pairs.
 
     Returns:
-        The number of operations; None, with a word in the log, for a family that cannot be counted so.
+        The number of operations; None, with a log line, for a family that does not run on the meta device.
     """
     lm = causal_lm(model)
     try:
         config = copy.deepcopy(lm.config)
-        config._attn_implementation = "eager"  # every family has it, and the count is the same
+        config._attn_implementation = "eager"  # every family supports it, and the count is equal
         with torch.device("meta"):
             operations = operations_of(type(lm)(config))
-    except Exception as error:  # whatever a family does with values, which the meta device does not have
-        logger.info("%s: its operations cannot be counted (%r)", lm.config.model_type, error)
+    except Exception as error:  # any error: a family may need values, which the meta device does not have
+        logger.info("cannot count the operations of %s (%r)", lm.config.model_type, error)
         return None
     adapter = sum(
         parameter.numel()
@@ -105,6 +108,6 @@ def training_flops(model: nn.Module, length: int, *, quadratic: bool = True) -> 
         if "lora_" in name and parameter.requires_grad and parameter.dim() == 2
     )
     head = lm.get_output_embeddings().weight
-    own = head.numel() if head.requires_grad else 0
+    trained_head = head.numel() if head.requires_grad else 0
     attention = operations.attention(length) / length if quadratic else 0.0
-    return 2 * operations.linear + 2 * own + 6 * adapter + 3 * attention
+    return 2 * operations.linear + 2 * trained_head + 6 * adapter + 3 * attention

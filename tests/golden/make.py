@@ -1,8 +1,8 @@
-"""Makes golden directories in the present format of checkpoints: `python tests/golden/make.py`.
+"""Writes golden directories in the current format of checkpoints: `python tests/golden/make.py`.
 
-Run it after `SCHEMA_VERSION` has grown, and commit what it adds: `schema-N/full` and `schema-N/adapter`, a
-few KB each, and their logits in `logits.json`. Directories of earlier schemas are never made again: that they
-still load is what they are kept for. (schema-1 was written by the code of commit 5f8c70f.)
+Run it after `SCHEMA_VERSION` has changed, and commit its output: `schema-N/full` and `schema-N/adapter`, a
+few KB each, and their logits in `logits.json`. Never write the directories of earlier schemas again: the
+tests prove that they still load. The code of commit 5f8c70f wrote schema-1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rope_extend import extend, save
-from rope_extend.checkpoint import SCHEMA_VERSION
+from rope_extend.checkpoint.record import SCHEMA_VERSION
 
 HERE = Path(__file__).parent
 IDS = torch.arange(40).remainder(31)[None]

@@ -1,0 +1,83 @@
+"""Causal attention of the last tokens of a window on a GPU, without a mask.
+
+If there are fewer queries than keys, stock transformers gives sdpa a mask. With a mask sdpa can use neither
+the flash kernel nor grouped heads. So half the work is spent on masked pairs, and keys are copied for each
+group of heads. The flash kernel needs no mask if the queries are the last of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import causal_lower_right
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from rope_extend.attention.functions import acts_inside, attention_configs, attention_modules
+from rope_extend.attention.registry import register
+from rope_extend.models.undo import UndoLog
+
+
+@contextmanager
+def causal_suffix_attention(decoder: nn.Module) -> Iterator[None]:
+    """Inside the block, layers with sdpa and full attention compute without a mask.
+
+    Nothing changes in a decoder with an encoding that acts inside attention.
+    """
+    undo = UndoLog()
+    if calls_by_name(decoder) and not acts_inside(decoder):
+        for config in attention_configs([decoder, *attention_modules(decoder)]):
+            if config._attn_implementation == "sdpa":
+                undo.set(config, "_attn_implementation_internal", _NAME)
+    try:
+        yield
+    finally:
+        undo.unwind()
+
+
+def calls_by_name(decoder: Any) -> bool:
+    """Whether a decoder calls the attention function that is registered under its implementation's name.
+
+    A few families, such as Falcon, do not, and know transformers' own names only.
+    """
+    return bool(decoder._can_set_attn_implementation())
+
+
+def causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """None for plain causal attention, otherwise the mask of sdpa."""
+    rule = kwargs.get("mask_function", causal_mask_function)
+    plain = rule is causal_mask_function and kwargs.get("attention_mask") is None
+    if kwargs.get("local_size") is not None or not kwargs.get("allow_is_causal_skip", True):
+        plain = False  # such as DeepSeek's indexers, which use the mask themselves
+    return None if plain else sdpa_mask(*args, **kwargs)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """As `sdpa_attention_forward`; without a mask, the queries are the last of the keys."""
+    queries, keys = query.shape[2], key.shape[2]
+    if attention_mask is None and 1 < queries < keys and getattr(module, "is_causal", True):
+        grouped = query.shape[1] != key.shape[1]
+        if "position_bias" not in kwargs and can_use_flash_attention(
+            SDPAParams(query, key, value, None, 0.0, False, grouped)
+        ):
+            output = F.scaled_dot_product_attention(
+                query, key, value, causal_lower_right(queries, keys), scale=kwargs.get("scaling"),
+                enable_gqa=grouped,
+            )  # fmt: skip
+            return output.transpose(1, 2).contiguous(), None
+        allowed = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+        attention_mask = allowed[None, None]
+    result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return result
+
+
+_NAME = register("causal_suffix", _attention, causal_mask)
+"""The attention implementation that replaces sdpa."""

@@ -1,0 +1,85 @@
+"""The handler that an encoding needs inside a model, built whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rope_extend.attention.biases import BiasHandler
+from rope_extend.attention.functions import attention_modules, extended_modules
+from rope_extend.attention.kernel import KernelHandler
+from rope_extend.attention.positions import AttentionHandler
+from rope_extend.attention.rotation import RotationHandler
+from rope_extend.attention.vectors import VectorHandler
+from rope_extend.encodings import (
+    AbsoluteEncoding,
+    BiasEncoding,
+    Encoding,
+    KernelEncoding,
+    ModelShape,
+    RopeEncoding,
+    RopeShape,
+)
+from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.parameters import LearnedParameters
+from rope_extend.models.view import layer_config
+
+
+def handler_for(
+    encoding: Encoding, shape: RopeShape, model: Any, adapter: FamilyAdapter
+) -> AttentionHandler | None:
+    """The handler for everything that an encoding does beyond its rotary tables, not installed yet.
+
+    Args:
+        encoding: the encoding.
+        shape: the rotary shape of the model.
+        model: the transformers model.
+        adapter: the model's family.
+
+    Returns:
+        The handler with its learned parameters; None if the rotary tables are all that the encoding needs.
+    """
+    if isinstance(encoding, BiasEncoding):
+        return _bias_handler(encoding, shape, model, adapter)
+    if isinstance(encoding, AbsoluteEncoding):
+        model_shape = _model_shape(model, shape)
+        learned = _learned(encoding, model_shape, model)
+        return VectorHandler(encoding, adapter, model_shape, learned)
+    if isinstance(encoding, KernelEncoding):
+        return KernelHandler(encoding, adapter, shape)
+    effects = encoding.effects(shape)
+    if isinstance(encoding, RopeEncoding) and (effects.in_attention or effects.per_row):
+        normalises = adapter.normalises
+        normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
+        return RotationHandler(encoding, adapter, shape, normalised=normalised)
+    return None
+
+
+def _bias_handler(
+    encoding: BiasEncoding, shape: RopeShape, model: Any, adapter: FamilyAdapter
+) -> BiasHandler:
+    modules = extended_modules(encoding, model.base_model, adapter)
+    model_shape = _model_shape(model, shape, modules[0] if modules else None)
+    learned = _learned(encoding, model_shape, model, sorted({int(module.layer_idx) for module in modules}))
+    return BiasHandler(encoding, adapter, model_shape, learned)
+
+
+def _model_shape(model: Any, shape: RopeShape, attention: Any = None) -> ModelShape:
+    """The sizes of a model; of its heads, those of an attention module, which its config may not give."""
+    config = layer_config(model.config)
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    width = getattr(attention, "qk_head_dim", None) or getattr(attention, "head_dim", None) or head_dim
+    value = getattr(attention, "v_head_dim", None) or width
+    return ModelShape(heads, hidden, shape.trained_length, width, value)
+
+
+def _learned(
+    encoding: Encoding, shape: ModelShape, model: Any, layers: list[int] | None = None
+) -> LearnedParameters | None:
+    """The parameters that an encoding learns, on the model's device; None if it learns none."""
+    if not encoding.initial(shape):
+        return None
+    device: torch.device = next(model.base_model.parameters()).device
+    return LearnedParameters(encoding, shape, layers or [], device)

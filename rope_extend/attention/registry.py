@@ -1,0 +1,69 @@
+"""Registration of attention functions with transformers, all under one prefix."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+"""Called with `(module, query, key, value, mask, **kwargs)`; gives `[batch, T, heads, dim]` and weights."""
+
+PREFIX = "rope_extend_"
+"""The start of the name of each attention implementation that this library registers."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def register(name: str, attention: AttentionFunction, mask: Callable[..., Any]) -> str:
+    """Register an attention function and its mask function with transformers.
+
+    Without a mask function, transformers would call the attention function without a mask.
+
+    Args:
+        name: the name without the prefix.
+        attention: the attention function.
+        mask: the mask function, called as transformers' own.
+
+    Returns:
+        The name with the prefix, for `config._attn_implementation`.
+    """
+    full_name = PREFIX + name
+    AttentionInterface.register(full_name, attention)
+    AttentionMaskInterface.register(full_name, mask)
+    return full_name
+
+
+def own_function(module: nn.Module, implementation: str) -> AttentionFunction:
+    """The function that the family of an attention module uses for an attention implementation."""
+    family = sys.modules[type(module).__module__]
+    interface = getattr(family, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
+    return interface.get_interface(implementation, getattr(family, "eager_attention_forward", None))
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Exclude a function from `torch.compile`: its control flow depends on the values of position ids."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+
+
+def is_dense(implementation: str) -> bool:
+    """Whether an implementation takes a mask over queries and keys; flash and flex attention do not."""
+    return "flash" not in implementation and "flex" not in implementation
+
+
+def causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:
+    """`[1, 1, queries, keys]`, for queries that are at the last of the keys' positions.
+
+    Boolean for sdpa, additive in the dtype of `like` for other implementations.
+    """
+    allowed = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
+    if implementation == "sdpa":
+        return allowed[None, None]
+    return torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device).masked_fill_(
+        ~allowed, torch.finfo(like.dtype).min
+    )

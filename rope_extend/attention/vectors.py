@@ -1,0 +1,107 @@
+"""Vectors added to the input of the first layer, for every `AbsoluteEncoding`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from rope_extend.attention.functions import HANDLER
+from rope_extend.attention.positions import AttentionHandler
+from rope_extend.attention.registry import never_compiled
+from rope_extend.encodings import AbsoluteEncoding, ModelShape
+from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.parameters import LearnedParameters
+from rope_extend.models.undo import UndoLog
+from rope_extend.models.view import decoder_layers
+
+
+class VectorHandler(AttentionHandler):
+    """Adds a vector for its position to each token's embedding, for one patch of one model.
+
+    The vectors are added before the first layer. The embedding module does not know positions, and is not
+    used if a model gets `inputs_embeds`.
+
+    Args:
+        encoding: the encoding with the vectors.
+        adapter: the model's family.
+        shape: the sizes of the model that the vectors follow from.
+        learned: the parameters that the encoding learns; None if it learns none.
+    """
+
+    encoding: AbsoluteEncoding
+
+    def __init__(
+        self,
+        encoding: AbsoluteEncoding,
+        adapter: FamilyAdapter,
+        shape: ModelShape,
+        learned: LearnedParameters | None,
+    ) -> None:
+        super().__init__(encoding, adapter)
+        self.shape = shape
+        self.learned = learned
+
+    def install(self, decoder: Any, undo: UndoLog) -> None:
+        """Add the vectors before the first layer of a decoder.
+
+        Raises:
+            UnsupportedModelError: the layers of the family are not found.
+        """
+        layer = first_layer(decoder)
+        if layer is None:
+            raise UnsupportedModelError(
+                f"{self.encoding} is added to the input of the first layer, and rope_extend does not find "
+                f"that layer in {decoder.config.model_type}; a rotary schedule works, such as yarn"
+            )
+        self.watch(decoder, undo)
+        undo.set(layer, HANDLER, self)
+        layer.register_forward_pre_hook(self.add, with_kwargs=True)
+
+    def leave(self, decoder: Any) -> None:
+        """Remove the hooks from a decoder and its first layer."""
+        super().leave(decoder)
+        layer = first_layer(decoder)
+        if layer is not None:
+            super().leave(layer)
+
+    @never_compiled
+    def add(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Forward pre-hook of the first layer: add the vectors to its hidden states `[batch, T, hidden]`.
+
+        Raises:
+            PatchError: the layer gets no such states, or the positions of its tokens are not known.
+            RopeExtendError: a position that has no vector.
+        """
+        if getattr(layer, HANDLER, None) is not self or self.share == 0:
+            return None
+        position_ids = kwargs.get("position_ids")
+        if self._forward is None and position_ids is not None:
+            self.begin(position_ids)  # the rotary module is inside the layer, and runs later
+        states = args[0] if args else kwargs.get("hidden_states")
+        if self._forward is None or not isinstance(states, Tensor) or states.dim() != 3:
+            raise PatchError(
+                f"{self.encoding} cannot be added to the input of {type(layer).__name__}: it is not "
+                f"[batch, tokens, channels], or its positions are not known"
+            )
+        positions = self.forward_of(position_ids).queries
+        if positions.shape[1] != states.shape[1]:
+            raise PatchError(
+                f"{self.encoding} does not know the positions in {type(layer).__name__}: it has "
+                f"{states.shape[1]} tokens, and the rotary module got {positions.shape[1]} positions"
+            )
+        learned = {} if self.learned is None else self.learned.of()
+        learned = {name: value.to(states.device) for name, value in learned.items()}
+        vectors = self.encoding.vectors(self.shape, positions.to(states.device), learned)
+        vectors = vectors if self.share == 1 else self.share * vectors
+        states = states + vectors.to(states.dtype)
+        return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
+
+
+def first_layer(decoder: nn.Module) -> nn.Module | None:
+    """The first layer of a decoder, which may be the text part of a larger model; None if it is not found."""
+    layers = decoder_layers(decoder)
+    return None if layers is None else layers.layers[0]

@@ -1,0 +1,84 @@
+"""The classes that transformers' auto classes use for plugin-only checkpoints.
+
+`auto_registration` imports this module while transformers imports `configuration_auto`. So the top of this
+module must not import the rest of transformers.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from transformers.configuration_utils import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rope_extend.checkpoint.model_type import FAMILY, MODEL_TYPE, plain_config
+from rope_extend.errors import RopeExtendError
+
+
+class GuardedConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is untyped
+    """The config of a plugin-only checkpoint. It wraps the family's own config, in `family`.
+
+    Every attribute is the family's, `model_type` included, so code that only reads the config works.
+    """
+
+    model_type = MODEL_TYPE
+    family: Any
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The config of the family, wrapped.
+
+        Raises:
+            RopeExtendError: transformers does not know the family.
+        """
+        data = plain_config(config_dict)
+        if data["model_type"] not in CONFIG_MAPPING:
+            raise RopeExtendError(
+                f"config.json: {FAMILY} is {data['model_type']!r}, which this transformers does not know"
+            )
+        return_unused = kwargs.pop("return_unused_kwargs", False)
+        family, unused = CONFIG_MAPPING[data["model_type"]].from_dict(
+            data, return_unused_kwargs=True, **kwargs
+        )
+        config = cls.__new__(cls)
+        config.__dict__["family"] = family
+        return (config, unused) if return_unused else config
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("__class__", "__dict__", "family"):
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "__dict__")["family"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.family, name, value)
+
+
+class GuardedModel:
+    """The model class of a plugin-only checkpoint: it returns the family's own model, patched."""
+
+    config_class = GuardedConfig
+
+    @classmethod
+    def from_pretrained(cls, name: str | PathLike[str], *args: Any, config: Any, **kwargs: Any) -> Any:
+        """The patched model, or the tuple with it that `from_pretrained` returns.
+
+        Raises:
+            RopeExtendError: the record is missing or damaged, or the files are not those that were saved.
+        """
+        from transformers import AutoModelForCausalLM
+
+        from rope_extend.checkpoint.hub import local_directory
+        from rope_extend.checkpoint.restoring import apply_record, checked_record
+
+        directory = local_directory(name, revision=kwargs.get("revision"))
+        record = checked_record(directory, check_files=True)
+        result = AutoModelForCausalLM.from_pretrained(name, *args, config=config.family, **kwargs)
+        apply_record(result[0] if isinstance(result, tuple) else result, record, directory)
+        return result
+
+    @classmethod
+    def _from_config(cls, config: Any, **kwargs: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_config(config.family, **kwargs)

@@ -1,0 +1,1 @@
+"""Export of a checkpoint to other inference engines."""

@@ -1,0 +1,293 @@
+"""Export of a checkpoint in the form that stock transformers, vLLM, SGLang or llama.cpp reads.
+
+Whether a target supports an encoding follows from what the encoding does, not from its name. The facts about
+the targets come from their sources:
+
+- transformers, `modeling_rope_utils.py`: `longrope` takes any list of divisors and an `attention_factor`. It
+  chooses the list by the longest row of a batch; `dynamic` chooses its base in the same way.
+- vLLM, `vllm/model_executor/layers/rotary_embedding/__init__.py` and its neighbours: `get_rope` knows
+`default`,
+  `linear`, `llama3`, `yarn` and `longrope`, and raises on unknown types. Its `longrope` has no
+  `attention_factor` but `short_mscale` and `long_mscale`. It uses the long list for all texts if
+  `--max-model-len` exceeds the trained window, and raises if pairs are neighbours. Which of YaRN's keys for
+  attention it reads differs between versions. `_get_and_verify_max_len`: the window is
+  `max_position_embeddings` times `factor`; for `yarn` the original one times `factor`; for `longrope` and
+  `llama3` `max_position_embeddings`.
+- SGLang, `python/sglang/srt/layers/rotary_embedding/factory.py`, `yarn.py` and `rope_variant.py`: the same
+types
+  and the same keys in `longrope`; `yarn` has no `attention_factor`. Its `longrope` looks up position L as
+  position 0 if the batch has no later one, where L is `original_max_position_embeddings`.
+  `get_context_length`: `max_position_embeddings` times `factor`, unless there is an original one.
+- llama.cpp: see `rope_extend.checkpoint.export.gguf`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig
+
+from rope_extend.checkpoint.export.gguf import annotate, can_verify, is_float32, verify_gguf
+from rope_extend.checkpoint.export.support import Support, gguf_refusal, support
+from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.checkpoint.hub import local_directory
+from rope_extend.checkpoint.manifest import RECORD_NAME, locate, read_json
+from rope_extend.checkpoint.merging import merge
+from rope_extend.checkpoint.model_type import plain_config
+from rope_extend.checkpoint.record import Record, seal, write_record
+from rope_extend.checkpoint.restoring import checked_record, load
+from rope_extend.checkpoint.saving import save
+from rope_extend.checkpoint.staging import staged
+from rope_extend.checkpoint.verifying import verify as verify_checkpoint
+from rope_extend.encodings import RopeEncoding
+from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_json
+from rope_extend.models.families import adapter_for
+from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
+from rope_extend.models.loading import empty_model, one_error, pretrained
+from rope_extend.models.stock_config import CARRIED, softmax_scale_of
+from rope_extend.models.view import CONFIG_RECORD
+
+logger = logging.getLogger(__name__)
+
+_LEFT_BEHIND = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
+"""Suffixes of files that are not exported: the state of a training run, and models of another format."""
+_REWRITTEN = ("config.json", RECORD_NAME, "verification.json")
+
+
+def export(
+    model: nn.Module | str | PathLike[str],
+    output: str | PathLike[str],
+    to: str = "transformers",
+    *,
+    overwrite: bool = False,
+    verify: bool = True,
+    base_model: str | None = None,
+    gguf: str | PathLike[str] | None = None,
+) -> Path:
+    """Write a checkpoint that a target reads without this library; returns its directory.
+
+    Weights are linked, or copied to another disk, byte for byte. The directory appears when it is complete
+    and, if asked for, verified.
+
+    Args:
+        model: a patched model, or a directory that `rope_extend.save` or `rope_extend.merge` wrote. A model
+            is saved to a temporary directory next to the output first; its tokenizer is not exported. An
+            adapter is merged first.
+        output: the output directory; created if missing.
+        to: `transformers`, `vllm`, `sglang` or `llama.cpp`.
+        overwrite: replace a checkpoint in the output directory; other files stay.
+        verify: compare the logits with those of the patched model. Stock transformers computes them in a
+            process of its own; for llama.cpp, llama.cpp does if llama-cpp-python is installed.
+        base_model: name or path of an adapter's base model; overrides the one in the record.
+        gguf: for llama.cpp, the file that its `convert_hf_to_gguf.py` wrote from these weights.
+
+    Raises:
+        RopeExtendError: the target does not support the encoding, with the reason; the model is not patched;
+            the directory is not a checkpoint or is damaged; the output is in use; or the logits differ.
+    """
+    target = Path(output)
+    if not isinstance(model, nn.Module):
+        source = local_directory(model)
+        record = checked_record(source, check_files=True)
+        if target.exists() and source.resolve() == target.resolve():
+            raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
+        form = _checked_form(record, target, to, gguf, overwrite)
+        return _export(source, target, record, form, overwrite, verify, base_model, gguf)
+    form = _checked_form(Record.of(model, base_model), target, to, gguf, overwrite)
+    existing = next(path for path in (target.parent, *target.parent.parents) if path.exists())
+    try:
+        # On the disk of the output, so that weights can be linked.
+        temporary = TemporaryDirectory(dir=existing, prefix=".export-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise RopeExtendError(f"cannot write next to {target}: {error}; choose another output") from error
+    with temporary as directory:
+        source = save(model, Path(directory) / "model", base_model=base_model)
+        record = checked_record(source, check_files=False)
+        return _export(source, target, record, form, overwrite, verify, base_model, gguf)
+
+
+def _checked_form(
+    record: Record, target: Path, to: str, gguf: str | PathLike[str] | None, overwrite: bool
+) -> Support:
+    """How a target computes the recorded encoding.
+
+    Raises:
+        RopeExtendError: it does not, or the arguments do not fit together.
+    """
+    form = support(record.encoding, record.shape, to, record.model_type, target_length=record.target_length)
+    if gguf is not None and (file := target / Path(gguf).name).exists():
+        if os.path.samefile(file, gguf):
+            raise RopeExtendError(f"{file} is the source itself; choose another output")
+        if not overwrite:
+            raise RopeExtendError(
+                f"{target} already holds {file.name}; choose another output, or overwrite=True"
+            )
+    if to != "llama.cpp":
+        if not form.possible:
+            raise _refusal(record, form)
+        if gguf is not None:
+            raise RopeExtendError(f"gguf= is for llama.cpp; {to} reads safetensors")
+        return form
+    if gguf is None:
+        raise RopeExtendError(
+            "llama.cpp reads GGUF, and no file was given: convert the weights with its "
+            "convert_hf_to_gguf.py, and give the file as gguf="
+        )
+    # The file's architecture decides whether it can hold a table. The family is only a guess at it.
+    if refusal := gguf_refusal(record.encoding, record.shape, record.model_type):
+        raise _refusal(record, refusal)
+    return form
+
+
+def _export(
+    source: Path,
+    target: Path,
+    record: Record,
+    form: Support,
+    overwrite: bool,
+    verify: bool,
+    base_model: str | None,
+    gguf: str | PathLike[str] | None,
+) -> Path:
+    """Write the export of a checkpoint's directory."""
+    with staged(target, overwrite=overwrite) as staging:
+        if gguf is not None:
+            _export_gguf(source, staging, record, Path(gguf), base_model, verify)
+            return target
+        # Inside the export's directory, so that the merged weights can be linked; removed before it appears.
+        with TemporaryDirectory(dir=staging, ignore_cleanup_errors=True) as merged:
+            if (source / "adapter_config.json").exists():
+                source = merge(source, merged, base_model=base_model)
+            _export_config(source, staging, record, form)
+            if verify:
+                _verify(staging, source)
+    return target
+
+
+def _refusal(record: Record, form: Support) -> RopeExtendError:
+    targets = [
+        target
+        for target in TARGETS
+        if support(record.encoding, record.shape, target, record.model_type).possible
+    ]
+    instead = f"it can be exported to {', '.join(targets)}" if targets else "load it with rope_extend.load"
+    return RopeExtendError(
+        f"{record.encoding} of a {record.model_type} model cannot be exported to {form.target}: "
+        f"{form.reason}; {instead}"
+    )
+
+
+def _export_gguf(
+    source: Path, staging: Path, record: Record, gguf: Path, base_model: str | None, verify: bool
+) -> None:
+    """Fill a directory with the annotated file, and with a record that lists no other files."""
+    path = annotate(gguf, staging / gguf.name, record)
+    write_record(staging, replace(record, weights={}, configs={}))
+    if not verify:
+        return
+    missing = "" if can_verify() else "llama-cpp-python is not installed"
+    if missing or not is_float32(path):
+        reason = missing or "its weights are rounded; convert them with --outtype f32 to compare"
+        logger.warning("%s was not compared with the original: %s", gguf.name, reason)
+        return
+    gap = verify_gguf(path, load(source, base_model=base_model, dtype=torch.float32), record)
+    logger.info("llama.cpp computes the original's logits from %s, within %.1g", gguf.name, gap)
+
+
+def _export_config(source: Path, staging: Path, record: Record, form: Support) -> None:
+    """Fill a directory with the checkpoint's files and a config in the target's form."""
+    assert form.form is not None
+    data = plain_config(read_json(source / "config.json"))
+    pairs = _stock_pairs(source)
+    with one_error(f"{source / 'config.json'} is damaged"):
+        configs = [_with_form(data, pretrained(AutoConfig, str(source)), form.form)]
+    if form.target == "transformers" or form.form["rope_parameters"]["rope_type"] == "default":
+        configs.insert(0, data)  # the saved config also has the family's own settings
+    for config in configs:
+        write_json(staging / "config.json", config)
+        if _stock_computes(staging, record, pairs, as_saved=config is data):
+            break
+    else:
+        raise RopeExtendError(
+            f"{record.encoding} cannot be exported to {form.target}: the config of this {record.model_type} "
+            f"model does not hold its table {form.reason}; load it with rope_extend.load"
+        )
+    for path in sorted(source.iterdir()):
+        hidden = path.name.startswith(".") or path.suffix in _LEFT_BEHIND
+        if hidden or not path.is_file() or path.name in _REWRITTEN:
+            continue
+        _link(locate(source, path.name), staging / path.name)
+    seal(staging, record)
+
+
+def _link(path: Path, target: Path) -> None:
+    """Link weights, which nothing here changes; copy small files, which users edit."""
+    if target.suffix == ".safetensors":
+        with suppress(OSError):  # another disk, or a file system without links
+            os.link(path, target)
+            return
+    shutil.copy2(path, target)
+
+
+def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `config.json` with the target's rotary parameters, at the family's place for them."""
+    result: dict[str, Any] = copy.deepcopy(data)
+    adapter = adapter_for(config.model_type)
+    kind, part = adapter.layer_type(config), result
+    for name in filter(None, adapter.config_path.split(".")):
+        part = part[name]
+    old = part["rope_parameters"]
+    current = old if kind is None else old[kind]
+    parameters = {key: current[key] for key in CARRIED if key in current} | form["rope_parameters"]
+    if adapter.completes is not None:
+        parameters = adapter.completes(parameters)
+    part["rope_parameters"] = parameters if kind is None else {**old, kind: parameters}
+    part["max_position_embeddings"] = form["max_position_embeddings"]
+    original = parameters.get("original_max_position_embeddings")
+    if original and part.get("original_max_position_embeddings"):  # Phi-3 gives it precedence
+        part["original_max_position_embeddings"] = original
+    if CONFIG_RECORD in result:
+        result[CONFIG_RECORD]["rope_parameters"] = parameters
+    return result
+
+
+def _stock_pairs(directory: Path) -> list[int]:
+    """The number of pairs of each rotary module, including pairs with frequency zero."""
+    return [len(table) for table, _ in rotary_tables(empty_model(str(directory)), 1)]
+
+
+def _stock_computes(directory: Path, record: Record, pairs: list[int], *, as_saved: bool) -> bool:
+    """Whether stock transformers computes the recorded schedule from a directory's config.
+
+    In DeepSeek's families, the rotary parameters also scale the attention logits. A saved config has the
+    right scale; a config with other parameters would change it.
+    """
+    encoding, lengths = record.encoding, (record.shape.trained_length, record.target_length)
+    assert isinstance(encoding, RopeEncoding)
+    try:
+        model = empty_model(str(directory))
+        if not as_saved and softmax_scale_of(model) is not None:
+            return False
+        return _stock_pairs(directory) == pairs and has_tables_of(model, encoding, record.shape, lengths)
+    except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:
+        logger.debug("stock transformers does not accept the config in %s: %s", directory, error)
+        return False
+
+
+def _verify(directory: Path, original: Path) -> None:
+    verification = verify_checkpoint(directory, reference=original)
+    if verification.verdict != "equal":
+        raise RopeExtendError(f"the export computes other logits than the original: {verification.reason}")

@@ -1,0 +1,245 @@
+"""The position encoding of a checkpoint, and what each method would do to it. No weights are read."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.peft_models import tuner_layers
+from rope_extend.checkpoint.record import ADAPTER_MARK, read_record
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, methods_from_length, rotary_method
+from rope_extend.encodings.core.checks import check_length
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.families import adapter_for
+from rope_extend.models.frequency_tables import has_tables_of
+from rope_extend.models.loading import empty_model
+from rope_extend.models.view import active_table, config_record, layer_config, rotary_part, shape_of, unwrap
+from rope_extend.patching import current_patch, patch_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MethodEffect:
+    """What one method does to a model's rotary tables at a target length.
+
+    Attributes:
+        encoding: the method's encoding for the target length.
+        attention_factor: the factor on cos and sin; attention logits are multiplied by its square.
+        resolution: the fastest channel's frequency divided by plain RoPE's. 1 keeps neighbours as far apart
+            as in training; 1/s squeezes s positions into one.
+        kept: share of channel pairs with an unchanged frequency.
+        unseen: the largest angle of the slow channels at the target length, divided by their largest angle in
+            training. Slow channels never completed a turn in training. Above 1, the model meets angles that
+            it has never seen, which makes perplexity explode.
+        native: the `rope_type` with which stock transformers loads it; None if there is none.
+    """
+
+    encoding: str
+    attention_factor: float
+    resolution: float
+    kept: float
+    unseen: float
+    native: str | None
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A checkpoint's position encoding.
+
+    Attributes:
+        model_type: the family.
+        shape: rotated channels per head, base, and the window of pretraining.
+        head_dim: channels per head, rotated or not.
+        window: `max_position_embeddings`, the window in the config, in tokens.
+        rope_parameters: the rotary parameters that stock loaders read.
+        encoding: the current encoding; None if rope_extend does not know the `rope_type`.
+        record: what rope_extend wrote into the config; None for a checkpoint it has not changed.
+        slow_channels: channel pairs that never completed a turn within the trained window.
+        unapplied: the encoding that the active adapter was trained with, if the model does not use it, for
+            example because stock peft loaded the adapter; otherwise None.
+    """
+
+    model_type: str
+    shape: RopeShape
+    head_dim: int
+    window: int
+    rope_parameters: dict[str, Any]
+    encoding: str | None
+    record: dict[str, Any] | None
+    slow_channels: int
+    unapplied: str | None = None
+
+    def effect(self, encoding: RopeEncoding, target_length: int) -> MethodEffect:
+        """What `encoding` does to this model's tables at `target_length` tokens."""
+        shape, plain = self.shape, self.shape.inv_freq()
+        table = encoding.inv_freq(shape, target_length)
+        slow = shape.trained_length * plain < 2 * math.pi
+        angle_ratios = (target_length * table) / (shape.trained_length * plain)
+        try:
+            native = str(encoding.rope_parameters(shape)["rope_type"])
+        except RopeExtendError:
+            native = None
+        return MethodEffect(
+            encoding=str(encoding),
+            attention_factor=encoding.attention_factor(shape, target_length),
+            resolution=float(table[0] / plain[0]),
+            kept=float(((table - plain).abs() <= 1e-6 * plain).double().mean()),
+            unseen=float(angle_ratios[slow].max()) if bool(slow.any()) else 0.0,
+            native=native,
+        )
+
+    def effects(self, target_length: int) -> list[MethodEffect]:
+        """The effect of each rotary method that needs only a target length, at `target_length` tokens.
+
+        Raises:
+            RopeExtendError: the target length is not above the trained window.
+        """
+        if target_length <= self.shape.trained_length:
+            raise RopeExtendError(
+                f"target_length must exceed the trained window of {self.shape.trained_length} tokens, "
+                f"got {target_length}"
+            )
+        return [
+            self.effect(rotary_method(name).for_target(self.shape, target_length), target_length)
+            for name in methods_from_length()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None = None) -> ModelInfo:
+    """The position encoding of a model, from the live model or from a checkpoint's config alone.
+
+    Args:
+        model: a transformers model, or a local directory or hub id, of which only the config is read. For an
+            adapter's directory that rope_extend wrote: the base model's config, with the adapter's encoding.
+        trained_length: the window of pretraining, in tokens; needed if the config does not state it.
+
+    Raises:
+        UnsupportedModelError: the model's family is not supported.
+        RopeExtendError: no such checkpoint, or its config does not state the window of pretraining.
+    """
+    if isinstance(model, str | PathLike):
+        model = _empty_model(str(model))
+    base = unwrap(model)
+    config, parameters = rotary_part(base.config)
+    layer = layer_config(base.config)
+    marks = _marks(model)
+    try:
+        shape = shape_of(model, trained_length)
+    except RopeExtendError:
+        if not marks:
+            raise
+        shape = marks[0].shape  # the adapter's config states it
+    rotary = next(iter(adapter_for(base.config.model_type).rotary_modules(base.base_model).values()))
+    record = config_record(base.config)
+    known = (
+        Encoding.from_dict(record["encoding"])
+        if record
+        else RopeEncoding.from_rope_parameters(parameters, config.max_position_embeddings)
+    )
+    # The stock table must be computable. A config that is broken in other ways fails here, not later.
+    active_table(rotary, base.config, shape.trained_length)
+    return ModelInfo(
+        model_type=base.config.model_type,
+        shape=shape,
+        head_dim=getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
+        window=config.max_position_embeddings,
+        rope_parameters=dict(parameters),
+        encoding=str(known) if known else None,
+        record=record,
+        slow_channels=int((shape.trained_length * shape.inv_freq() < 2 * math.pi).sum()),
+        unapplied=_unapplied(model, marks),
+    )
+
+
+def _empty_model(name: str) -> nn.Module:
+    """The model of a checkpoint, without weights. For an adapter: its base model, with its encoding."""
+    directory = Path(name)
+    if not (directory / "adapter_config.json").exists() or (directory / "config.json").exists():
+        return empty_model(name)
+    if not (directory / RECORD_NAME).exists():
+        raise RopeExtendError(
+            f"{name} holds an adapter without {RECORD_NAME}, so its encoding is unknown; give its base model "
+            "instead"
+        )
+    record = read_record(name)
+    if record.base_model is None:
+        raise RopeExtendError(f"the record in {name} names no base model; give the base model instead")
+    model = empty_model(record.base_model)
+    patch_model(
+        model, record.encoding, trained_length=record.shape.trained_length, target_length=record.target_length
+    )
+    return model
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The encoding that an active adapter was trained with, from the mark in the adapter's config."""
+
+    adapter: str
+    encoding: Encoding
+    shape: RopeShape
+    target_length: int
+
+
+def _marks(model: nn.Module) -> list[_Mark]:
+    """The marks of the active adapters that rope_extend saved."""
+    base = unwrap(model)
+    configs = getattr(base, "peft_config", None) or {}
+    marks = []
+    for name in next((layer.active_adapters for _, layer in tuner_layers(base)), []):
+        mapping = getattr(configs.get(name), "auto_mapping", None)
+        mark = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
+        if mark is None:
+            continue
+        try:
+            length = check_length("adapter", "target_length", mark["target_length"])
+            encoding, shape = Encoding.from_dict(mark["encoding"]), RopeShape(**mark["shape"])
+        except Exception as error:
+            raise RopeExtendError(
+                f"the encoding in the config of the adapter {name!r} is damaged ({error}): {mark!r}; load "
+                "the adapter with rope_extend.load, which compares it with what was saved"
+            ) from error
+        marks.append(_Mark(name, encoding, shape, length))
+    return marks
+
+
+def _unapplied(model: nn.Module, marks: Sequence[_Mark]) -> str | None:
+    """The encoding that an active adapter was trained with, if the model does not use it."""
+    patch = current_patch(model)
+    for mark in marks:
+        if not _uses(model, mark):
+            logger.warning(
+                "the adapter %r was trained with %s, but this model uses %s, so its output cannot be "
+                "trusted. Load the adapter with rope_extend.load or rope_extend.load_adapter, not with peft "
+                "alone",
+                mark.adapter, mark.encoding, patch.encoding if patch else "the base model's own encoding",
+            )  # fmt: skip
+            return str(mark.encoding)
+    return None
+
+
+def _uses(model: nn.Module, mark: _Mark) -> bool:
+    """Whether a model uses an adapter's encoding, through its patch or its own config."""
+    patch = current_patch(model)
+    if patch is not None and (patch.encoding, patch.shape) == (mark.encoding, mark.shape):
+        return True
+    if patch is not None and not patch.encoding.effects(patch.shape).is_one_table:
+        return False
+    encoding, shape = mark.encoding, mark.shape
+    effects = encoding.effects(shape)
+    if not isinstance(encoding, RopeEncoding) or not (effects.is_one_table or effects.per_row):
+        return False
+    return has_tables_of(model, encoding, shape, (shape.trained_length, mark.target_length))

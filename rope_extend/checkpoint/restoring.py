@@ -1,0 +1,325 @@
+"""Loading a checkpoint together with its encoding."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rope_extend.checkpoint.base_model import (
+    IN_FLOAT16,
+    base_fingerprint,
+    base_matrices,
+    changes_base,
+    check_base_fingerprint,
+    warn_unchecked,
+)
+from rope_extend.checkpoint.hub import local_directory
+from rope_extend.checkpoint.manifest import RECORD_NAME, check_directory, read_json
+from rope_extend.checkpoint.model_type import plain_config
+from rope_extend.checkpoint.peft_models import is_peft_model
+from rope_extend.checkpoint.record import Record, check_agreement, read_record
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.loading import one_error, pretrained
+from rope_extend.models.parameters import is_learned, read_learned
+from rope_extend.models.view import shape_of, unwrap
+from rope_extend.patching import Patch, current_patch, patch_model
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def load(
+    directory: str | PathLike[str],
+    *,
+    base_model: str | None = None,
+    check_files: bool = True,
+    check_base: bool = True,
+    **from_pretrained_options: Any,
+) -> Any:
+    """Load a checkpoint that `save` wrote, adapter or full model, with its recorded encoding.
+
+    Only safetensors and JSON files are read, and no code of a checkpoint is ever run.
+
+    Args:
+        directory: an adapter or a full checkpoint, with its record; or the hub id of one.
+        base_model: name or path of an adapter's base model; overrides the one in the record.
+        check_files: compare the files with the record's digests, and refuse weights that are not finite. This
+            reads the weights once more, about a second per GB. Set it to False after a deliberate change.
+        check_base: compare an adapter's base model with the one it was trained on. Set it to False to use
+            another one.
+        from_pretrained_options: options for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or
+            `device_map`. A `revision` applies to a hub id in `directory`, otherwise to the base model.
+
+    Returns:
+        A patched model in evaluation mode: a `PeftModel` for an adapter, otherwise the family's own class.
+
+    Raises:
+        RopeExtendError: the record is missing or damaged; files are missing, damaged, pickled, outside the
+            directory or not those that were saved; or the base model is missing or a different one.
+    """
+    _refuse_options(from_pretrained_options)
+    name, directory = (
+        directory,
+        local_directory(directory, revision=from_pretrained_options.get("revision")),
+    )
+    if directory != Path(name):
+        from_pretrained_options.pop("revision", None)
+    record = checked_record(directory, check_files)
+    if not (directory / "adapter_config.json").exists():
+        model = _pretrained(str(directory), refuse_unexpected=True, **from_pretrained_options)
+        with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
+            apply_record(model, record, directory)
+        return model
+    base_model = base_model or record.base_model
+    if base_model is None:
+        raise RopeExtendError(f"the record in {directory} names no base model; give base_model=")
+    hint = f". {directory / RECORD_NAME} names this base model; give base_model= if it has moved"
+    base = _pretrained(base_model, hint, **from_pretrained_options)
+    return _attach(base, directory, record, is_trainable=False, check_base=check_base)
+
+
+def load_adapter(
+    model: nn.Module,
+    directory: str | PathLike[str],
+    *,
+    is_trainable: bool = False,
+    check_files: bool = True,
+    check_base: bool = True,
+) -> PeftModel:
+    """Put an adapter and its encoding on a base model that is already loaded.
+
+    Args:
+        model: the base model, either not patched, or patched with the recorded encoding.
+        directory: an adapter directory, with its record; or the hub id of one.
+        is_trainable: whether the adapter's weights require gradients.
+        check_files: as in `load`.
+        check_base: as in `load`.
+
+    Raises:
+        RopeExtendError: the record is missing or damaged; `load` would refuse the files; the base model has
+            another family, rotary shape, weights or encoding; or the adapter's weights do not fit. The base
+            model is then unchanged.
+    """
+    if is_peft_model(model):
+        raise RopeExtendError("this model carries an adapter already; load_adapter takes the base model")
+    directory = local_directory(directory)
+    record = checked_record(directory, check_files)
+    return _attach(model, directory, record, is_trainable=is_trainable, check_base=check_base)
+
+
+def _refuse_options(options: dict[str, Any]) -> None:
+    """Refuse options that make stock loaders run code, or return something else than a model."""
+    if options.pop("trust_remote_code", None):
+        raise RopeExtendError(
+            "rope_extend never runs code that comes with a checkpoint, so trust_remote_code=True is refused; "
+            "load such a model yourself, then use rope_extend.load_adapter or rope_extend.patch_model"
+        )
+    if not options.pop("use_safetensors", True):
+        raise RopeExtendError(
+            "rope_extend reads safetensors only, since pickles can run code; convert the checkpoint"
+        )
+    if "output_loading_info" in options:
+        raise RopeExtendError("load returns the model alone; leave output_loading_info out")
+
+
+def checked_record(directory: Path, check_files: bool) -> Record:
+    """The record of a directory, after its files were checked.
+
+    Raises:
+        RopeExtendError: the record is missing or damaged, or a file fails its check.
+    """
+    record = read_record(directory)
+    check_directory(directory, record.weights, record.configs, contents=check_files)
+    if check_files:
+        check_agreement(directory, record)
+        if (config := directory / "config.json").exists():
+            _check_family(plain_config(read_json(config)).get("model_type"), record)
+    return record
+
+
+def _pretrained(name: str, hint: str = "", *, refuse_unexpected: bool = False, **options: Any) -> Any:
+    """The model of a checkpoint, from safetensors and without remote code, with every weight from its files.
+
+    Stock `from_pretrained` only warns when it initialises weights that the files do not have.
+    `refuse_unexpected` also refuses files with weights that the model does not have.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, loaded = pretrained(
+        AutoModelForCausalLM, name, hint, use_safetensors=True, output_loading_info=True, **options
+    )
+    for kind in (
+        "missing_keys",
+        "mismatched_keys",
+        *(["unexpected_keys"] if refuse_unexpected else []),
+    ):
+        # Stock `save_pretrained` writes the learned parameters of an encoding with the weights; they are
+        # read separately.
+        keys = sorted(key for key in map(str, loaded.get(kind) or ()) if not is_learned(key))
+        if keys:
+            raise RopeExtendError(
+                f"the weights of {name!r} do not fit its config; {kind.replace('_', ' ')}: "
+                f"{keys[0]!r} and {len(keys) - 1} more. Restore the files, or save the model again"
+            )
+    return model
+
+
+def _attach(
+    model: nn.Module, directory: Path, record: Record, *, is_trainable: bool, check_base: bool
+) -> PeftModel:
+    """Patch a base model as recorded and put the adapter on it; if this fails, the model is unchanged."""
+    from peft import PeftConfig, PeftModel
+
+    patch_before = current_patch(model)
+    with one_error(f"cannot read {directory / 'adapter_config.json'}"):
+        changed_by = changes_base(PeftConfig.from_pretrained(str(directory)))
+    # The encoding comes first: a model with the adapter's weights but without the encoding would be garbage.
+    with one_error(f"the base model does not fit the adapter in {directory}"):
+        patch = apply_record(model, record, directory)
+    try:
+        if check_base and not changed_by:
+            _check_base(model, directory, record)
+        with (
+            one_error(
+                f"the adapter in {directory} does not fit this {record.model_type} model; it was trained on "
+                f"{record.base_model!r}"
+            ),
+            undone_on_failure(model, weights=changed_by is not None),
+            warnings.catch_warnings(),
+        ):
+            # peft only warns when the adapter has no weights for some of the model's layers.
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(
+                model, str(directory), is_trainable=is_trainable, **_device_map(model)
+            )
+            if check_base and changed_by:  # the recorded fingerprint is of the changed base model
+                _check_base(model, directory, record, f". {changed_by} may also have changed them")
+            return adapted
+    except BaseException:
+        if patch is not patch_before:
+            patch.remove()
+        raise
+
+
+def _device_map(model: nn.Module) -> dict[str, Any]:
+    """The devices of a model's parts, for peft, which would otherwise choose its own for offloaded layers.
+
+    Raises:
+        RopeExtendError: some layers are on disk.
+    """
+    devices = getattr(unwrap(model), "hf_device_map", None) or {}
+    if "disk" in devices.values():
+        raise RopeExtendError(
+            "the base model has layers on disk, and peft would copy all its weights into the working "
+            "directory to load an adapter; merge the adapter first (rope_extend.merge, or rope-extend merge) "
+            "and load the merged checkpoint, or make more memory available to the base model"
+        )
+    inside = {name and f"base_model.model.{name}": device for name, device in devices.items()}
+    return {"device_map": inside} if inside else {}
+
+
+def _check_base(model: nn.Module, directory: Path, record: Record, hint: str = "") -> None:
+    """Refuse a base model with other weights than the one that the adapter was trained on."""
+    if record.base_fingerprint is None:
+        return
+    fingerprint = base_fingerprint(model, in_float16=True)
+    if fingerprint in (None, record.base_fingerprint):
+        return
+    base = unwrap(model)
+    if any(matrix.dtype == torch.float16 for _, matrix in base_matrices(base)):
+        warn_unchecked(IN_FLOAT16)
+        return
+    check_base_fingerprint(
+        str(fingerprint),
+        record.base_fingerprint,
+        adapter=directory,
+        trained_on=record.base_model,
+        base=base.config.name_or_path or "a model made in memory",
+        advice=f"{hint}; load the former, or give check_base=False to use this one anyway",
+    )
+
+
+def _check_family(model_type: Any, record: Record) -> None:
+    if model_type != record.model_type:
+        advice = f"; load the base model {record.base_model!r}" if record.base_model else ""
+        raise RopeExtendError(
+            f"the checkpoint was recorded as a {record.model_type} model, but this one is "
+            f"{model_type}{advice}"
+        )
+
+
+def apply_record(model: nn.Module, record: Record, directory: Path | None = None) -> Patch:
+    """Patch a model as recorded, with the encoding's learned parameters from a directory.
+
+    Args:
+        model: not patched, or patched with the recorded encoding.
+        record: the encoding to apply.
+        directory: where the learned parameters are; None to keep the initial ones.
+
+    Raises:
+        RopeExtendError: the model has another family, rotary shape or patch.
+    """
+    _check_family(unwrap(model).config.model_type, record)
+    active = current_patch(model)
+    if active is not None:
+        if (active.encoding, active.shape, active.target_length) == (
+            record.encoding, record.shape, record.target_length,
+        ):  # fmt: skip
+            if directory is not None:
+                active.learn(read_learned(directory), str(directory))
+            return active
+        raise RopeExtendError(
+            f"the model is patched with {active.encoding}, but the checkpoint uses {record.encoding}; remove "
+            "the patch first"
+        )
+    shape = shape_of(model, record.shape.trained_length)
+    if shape != record.shape:
+        raise RopeExtendError(
+            f"the checkpoint is of a model with {record.shape}, but this one has {shape}; load the base "
+            f"model {record.base_model!r}"
+        )
+    patch = patch_model(
+        model, record.encoding, trained_length=record.shape.trained_length, target_length=record.target_length
+    )
+    if directory is not None:
+        try:
+            patch.learn(read_learned(directory), str(directory))
+        except BaseException:
+            patch.remove()
+            raise
+    return patch
+
+
+@contextmanager
+def undone_on_failure(model: nn.Module, *, weights: bool = False) -> Iterator[None]:
+    """Take the modules of peft out of a model again if the block raises, and restore `requires_grad`.
+
+    Args:
+        model: the base model.
+        weights: also restore the weights, from a copy that is kept during the block.
+    """
+    children = [(module, dict(module._modules)) for module in model.modules()]
+    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    training = [(module, module.training) for module in model.modules()]
+    tensors = [(parameter, parameter.data.clone()) for parameter in model.parameters() if weights]
+    try:
+        yield
+    except BaseException:
+        for module, modules in children:
+            module._modules.clear()
+            module._modules.update(modules)
+        for parameter, tensor in tensors:
+            parameter.data = tensor
+        for parameter, requires_grad in gradients:
+            parameter.requires_grad_(requires_grad)
+        for module, mode in training:
+            module.training = mode
+        vars(model).pop("peft_config", None)
+        raise

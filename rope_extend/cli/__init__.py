@@ -1,0 +1,1 @@
+"""The `rope-extend` command: each module holds a group of commands, which call the library."""

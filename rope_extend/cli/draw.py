@@ -1,0 +1,127 @@
+"""The command that draws: plot."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rope_extend.cli.arguments import length, methods
+from rope_extend.errors import RopeExtendError
+
+
+def plot_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plot`."""
+    kinds = parser.add_subparsers(title="kinds", required=True, metavar="KIND", dest="kind")
+    sources = {
+        "results": "evaluation directories or results.jsonl files",
+        "run": "a run's directory, or its metrics.jsonl or positions.json",
+        "model": "a checkpoint's directory or hub id; only its config is read",
+    }
+    for kind, source, text in (
+        ("perplexity", "results", "perplexity against length, from evaluations"),
+        ("loss", "results", "loss by position, from evaluations"),
+        ("accuracy", "results", "trials solved against length, from retrieval"),
+        ("heat-map", "results", "trials solved by depth and length, from retrieval"),
+        ("training", "run", "loss against step, from a fine-tuning run"),
+        ("distances", "run", "distances seen in training, from a run with sampled positions"),
+        ("frequencies", "model", "wavelengths of each method, for a checkpoint"),
+    ):
+        command = kinds.add_parser(kind, help=text, description=text.capitalize() + ".")
+        command.add_argument(source, nargs="+" if source == "results" else None, help=sources[source])
+        command.add_argument("--output", required=True, metavar="FILE", help="picture: .png, .svg or .pdf")
+        command.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+        command.add_argument("--title", help="heading of the picture")
+        if kind in ("accuracy", "heat-map"):
+            command.add_argument(
+                "--task", default="passkey", metavar="NAME", help="retrieval task (default: passkey)"
+            )
+        if kind == "heat-map":
+            command.add_argument("--row", metavar="LABEL", help="row to draw, if the results have several")
+        if kind == "frequencies":
+            command.add_argument(
+                "--target-length", type=length, metavar="N",
+                help="target length in tokens (default: 8 times the trained window)",
+            )  # fmt: skip
+            command.add_argument(
+                "--methods", type=methods, metavar="NAME,NAME",
+                help="methods (default: all that need only a target length)",
+            )  # fmt: skip
+    text = "pictures of each kind of encoding, in a directory; needs no model"
+    gallery = kinds.add_parser("encodings", help=text, description=text.capitalize() + ".")
+    gallery.add_argument("--output", required=True, metavar="DIR", help="directory of the pictures")
+    gallery.add_argument("--overwrite", action="store_true", help="replace pictures that exist")
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Draw pictures from saved results, from a run, from a checkpoint's config, or of encodings alone."""
+    output = Path(arguments.output)
+    if arguments.kind == "encodings":
+        from rope_extend.plots.gallery import draw_gallery
+
+        for path in draw_gallery(output, overwrite=arguments.overwrite):
+            print("written:", path)
+        return
+    if output.exists() and not arguments.overwrite:
+        raise RopeExtendError(f"{output} exists; choose another file, or overwrite=True")
+    draw = {
+        "perplexity": _plot_perplexity,
+        "loss": _plot_perplexity,
+        "accuracy": _plot_retrieval,
+        "heat-map": _plot_retrieval,
+        "training": _plot_run,
+        "distances": _plot_run,
+        "frequencies": _plot_frequencies,
+    }[arguments.kind]
+    draw(arguments, output, {"title": arguments.title})
+    print("written:", output)
+
+
+def _plot_perplexity(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+    from rope_extend.evaluation.perplexity_report import read_runs
+    from rope_extend.plots import curves
+
+    rows = read_runs(arguments.results)
+    trained = next((row.trained_length for row in rows if row.trained_length), None)
+    if trained is None:
+        raise RopeExtendError("these results do not state the trained window; evaluate again")
+    draw = curves.plot_perplexity if arguments.kind == "perplexity" else curves.plot_loss_by_position
+    draw(rows, trained, output, **options)
+
+
+def _plot_retrieval(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+    from rope_extend.evaluation.retrieval_report import read_retrievals
+    from rope_extend.plots import retrieval_maps
+
+    results = read_retrievals(arguments.results)
+    if arguments.kind == "accuracy":
+        retrieval_maps.plot_accuracy(results, arguments.task, output, **options)
+        return
+    labels = [result.label for result in results]
+    row = arguments.row or (labels[0] if len(labels) == 1 else None)
+    if row not in labels:
+        problem = "the results have several rows" if row is None else f"the results have no row {row!r}"
+        raise RopeExtendError(f"{problem}; give --row with one of {', '.join(labels)}")
+    retrieval_maps.plot_heat_map(results[labels.index(row)], arguments.task, output, **options)
+
+
+def _plot_run(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+    from rope_extend.plots import training_curves
+
+    run = Path(arguments.run)
+    if arguments.kind == "training":
+        training_curves.plot_training(run / "metrics.jsonl" if run.is_dir() else run, output, **options)
+    else:
+        training_curves.plot_distances(run / "positions.json" if run.is_dir() else run, output, **options)
+
+
+def _plot_frequencies(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+    from rope_extend.checkpoint.info import info
+    from rope_extend.encodings import methods_from_length, rotary_method
+    from rope_extend.plots.frequencies import plot_frequencies
+
+    shape = info(arguments.model).shape
+    target = arguments.target_length or 8 * shape.trained_length
+    method_names = arguments.methods or methods_from_length()
+    encodings = [rotary_method(name).for_target(shape, target) for name in method_names]
+    plot_frequencies(encodings, shape, output, seq_len=target, **options)

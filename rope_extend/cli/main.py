@@ -1,0 +1,237 @@
+"""The `rope-extend` command: reads the arguments, runs one command, and prints a user's mistakes in one line.
+
+Nothing here imports torch, and only the parser of the chosen command is built. So help and mistakes in the
+arguments are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import inspect
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+from rope_extend import __version__
+from rope_extend.cli import discover, draw, measure, ship, train
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.processes import is_main_process
+
+
+class Command(NamedTuple):
+    """One command of the command line.
+
+    Attributes:
+        add_arguments: adds the command's arguments to its parser.
+        run: runs the command; its docstring is the help text.
+        examples: command lines for the end of the help text, without `rope-extend`.
+    """
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+    examples: tuple[str, ...]
+
+    @property
+    def summary(self) -> str:
+        """The first line of the help text."""
+        return (inspect.getdoc(self.run) or "").splitlines()[0]
+
+
+_8B = "meta-llama/Meta-Llama-3-8B"
+GROUPS: dict[str, dict[str, Command]] = {
+    "start here": {
+        "demo": Command(
+            discover.demo_arguments, discover.demo, ("demo", "demo --methods none,yarn --output out")
+        ),
+        "info": Command(
+            discover.info_arguments, discover.info, (f"info {_8B}", f"info {_8B} --target-length 32k --json")
+        ),
+        "methods": Command(discover.methods_arguments, discover.methods, ("methods", "methods --json")),
+        "families": Command(discover.families_arguments, discover.families, ("families",)),
+    },
+    "train": {
+        "finetune": Command(
+            train.finetune_arguments, train.finetune,
+            (
+                f"finetune --model {_8B} --data books/ --target-length 32k --output-dir runs/yarn --plan",
+                "finetune recipe.yaml --output-dir runs/yarn",
+                "finetune recipe.yaml --output-dir runs/yarn --resume",
+            ),
+        ),
+    },
+    "measure": {
+        "evaluate": Command(
+            measure.evaluate_arguments, measure.evaluate,
+            (
+                f"evaluate {_8B} runs/yarn --data books/ --lengths 8k,16k,32k --output report",
+                f"evaluate {_8B} --methods none,yarn,dynamic_ntk --data books/ --output report",
+                f"evaluate {_8B} --methods yarn --lengths 32k --plan",
+            ),
+        ),
+        "retrieve": Command(
+            measure.retrieve_arguments, measure.retrieve,
+            (
+                f"retrieve {_8B} runs/yarn --lengths 8k,32k --output passkeys",
+                f"retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles",
+            ),
+        ),
+        "compare": Command(
+            measure.compare_arguments, measure.compare,
+            ("compare report-a report-b", "compare report report --row none --row yarn --output difference"),
+        ),
+        "plot": Command(
+            draw.plot_arguments, draw.plot,
+            ("plot perplexity report --output ppl.svg", f"plot frequencies {_8B} --output frequencies.png"),
+        ),
+    },
+    "ship": {
+        "merge": Command(ship.merge_arguments, ship.merge, ("merge runs/yarn --output merged",)),
+        "verify": Command(ship.verify_arguments, ship.verify, ("verify merged --reference runs/yarn",)),
+        "card": Command(ship.card_arguments, ship.card, ("card merged --results report",)),
+        "export": Command(
+            ship.export_arguments, ship.export,
+            ("export --support", "export runs/yarn --to vllm --output for-vllm"),
+        ),
+    },
+}  # fmt: skip
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+_FLAGS = {"attention": "--attn", "max_documents": "--documents", "load_dtype": "--dtype"}
+"""Flags that are not called as the library's argument is."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that answers a mistake with one line and the command for help, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake and exit with 2."""
+        _fail(f"{message}\nSee `{self.prog} --help`.", self.prog)
+
+    def flags(self) -> set[str]:
+        """All flags of this parser and of the parsers below it."""
+        flags = set(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                flags |= {flag for parser in action.choices.values() for flag in parser.flags()}
+        return flags
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with 2 after a user's mistake and with 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parse(words)
+    _log_to_stderr()
+    try:
+        COMMANDS[words[0]].run(arguments)
+    except RopeExtendError as error:
+        _fail(in_flags(str(error), command_parser(words[0]).flags()))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `rope-extend methods | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line, without `rope-extend`; print and exit after a mistake, or for help."""
+    if not words or words[0] in ("-h", "--help"):
+        print(_help(), file=sys.stdout if words else sys.stderr)
+        sys.exit(0 if words else 2)
+    name, rest = words[0], list(words[1:])
+    if name == "--version":
+        print(f"rope-extend {__version__}")
+        sys.exit(0)
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        _fail(f"invalid choice of command: {name!r}.{hint} Commands: {', '.join(COMMANDS)}")
+    parser = command_parser(name)
+    _check_flags(parser, rest)
+    return parser.parse_args(rest)
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of one command, with its arguments."""
+    command = COMMANDS[name]
+    parser = Parser(
+        prog=f"rope-extend {name}",
+        description=inspect.getdoc(command.run),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    examples = "examples:\n" + "\n".join(f"  rope-extend {line}" for line in command.examples)
+    parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
+    return parser
+
+
+def in_flags(message: str, flags: set[str]) -> str:
+    """An error of the library in the words of the command line: `overwrite=True` becomes `--overwrite`.
+
+    Args:
+        message: what the library says.
+        flags: the flags of the command; other arguments stay as they are.
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        long = _FLAGS.get(name, "--" + name.replace("_", "-"))
+        if value == "False":
+            value, long = None, "--no-" + long.removeprefix("--")
+        if long not in flags or value == "None":
+            return match[0]
+        return long if value in (None, "", "True") else f"{long} {value.strip(chr(39))}"
+
+    # Some errors name the flag as well, `overwrite=True (--overwrite)`. The parameters of an encoding, as in
+    # yarn(factor=8), follow a bracket and stay as they are.
+    pattern = r"(?<![\w(.-])(?P<name>[a-z][a-z_]*)=(?P<value>'[^']*'|[\w.]*\w|)(?: \(--[a-z-]+\))?"
+    return re.sub(pattern, flag, message)
+
+
+def _check_flags(parser: Parser, words: Sequence[str]) -> None:
+    """Name the nearest flag for one that does not exist, before argparse misses what it should have set."""
+    flags = parser.flags()
+    for word in words:
+        if word == "--":
+            return
+        flag = word.partition("=")[0]
+        if not re.match(r"--\w", flag) or any(known.startswith(flag) for known in flags):
+            continue
+        near = difflib.get_close_matches(flag.replace("_", "-"), flags, n=1)
+        parser.error(f"no option is named {flag!r}.{f' Did you mean {near[0]!r}?' if near else ''}")
+
+
+def _log_to_stderr() -> None:
+    """Show the library's log, on the main process only.
+
+    The handler is on our own logger: on the root logger it would print other libraries' messages twice.
+    """
+    logger = logging.getLogger("rope_extend")
+    logger.setLevel(logging.INFO if is_main_process() else logging.ERROR)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler(sys.stderr))
+    # peft uses the old name of something that transformers has renamed. A user can do nothing about it.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+
+
+def _help() -> str:
+    lines = [
+        "usage: rope-extend COMMAND ...",
+        "",
+        "Extend the context window of pretrained Llama-style models.",
+    ]
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
+    lines += [
+        "",
+        "`rope-extend COMMAND --help` explains a command; `rope-extend --version` prints the version.",
+    ]
+    return "\n".join(lines)
+
+
+def _fail(message: str, prog: str = "rope-extend") -> NoReturn:
+    print(f"{prog}: error: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,181 @@
+"""Commands that measure: evaluate, retrieve, compare."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+from rope_extend.config import add_flags, field_hints, flag_values
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import (
+    LOAD_FIELDS,
+    EvaluationConfig,
+    ModelConfig,
+    RetrievalConfig,
+)
+from rope_extend.evaluation.protocols import protocol_help
+
+ConfigT = TypeVar("ConfigT", bound=ModelConfig)
+
+
+def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `evaluate`."""
+    _add_model_arguments(parser, EvaluationConfig)
+    parser.add_argument(
+        "--plan", action="store_true",
+        help="print the estimated memory and time, and stop; needs neither --data nor weights",
+    )  # fmt: skip
+    _add_output_arguments(parser, "an interrupted evaluation")
+    _add_fields(parser, EvaluationConfig)
+    parser.epilog = f"protocols, where N is each of the lengths:\n{protocol_help()}"
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Measure perplexity at every length: methods untrained, and adapters, on the same text.
+
+    The first argument is a checkpoint or a YAML file, such as those in configs/evaluation/. One forward per
+    document gives the whole curve. The report has results.jsonl, a table, pictures and report.html. After an
+    interruption, the same command with --resume continues. To share the documents among several GPUs:
+    torchrun --nproc-per-node N -m rope_extend evaluate ...
+    """
+    config = _config(EvaluationConfig, arguments)
+    if not arguments.plan and not (config.data and config.output):
+        raise RopeExtendError("evaluate needs --data and --output, or --plan for an estimate without them")
+
+    from rope_extend.evaluation.evaluate import evaluate as run
+    from rope_extend.evaluation.evaluate import plan_evaluation
+    from rope_extend.evaluation.perplexity_report import UNFINISHED, markdown_report
+    from rope_extend.models.processes import is_main_process, process_count, processes
+    from rope_extend.training.launch import check_launch
+
+    if arguments.plan:
+        plan = plan_evaluation(config)
+        if plan is None:
+            raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
+        if is_main_process():
+            print(plan)
+        plan.check()
+        return
+    check_launch(process_count())
+    assert config.output is not None
+    try:
+        rows = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
+    except KeyboardInterrupt:
+        if (Path(config.output) / UNFINISHED).exists():
+            print(
+                f"\n{config.output} keeps what is finished; the same command with --resume continues",
+                file=sys.stderr,
+            )
+        raise
+    if connected := processes(config.load_options().torch_device):
+        connected.destroy_process_group()
+    if is_main_process():
+        print(markdown_report(rows))
+        print("written:", config.output)
+
+
+def retrieve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `retrieve`."""
+    _add_model_arguments(parser, RetrievalConfig)
+    _add_output_arguments(parser, "the run")
+    _add_fields(parser, RetrievalConfig)
+
+
+def retrieve(arguments: argparse.Namespace) -> None:
+    """Measure retrieval over depth and length: passkeys, needles, RULER-style tasks, on the same prompts.
+
+    The first argument is a checkpoint or a YAML file, such as those in configs/evaluation/. The report has
+    prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps, accuracy against length and
+    report.html. After an interruption, the same command with --resume continues.
+    """
+    config = _config(RetrievalConfig, arguments)
+    if not config.output:
+        raise RopeExtendError("retrieve needs --output, the directory of the report")
+
+    from rope_extend.evaluation.retrieval_report import retrieval_table
+    from rope_extend.evaluation.retrieve import retrieve as run
+    from rope_extend.models.processes import process_count
+
+    if process_count() > 1:
+        raise RopeExtendError("retrieve runs in one process; start it without torchrun or accelerate launch")
+    results = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
+    print(retrieval_table(results))
+    print("written:", config.output)
+
+
+def compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `compare`."""
+    parser.add_argument(
+        "runs",
+        nargs=2,
+        metavar="RUN",
+        help="directories of evaluate or of retrieve; the same one twice compares its rows, with --row",
+    )
+    parser.add_argument(
+        "--row", action="append", default=[], metavar="LABEL",
+        help="row to compare: once for both runs, or twice, for the first and the second run (default: all "
+        "labels that both runs have)",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="DIR", help="directory for comparison.md and the pictures")
+    parser.add_argument("--overwrite", action="store_true", help="replace a comparison in that directory")
+
+
+def compare(arguments: argparse.Namespace) -> None:
+    """Compare rows of two runs on the same tokens or prompts: the difference, and its interval.
+
+    Two evaluations are compared document by document, two retrieval runs prompt by prompt. So the difficulty
+    of a document or prompt does not affect the difference. Results on other text or prompts, or of another
+    protocol, are refused.
+    """
+    from rope_extend.evaluation.saved_runs import compare_saved
+
+    table, paths = compare_saved(
+        *arguments.runs, rows=arguments.row, output=arguments.output, overwrite=arguments.overwrite
+    )
+    print(table)
+    if paths:
+        print("written:", *paths)
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig]) -> None:
+    parser.add_argument(
+        "model_or_config",
+        nargs="?",
+        metavar="MODEL_OR_CONFIG",
+        help=f"directory or hub id of the checkpoint, or a YAML file with the settings of the {cls.label}",
+    )
+    parser.add_argument(
+        "adapter_paths", nargs="*", metavar="ADAPTER", help="directories of adapters, one row each"
+    )
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser, resumed: str) -> None:
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--overwrite", action="store_true", help="replace a report in the output directory")
+    existing.add_argument("--resume", action="store_true", help=f"resume {resumed} in the output directory")
+
+
+def _add_fields(parser: argparse.ArgumentParser, cls: type[ModelConfig]) -> None:
+    add_flags(parser, cls, skip=LOAD_FIELDS)
+    add_flags(parser, cls, title="loading the model", skip=field_hints(cls).keys() - set(LOAD_FIELDS))
+
+
+def _config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
+    """The settings of a command line: the YAML file, if any, with its values replaced by the arguments."""
+    values = flag_values(cls, arguments)
+    first: str | None = arguments.model_or_config
+    if arguments.adapter_paths:
+        if "adapters" in values:
+            raise RopeExtendError("adapters are given by position and by --adapters; choose one of them")
+        values["adapters"] = arguments.adapter_paths
+    if first is not None and first.endswith((".yaml", ".yml")):
+        return cls.from_yaml(first, values)
+    if first is not None:
+        if "model" in values:
+            raise RopeExtendError(
+                f"two models are given: {first} by position, and by --model {values['model']}; name one"
+            )
+        values["model"] = first
+    return cls.from_dict(values)

@@ -1,0 +1,215 @@
+"""The commands that publish a result: merge, verify, card and export."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import Any
+
+from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.cli.arguments import checkpoint, length, size
+from rope_extend.errors import RopeExtendError
+
+_BASE_MODEL = "base model of the adapter (default: the one in rope_extend.json)"
+
+
+def merge_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `merge`."""
+    parser.add_argument(
+        "adapter", type=checkpoint, help="directory or hub id of a LoRA adapter with its rope_extend.json"
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory of the merged checkpoint")
+    parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=_BASE_MODEL)
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: that of each weight of the base model)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-shard-size", type=size, default="5GB", metavar="SIZE",
+        help="maximum size of one weight file; roughly the peak memory (default: 5GB)",
+    )  # fmt: skip
+    parser.add_argument("--no-tokenizer", action="store_true", help="do not write the tokenizer")
+    parser.add_argument(
+        "--in-memory", action="store_true",
+        help="load the whole model: needed for weights that transformers joins or splits on loading",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-guard", action="store_true",
+        help="write a stock config.json even if stock loaders would silently use the original window",
+    )  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")
+
+
+def merge(arguments: argparse.Namespace) -> None:
+    """Merge a LoRA adapter into its base model, exactly and one weight file at a time.
+
+    Weights that the adapter changes are computed in float32 and rounded once. All other weights are the base
+    model's own, bit for bit.
+    """
+    import torch
+
+    from rope_extend.checkpoint.merging import merge as run
+
+    path = run(
+        arguments.adapter, arguments.output, base_model=arguments.base_model, overwrite=arguments.overwrite,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        max_shard_size=arguments.max_shard_size, tokenizer=not arguments.no_tokenizer,
+        in_memory=arguments.in_memory, guard=not arguments.no_guard,
+    )  # fmt: skip
+    print("written:", path)
+    print(f"verify it: rope-extend verify {path}")
+
+
+def _above_zero(text: str) -> float:
+    """A number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}")
+    return number
+
+
+def verify_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `verify`."""
+    parser.add_argument("directory", type=checkpoint, help="a checkpoint with its rope_extend.json")
+    parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=_BASE_MODEL)
+    parser.add_argument(
+        "--reference", type=checkpoint, metavar="DIR",
+        help="checkpoint to compare with, such as the adapter before the merge (default: the same one)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tolerance",
+        type=_above_zero,
+        default=1e-4,
+        metavar="X",
+        help="allowed difference of a logit (default: 1e-4)",
+    )
+    parser.add_argument(
+        "--length", type=length, metavar="N", help="window to test, in tokens (default: the target length)"
+    )
+
+
+def verify(arguments: argparse.Namespace) -> None:
+    """Check that stock transformers, in a process without rope_extend, computes the right logits.
+
+    Compares logits inside and beyond the pretrained window, writes verification.json, and fails if they
+    differ.
+    """
+    from rope_extend.checkpoint.verifying import VERIFICATION_NAME
+    from rope_extend.checkpoint.verifying import verify as run
+
+    verification = run(
+        arguments.directory, base_model=arguments.base_model, reference=arguments.reference,
+        tolerance=arguments.tolerance, length=arguments.length,
+    )  # fmt: skip
+    for where, gap in (("inside", verification.inside), ("beyond", verification.beyond)):
+        if gap is not None:
+            print(f"largest difference of a logit {where} the pretrained window: {gap:.2g}")
+    print("written:", Path(arguments.directory) / VERIFICATION_NAME)
+    print(verification.check())
+
+
+def card_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `card`."""
+    parser.add_argument(
+        "directory", type=checkpoint, help="an adapter or a full checkpoint, with its rope_extend.json"
+    )
+    parser.add_argument("--results", metavar="FILE", help="results.jsonl of an evaluation, or its directory")
+    parser.add_argument("--data", action="append", metavar="SOURCE", help="training data to name on the card")
+    parser.add_argument("--name", help="name in the card's code, such as the hub id")
+
+
+def card(arguments: argparse.Namespace) -> None:
+    """Write the model card: method, windows, perplexity, limits, and the code that loads the model correctly.
+
+    A README.md that somebody else wrote or edited is not replaced.
+    """
+    from rope_extend.checkpoint.card import CARD_NAME, write_card
+
+    path = write_card(
+        arguments.directory, data=arguments.data, name=arguments.name, **_results(arguments.results)
+    )
+    if path is None:
+        raise RopeExtendError(
+            f"{Path(arguments.directory) / CARD_NAME} was written or edited by somebody else; move it away "
+            "first"
+        )
+    print("written:", path)
+
+
+def _results(source: str | None) -> dict[str, Any]:
+    """The table and the picture of an evaluation, as `write_card` takes them."""
+    if source is None:
+        return {}
+    from rope_extend.evaluation.perplexity_report import perplexity_table, read_results
+    from rope_extend.plots.curves import plot_perplexity
+
+    rows = read_results(Path(source))
+    trained = next((row.trained_length for row in rows if row.trained_length), None)
+    if trained is None:
+        raise RopeExtendError(f"the results in {source} do not state the trained window; evaluate again")
+    return {
+        "results": perplexity_table(rows),
+        "draw": lambda path: plot_perplexity(rows, trained, path),
+    }
+
+
+def export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `export`."""
+    parser.add_argument(
+        "directory",
+        type=checkpoint,
+        nargs="?",
+        help="an adapter, which is merged first, or a full checkpoint",
+    )
+    parser.add_argument(
+        "--to", choices=TARGETS, default="transformers", metavar="TARGET",
+        help=f"{', '.join(TARGETS)} (default: transformers)",
+    )  # fmt: skip
+    parser.add_argument("--output", metavar="DIR", help="directory of the export")
+    parser.add_argument(
+        "--gguf", metavar="FILE", help="for llama.cpp: the weights, converted by its convert_hf_to_gguf.py"
+    )
+    parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=_BASE_MODEL)
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")
+    parser.add_argument(
+        "--no-verify", action="store_true", help="do not compare the logits with the original"
+    )
+    parser.add_argument(
+        "--support", action="store_true",
+        help="print what each target supports, for a checkpoint or for all methods, and write nothing",
+    )  # fmt: skip
+
+
+def export(arguments: argparse.Namespace) -> None:
+    """Write a checkpoint in the form that transformers, vLLM, SGLang or llama.cpp reads, or say why not.
+
+    The export does not need rope_extend. It is compared with the original before it appears.
+    """
+    if not arguments.support and not (arguments.directory and arguments.output):
+        raise RopeExtendError("export needs a checkpoint's directory and --output, or --support")
+    from rope_extend.checkpoint.export.support import examples, support_table
+    from rope_extend.checkpoint.export.write import export as run
+    from rope_extend.checkpoint.record import read_record
+    from rope_extend.encodings import RopeShape
+
+    if arguments.support and arguments.directory:
+        record = read_record(arguments.directory)
+        print(
+            support_table(
+                [record.encoding], record.shape, model_type=record.model_type,
+                target_length=record.target_length,
+            )
+        )  # fmt: skip
+    elif arguments.support:
+        shape = RopeShape(dim=8, theta=10_000.0, trained_length=4096)
+        print(support_table(list(examples(shape, 32_768)), shape, target_length=32_768))
+    else:
+        path = run(
+            arguments.directory, arguments.output, arguments.to, overwrite=arguments.overwrite,
+            verify=not arguments.no_verify, base_model=arguments.base_model, gguf=arguments.gguf,
+        )  # fmt: skip
+        print("written:", path)

@@ -1,0 +1,391 @@
+"""Settings from YAML, flags or Python: frozen dataclasses whose fields are documented and checked.
+
+A field of a `Config` is written as `Annotated[type, kind, text]`. The `Kind` says which values the field
+takes, and the text is its line in `--help`. YAML, flags, checks and help all follow from this one line.
+
+The module imports neither torch nor transformers, so that `--help` answers quickly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, fields
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
+
+import yaml
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.units import parse_length
+
+AUTO = "auto"
+"""The value of a setting that the program chooses."""
+
+
+class Kind(NamedTuple):
+    """The values that a field takes.
+
+    Attributes:
+        expected: the values in words, for errors.
+        parse: returns the checked value, and raises ValueError or TypeError for any other.
+        plain: whether text from the command line is the value itself; otherwise it is read as YAML.
+        boolean: whether the field has the two flags `--name` and `--no-name`.
+        choices: the names to choose from, for help; empty for values of other kinds.
+        repeated: whether the flag may be given several times, for a list of its values.
+    """
+
+    expected: str
+    parse: Callable[[Any], Any]
+    plain: bool = False
+    boolean: bool = False
+    choices: tuple[str, ...] = ()
+    repeated: bool = False
+
+
+def require(ok: bool) -> None:
+    """Refuse a value in a `Kind.parse`.
+
+    Raises:
+        ValueError: `ok` is false.
+    """
+    if not ok:
+        raise ValueError
+
+
+def items(value: Any) -> list[Any]:
+    """A list that is not empty; text is split at commas, and a single item becomes a list of one."""
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",")]
+    result = list(value) if isinstance(value, list | tuple) else [value]
+    require(bool(result))
+    return result
+
+
+def whole(minimum: int, maximum: int | None = None) -> Kind:
+    """Whole numbers within bounds, both included."""
+
+    def parse(value: Any) -> int:
+        require(isinstance(value, Integral) and not isinstance(value, bool))
+        require(int(value) >= minimum and (maximum is None or int(value) <= maximum))
+        return int(value)
+
+    bound = f"at least {minimum}" + ("" if maximum is None else f" and at most {maximum}")
+    return Kind(f"a whole number, {bound}", parse)
+
+
+def number(minimum: float, *, above: bool = False, below: float = math.inf) -> Kind:
+    """Finite numbers from `minimum` (excluded if `above`) to below `below`."""
+
+    def parse(value: Any) -> float:
+        if isinstance(value, str):  # YAML 1.1 reads 2e-4, without a dot, as text
+            value = float(value)
+        require(isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value))
+        require(minimum <= value < below and not (above and value == minimum))
+        return float(value)
+
+    bound = f"{'above' if above else 'at least'} {minimum:g}"
+    bound += f" and below {below:g}" if below < math.inf else ""
+    return Kind(f"a number {bound}", parse)
+
+
+def choice(*names: str) -> Kind:
+    """One of some names."""
+
+    def parse(value: Any) -> str:
+        require(isinstance(value, str) and value in names)
+        return str(value)
+
+    return Kind("one of " + ", ".join(names), parse, plain=True, choices=names)
+
+
+def or_auto(kind: Kind) -> Kind:
+    """The values of `kind`, and `auto`."""
+
+    def parse(value: Any) -> Any:
+        return value if isinstance(value, str) and value == AUTO else kind.parse(value)
+
+    return kind._replace(expected=f"{AUTO}, or {kind.expected}", parse=parse)
+
+
+def optional(kind: Kind) -> Kind:
+    """The values of `kind`, and None (`null` in YAML)."""
+
+    def parse(value: Any) -> Any:
+        return None if value is None else kind.parse(value)
+
+    return kind._replace(expected=f"{kind.expected}, or null", parse=parse)
+
+
+def list_of(kind: Kind, expected: str) -> Kind:
+    """Tuples of values of `kind`, in the order in which they are given."""
+    return Kind(expected, lambda value: tuple(map(kind.parse, items(value))), kind.plain)
+
+
+def _text(value: Any) -> str:
+    require(isinstance(value, str | PathLike) and bool(str(value).strip()))
+    return str(value)
+
+
+def _flag(value: Any) -> bool:
+    require(isinstance(value, bool))
+    return bool(value)
+
+
+def _lengths(value: Any) -> tuple[int, ...]:
+    return tuple(sorted({parse_length(item) for item in items(value)}))
+
+
+def _sources(value: Any) -> str | tuple[str, ...]:
+    return _text(value) if isinstance(value, str | PathLike) else tuple(map(_text, items(value)))
+
+
+def _parameters(value: Any) -> dict[str, Any]:
+    if isinstance(value, str):  # beta_fast=32,beta_slow=1 on the command line
+        pairs = (pair.split("=") for pair in value.split(","))
+        value = {name.strip(): yaml.safe_load(text) for name, text in pairs}
+    require(isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
+    return copy.deepcopy(dict(value))
+
+
+TEXT = Kind("text", _text, plain=True)
+FLAG = Kind("true or false", _flag, boolean=True)
+COUNT = whole(0)
+POSITIVE_COUNT = whole(1)
+LENGTH = Kind("a number of tokens, such as 32768 or 32k", parse_length)
+LENGTHS = Kind("a list of token counts, such as [4k, 8k]", _lengths)
+SOURCES = Kind("a path, a glob, a hub id, or a list of these", _sources, plain=True)
+PARAMETERS = Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Base of all settings: a frozen dataclass whose fields are `Annotated[type, kind, text]`.
+
+    A subclass sets `label`, and adds checks of its own by a `__post_init__` that first calls this one.
+
+    Raises:
+        RopeExtendError: a value of the wrong type or outside its range.
+    """
+
+    label: ClassVar[str] = "config"
+    """What the settings are called in errors."""
+    examples: ClassVar[str] = "configs/"
+    """Where a user finds YAML files to start from."""
+
+    def __post_init__(self) -> None:
+        left_out = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is None and item.default is None:
+                left_out.append(item.name)
+            else:
+                self._set(item.name, value)
+        self.check_early()
+        computed = self.computed_defaults()
+        for name in left_out:
+            self._set(name, computed.get(name))
+
+    def _set(self, name: str, value: object) -> None:
+        kind, _ = field_hints(type(self))[name]
+        try:
+            object.__setattr__(self, name, kind.parse(value))
+        except (ValueError, TypeError, OverflowError, yaml.YAMLError) as error:
+            raise RopeExtendError(
+                f"{self.label}: {name} must be {kind.expected}; got {value!r} ({type(value).__name__})"
+            ) from error
+
+    def check_early(self) -> None:
+        """Check values that need no computed default. Computing the defaults may import torch.
+
+        Raises:
+            RopeExtendError: values that contradict each other.
+        """
+
+    def computed_defaults(self) -> Mapping[str, Any]:
+        """Values of fields that were left out, or null, and that depend on other fields."""
+        return {}
+
+    @classmethod
+    def default_text(cls, item: Field[Any]) -> str | None:
+        """The default of a field for help; None if there is nothing to say."""
+        return None if item.default is MISSING or item.default is None else str(item.default)
+
+    @classmethod
+    def flag_name(cls, name: str) -> str:
+        """The flag of a field: `--target-length` for `target_length`."""
+        return "--" + name.replace("_", "-")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Self:
+        """Make the settings from a mapping of field names to values, as YAML gives them.
+
+        Raises:
+            RopeExtendError: an unknown key (the message names the nearest field), a missing field, or a value
+                that its field does not take.
+        """
+        if not isinstance(values, Mapping):
+            raise RopeExtendError(
+                f"{cls.label}: must be a mapping of field names to values; got {type(values).__name__}"
+            )
+        names = [item.name for item in fields(cls)]
+        for key in values:
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise RopeExtendError(f"{cls.label}: unknown key {key!r}.{hint} Known: {', '.join(names)}")
+        required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+        missing = [name for name in required if name not in values]
+        if missing:
+            flags = ", ".join(map(cls.flag_name, missing))
+            raise RopeExtendError(
+                f"{cls.label}: missing {', '.join(missing)}; add to the YAML file, or give {flags}"
+            )
+        return cls(**values)
+
+    @classmethod
+    def from_yaml(cls, path: str | PathLike[str], overrides: Mapping[str, object] | None = None) -> Self:
+        """Make the settings from a YAML file; `overrides` replace values of the file.
+
+        Raises:
+            RopeExtendError: no such file, invalid YAML, a repeated key, or what `from_dict` refuses.
+        """
+        file = Path(path)
+        try:
+            values = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        except OSError as error:
+            raise RopeExtendError(
+                f"cannot read the {cls.label} {file}: {error.strerror}; for examples see {cls.examples}"
+            ) from error
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2020-13-45
+            raise RopeExtendError(f"{file} is not valid YAML: {error}") from error
+        if not isinstance(values, Mapping):
+            raise RopeExtendError(f"{file} must hold `key: value` lines; got {type(values).__name__}")
+        try:
+            return cls.from_dict({**values, **(overrides or {})})
+        except RopeExtendError as error:
+            raise RopeExtendError(f"{file}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values of JSON and YAML; `from_dict` is the exact inverse."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+    def to_yaml(self) -> str:
+        """All fields as YAML, in the order of the class."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+_HINTS: dict[type[Config], dict[str, tuple[Kind, str]]] = {}
+
+
+def field_hints(cls: type[Config]) -> dict[str, tuple[Kind, str]]:
+    """The kind and the help text of each field."""
+    if cls not in _HINTS:
+        hints = get_type_hints(cls, include_extras=True)
+        _HINTS[cls] = {item.name: hints[item.name].__metadata__ for item in fields(cls)}
+    return _HINTS[cls]
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    cls: type[Config],
+    *,
+    title: str | None = None,
+    skip: Collection[str] = (),
+) -> None:
+    """Add one `--flag` per field of `cls`, in a group of their own.
+
+    Every flag defaults to None, which means that it was not given: the file or the field's default applies.
+
+    Args:
+        parser: where the flags go.
+        cls: the settings.
+        title: heading of the group in help; `cls.label` by default.
+        skip: fields that get no flag.
+    """
+    group = parser.add_argument_group(title or cls.label, "each flag replaces the value of the YAML file")
+    for item in fields(cls):
+        if item.name in skip:
+            continue
+        kind, text = field_hints(cls)[item.name]
+        default = cls.default_text(item)
+        text = (text if default is None else f"{text} (default: {default})").replace("%", "%%")
+        if kind.boolean:
+            action = argparse.BooleanOptionalAction
+            group.add_argument(
+                cls.flag_name(item.name), dest=item.name, action=action, default=None, help=text
+            )
+        else:
+            names = "{" + ",".join(kind.choices) + "}"
+            metavar = names if kind.choices else item.name.split("_")[-1].upper()
+            group.add_argument(
+                cls.flag_name(item.name),
+                dest=item.name,
+                action="append" if kind.repeated else "store",
+                metavar=metavar,
+                help=text,
+            )
+
+
+def flag_values(cls: type[Config], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The fields that were given as flags, with the values that YAML would have for them.
+
+    Raises:
+        RopeExtendError: a flag's text is not a value of its field.
+    """
+    values = {name: getattr(arguments, name, None) for name in field_hints(cls)}
+    return {name: _read(cls, name, value) for name, value in values.items() if value is not None}
+
+
+def from_arguments(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
+    """Make settings from parsed arguments: the YAML file `arguments.config`, if any, and the flags.
+
+    A flag replaces the value of the file.
+
+    Raises:
+        RopeExtendError: as `Config.from_yaml`.
+    """
+    overrides = flag_values(cls, arguments)
+    if getattr(arguments, "config", None) is not None:
+        return cls.from_yaml(arguments.config, overrides)
+    return cls.from_dict(overrides)
+
+
+def _read(cls: type[Config], name: str, value: object) -> object:
+    kind, _ = field_hints(cls)[name]
+    if kind.repeated and isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    try:
+        # No text, as of a shell variable that is not set, would be null in YAML.
+        require(value != "")
+        read = yaml.safe_load(value) if isinstance(value, str) and not kind.plain else value
+        kind.parse(read)
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
+        expected = kind.expected.removesuffix(", or null")
+        raise RopeExtendError(f"{cls.flag_name(name)} must be {expected}; got {value!r}") from error
+    return read
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML's safe loader, except that a repeated key is refused: YAML silently keeps the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping, refusing repeated keys."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                problem = f"the key {key!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)

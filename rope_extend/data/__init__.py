@@ -1,0 +1,1 @@
+"""Text to tokens: sources, documents, blocks, packing and mixing."""

@@ -1,0 +1,149 @@
+"""Documents: texts of any source, tokenised once.
+
+A model learns to use a longer window only from texts that are really that long: concatenated short texts
+contain no long-range context. So documents stay separate, and blocks are cut within them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rope_extend.data.sources import describe_source, read_texts
+from rope_extend.data.token_cache import Ids, TokenCache, cache_key, tokenizer_content
+from rope_extend.errors import RopeExtendError
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 64
+"""Number of texts that are tokenised together and kept in one file; documents are long."""
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One tokenised text.
+
+    Attributes:
+        name: where the text comes from.
+        input_ids: int64 `[T]`, on the CPU.
+    """
+
+    name: str
+    input_ids: torch.Tensor
+
+    def __len__(self) -> int:
+        """Length in tokens."""
+        return self.input_ids.numel()
+
+
+def load_documents(
+    source: str | Path | Sequence[str | Path],
+    tokenizer: Any,
+    *,
+    text_column: str = "text",
+    split: str = "train",
+    min_tokens: int = 0,
+    max_documents: int | None = None,
+    max_tokens: int | None = None,
+    cache_dir: str | Path | None = None,
+) -> list[Document]:
+    """Read documents from files or the hub and tokenise them; tokens are cached by the content of the texts.
+
+    A text file is one document, and so is each row of a table.
+
+    Args:
+        source: one of these, or a list of them:
+            a directory (searched for text, source code, JSONL and Parquet; hidden files are skipped), a file,
+            a glob pattern; the id of a hub dataset, `"owner/name"` or `"owner/name:config"`;
+            `"demo:finetuning"` or `"demo:evaluation"`, two disjoint parts of the Python standard library,
+            which every user has.
+        tokenizer: a transformers tokenizer. It adds its default special tokens (BOS, if the model was trained
+            with one), so positions count as they did in training.
+        text_column: the column of a table that holds the text.
+        split: the split of a hub dataset.
+        min_tokens: documents with fewer tokens are skipped.
+        max_documents: stop after this many documents; the rest is not tokenised.
+        max_tokens: cut each document to its first `max_tokens` tokens.
+        cache_dir: directory for tokens and hub datasets; the cache of `datasets` if not given.
+
+    Returns:
+        Documents in a stable order: files by path, rows by number.
+
+    Raises:
+        RopeExtendError: there is nothing to read, the column does not exist, all documents are empty, or none
+            has `min_tokens` tokens.
+    """
+    for name, limit in (("max_documents", max_documents), ("max_tokens", max_tokens)):
+        if limit is not None and limit < 1:
+            raise RopeExtendError(f"{name} must be at least 1, or None for no limit; got {limit!r}")
+    documents: list[Document] = []
+    lengths: dict[str, int] = {}
+    texts = read_texts(source, text_column, split, cache_dir)
+    for name, ids in tokenised(texts, tokenizer, TokenCache(cache_dir), first=max_documents):
+        lengths[name] = len(ids)
+        if len(ids) and len(ids) >= min_tokens:
+            documents.append(Document(name, torch.from_numpy(ids[:max_tokens].astype(np.int64))))
+        if len(documents) == max_documents:
+            return documents
+    described = describe_source(source)
+    if not any(lengths.values()):
+        raise RopeExtendError(f"every document in {described} is empty ({len(lengths)} read)")
+    if not documents:
+        longest = max(lengths, key=lambda name: lengths[name])
+        raise RopeExtendError(
+            f"no document of at least {min_tokens:,} tokens in {described}: the longest of {len(lengths)}, "
+            f"{longest!r}, has {lengths[longest]:,}. Lower min_tokens to {lengths[longest]} or less, or give "
+            "longer texts; a recipe can use short texts with packing"
+        )
+    if len(documents) < len(lengths):
+        logger.info("%s: %d of %d documents are empty or shorter than %d tokens",
+                    described, len(lengths) - len(documents), len(lengths), min_tokens)  # fmt: skip
+    return documents
+
+
+def fingerprint(documents: Iterable[Document]) -> str:
+    """Sixteen hex digits that identify these token sequences, in this order."""
+    digest = hashlib.sha256()
+    for document in documents:
+        ids = np.ascontiguousarray(document.input_ids.numpy(), dtype="<i8")
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(ids.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def tokenised(
+    texts: Iterable[tuple[str, str]], tokenizer: Any, cache: TokenCache | None, *, first: int | None = None
+) -> Iterator[tuple[str, Ids]]:
+    """Yield the name and the token ids, int32 `[T]`, of each text. Texts are tokenised in small batches.
+
+    Args:
+        texts: names and texts; read only as far as the caller iterates.
+        tokenizer: a transformers tokenizer.
+        cache: where tokens are kept; nowhere if None.
+        first: size of the first batch. A caller who needs ten documents need not wait for a full batch.
+    """
+    content, pairs = tokenizer_content(tokenizer), iter(texts)
+    size = min(first or _BATCH, _BATCH)
+    while batch := list(itertools.islice(pairs, size)):
+        size = min(2 * size, _BATCH)
+        key = cache_key([text for _, text in batch], content) if cache else ""
+        ids = cache.get(key) if cache else None
+        if ids is None:
+            ids = _encode([text for _, text in batch], tokenizer)
+            if cache:
+                cache.put(key, ids)
+        yield from zip((name for name, _ in batch), ids, strict=True)
+
+
+def _encode(texts: Sequence[str], tokenizer: Any) -> list[Ids]:
+    # verbose=False: no warning about long texts. An empty text stays empty, even if the tokenizer adds a BOS.
+    ids = iter(tokenizer([text for text in texts if text], verbose=False)["input_ids"] if any(texts) else [])
+    return [np.asarray(next(ids) if text else [], dtype=np.int32) for text in texts]

@@ -1,0 +1,161 @@
+"""Several short documents in one block, each of which is attended to alone.
+
+Packing wastes no tokens on padding, and uses documents that are shorter than a block. It teaches a model
+nothing about distances beyond these documents: attention stops where a document ends, and so does prediction.
+
+Flash attention separates documents by their cumulative lengths. If a model has plain causal attention by
+sdpa, the same lengths are used to compute attention document by document, without a mask. All other models
+use the mask of transformers for packed sequences.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rope_extend.data.choices import CONTINUE, RESTART
+from rope_extend.data.documents import Document
+from rope_extend.encodings import Encoding, RopeShape
+from rope_extend.errors import RopeExtendError
+from rope_extend.loss import IGNORED
+from rope_extend.units import format_length
+
+_RECURRENT = ("linear", "conv", "mamba", "hybrid", "recurrent")
+"""Parts of the names of layer types that carry a state from token to token, which no mask stops."""
+
+
+class PackedBlocks(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Blocks of `length` tokens, cut from all documents concatenated; made by `packed_blocks`.
+
+    Items are int64 `[length]`:
+
+    - `input_ids`;
+    - `labels`: the same tokens, except -100 for the first token of each document, so that no document is
+      predicted from the one before it;
+    - `document_positions`: the position of each token in its document, from 0. If a document is cut at the
+      end of a block, its rest counts from 0 in the next block.
+
+    Attributes:
+        length: tokens per block.
+        restarts: whether positions begin at 0 in each document; otherwise they run through the block.
+    """
+
+    def __init__(self, documents: Sequence[Document], length: int, *, restarts: bool) -> None:
+        self.length, self.restarts = length, restarts
+        self._documents = documents
+        self._ends = np.cumsum([len(document) for document in documents]).tolist()
+
+    def __len__(self) -> int:
+        return self._ends[-1] // self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        first = index * self.length
+        pieces: list[Tensor] = []
+        number, filled = bisect_right(self._ends, first), 0
+        while filled < self.length:
+            document = self._documents[number].input_ids
+            start = max(0, first - (self._ends[number] - len(document)))
+            pieces.append(document[start : start + self.length - filled])
+            filled += len(pieces[-1])
+            number += 1
+        return packed(pieces)
+
+    @property
+    def tokens_left_over(self) -> int:
+        """Number of tokens at the end that do not fill a block."""
+        return int(self._ends[-1] % self.length)
+
+    def share_beyond(self, window: int) -> float:
+        """Share of the tokens at positions `window` and above, which are outside a window of that length."""
+        if not self.restarts:
+            return max(0, self.length - window) / self.length
+        beyond = sum(int((self[index]["document_positions"] >= window).sum()) for index in range(len(self)))
+        return beyond / (len(self) * self.length)
+
+    def __repr__(self) -> str:
+        return (
+            f"PackedBlocks({len(self)} of {format_length(self.length)} tokens, from {len(self._documents)} "
+            f"documents, {self.tokens_left_over} tokens left over)"
+        )
+
+
+def packed(pieces: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Make one item of `PackedBlocks` from documents or pieces of documents."""
+    ids = torch.cat(list(pieces))
+    positions = torch.cat([torch.arange(len(piece)) for piece in pieces])
+    labels = ids.masked_fill(positions == 0, IGNORED)
+    return {"input_ids": ids, "labels": labels, "document_positions": positions}
+
+
+def packed_blocks(documents: Sequence[Document], length: int, *, restarts: bool) -> PackedBlocks:
+    """Concatenate documents and cut the result into blocks of `length` tokens.
+
+    Every token is used once, except those at the end that do not fill a block.
+
+    Args:
+        documents: where the text comes from, in order.
+        length: tokens per block, at least 2.
+        restarts: whether positions begin at 0 in each document.
+
+    Raises:
+        RopeExtendError: all documents together have fewer tokens than a block, or a block has fewer than 2.
+    """
+    if length < 2:
+        raise RopeExtendError(
+            f"a block needs at least 2 tokens, one as input and one to predict; got {length}"
+        )
+    tokens = sum(map(len, documents))
+    if tokens < length:
+        raise RopeExtendError(
+            f"{len(documents)} documents have {tokens:,} tokens together, but a packed block needs "
+            f"{length:,}; give more text, or a shorter block_length"
+        )
+    return PackedBlocks(documents, length, restarts=restarts)
+
+
+def scored(items: Sequence[dict[str, Tensor]]) -> int:
+    """The number of tokens that are predicted in some blocks; the first token of a block never is."""
+    return sum(int((item["labels"][1:] != IGNORED).sum()) for item in items)
+
+
+def check_packing(packing: str, encoding: Encoding, shape: RopeShape, config: Any) -> None:
+    """Refuse an encoding or a family with which documents cannot share a row.
+
+    Raises:
+        RopeExtendError: names the encoding, the family, the reason, and what to do instead.
+    """
+    kinds = {
+        kind
+        for kind in getattr(config.get_text_config(), "layer_types", None) or ()
+        if any(name in kind for name in _RECURRENT)
+    }
+    effects, reason = encoding.effects(shape), None
+    if effects.replaces_softmax:
+        reason = "it carries sums from token to token, which no mask stops at the end of a document"
+    elif kinds:
+        reason = (
+            f"layers of type {', '.join(sorted(kinds))} carry a state from token to token, which no mask "
+            "stops at the end of a document"
+        )
+    elif packing == RESTART and effects.per_row:
+        reason = (
+            "its table depends on the length of the whole row, and the documents in a row have different "
+            "lengths; with per='query' it can be packed"
+        )
+    elif packing == CONTINUE and effects.scales_by_position:
+        reason = (
+            "it scales attention by the number of tokens that a query can see, and continuing positions "
+            "count those of other documents; use packing restart"
+        )
+    if reason is not None:
+        raise RopeExtendError(
+            f"packing {packing} cannot be combined with {encoding} on {config.model_type}: {reason}. Blocks "
+            "of one document each work with every encoding (packing: none)"
+        )

@@ -1,0 +1,306 @@
+"""Sampled position ids: short training blocks that stand for long texts.
+
+A block of 2k tokens whose position ids are spread over 32k shows a model query-key distances up to 32k, at
+the cost of 2k. It does not show how to attend to 32k keys: only training at the full length does. All rotary
+methods that depend on position can be used; methods for which sampled positions have no meaning are refused
+by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
+from rope_extend.encodings.core.checks import check_number
+from rope_extend.errors import RopeExtendError
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+_STREAM = 0x705
+"""Part of the seed, so that these draws differ from others with the same seed and number."""
+
+
+class PositionSampler(ABC):
+    """Chooses positions of a long window for the tokens of a short block.
+
+    Attributes:
+        name: name in recipes.
+        paper: arXiv id.
+        shortest: minimum number of tokens of a block.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    shortest: ClassVar[int] = 2
+
+    @abstractmethod
+    def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
+        """Choose increasing positions, int64 `[length]`, from 0 to below `target_length >= length`."""
+
+
+@dataclass(frozen=True)
+class PoSE(PositionSampler):
+    """Two chunks of consecutive positions, with a random gap between them.
+
+    The first chunk has 1 to half of the tokens and begins at 0; the second is moved by u ~ U{0, …, target -
+    length}. The text has no gap: the paper found that skipping text too matters little.
+    """
+
+    name: ClassVar[str] = "pose"
+    paper: ClassVar[str] = "2309.10400"
+
+    def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
+        """Two runs of consecutive positions."""
+        positions = np.arange(length)
+        first = generator.integers(1, (length + 1) // 2, endpoint=True)
+        positions[first:] += generator.integers(0, target_length - length, endpoint=True)
+        return positions
+
+
+@dataclass(frozen=True)
+class CREAM(PositionSampler):
+    """The head and the tail of the window, and a consecutive piece between them, most often from the middle.
+
+    With s = target / length: head and tail have a third of the tokens each or, half of the time, 4s (at most
+    a third). The piece of m tokens ends at a position drawn evenly from [head + (m-1) a/2, length a/2 -
+    tail), with a ~ N(1 + s, sigma²) truncated to [2, 2s]. The authors' code clamps values outside to the
+    nearest end and rounds a down; here the truncation is exact and a is not rounded.
+
+    Attributes:
+        sigma: standard deviation of a.
+    """
+
+    sigma: float = 3.0
+
+    name: ClassVar[str] = "cream"
+    paper: ClassVar[str] = "2406.07138"
+    shortest: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        check_number(self.name, "sigma", self.sigma, minimum=0, above=True)
+
+    def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
+        """Three runs of consecutive positions."""
+        scale = target_length / length
+        edge = length // 3
+        if generator.random() < 0.5:
+            edge = min(edge, int(4 * scale))
+        middle = length - 2 * edge
+        normal = NormalDist(1 + scale, self.sigma)
+        low, high = normal.cdf(2), normal.cdf(2 * scale)
+        share = low + (high - low) * generator.random()
+        half = min(max(normal.inv_cdf(min(max(share, 1e-300), 1 - 2**-53)) / 2, 1.0), scale)
+        first_end = int(edge + (middle - 1) * half)
+        last_end = max(first_end, int(length * half) - edge - 1)
+        end = min(int(generator.integers(first_end, last_end, endpoint=True)), target_length - edge - 1)
+        return np.concatenate([
+            np.arange(edge),
+            np.arange(end - middle + 1, end + 1),
+            np.arange(target_length - edge, target_length),
+        ])  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RandomPositions(PositionSampler):
+    """Different positions drawn evenly from the whole window, one for each token, in order."""
+
+    name: ClassVar[str] = "random"
+    paper: ClassVar[str] = "2305.16843"
+
+    def sample(self, length: int, target_length: int, generator: np.random.Generator) -> Ints:
+        """A sorted sample without replacement."""
+        return np.sort(generator.choice(target_length, size=length, replace=False, shuffle=False))
+
+
+SAMPLERS: dict[str, PositionSampler] = {
+    sampler.name: sampler for sampler in (PoSE(), CREAM(), RandomPositions())
+}
+"""The samplers by name, with the papers' parameters."""
+
+
+def check_meaning(sampler: PositionSampler, encoding: Encoding, shape: RopeShape) -> None:
+    """Refuse an encoding for which sampled positions do not stand for a long text.
+
+    Length-dependent schedules that choose a table for each query use its position, and are accepted.
+
+    Raises:
+        RopeExtendError: names the encoding, the reason, and what to do instead.
+    """
+    effects = encoding.effects(shape)
+    if not isinstance(encoding, RopeEncoding):
+        raise RopeExtendError(
+            f"positions {sampler.name} cannot be combined with {encoding}: only rotary methods use sampled "
+            "positions; train it on long blocks"
+        )
+    ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length])
+    rotates = any(encoding.inv_freq(shape, int(end) + 1).any() for end in ends)
+    reason = None
+    if effects.per_row:
+        reason = (
+            "its table depends on the length of the whole row, and a short row with far positions is not a "
+            "long one; with per='query' positions can be sampled"
+        )
+    elif not rotates and not effects.decays:
+        reason = "it does not use positions; train it on long blocks, or leave positions out"
+    elif effects.scales_by_position:
+        reason = (
+            "it scales attention by the number of tokens that a query can see, which sampled positions do "
+            "not raise; train it on long blocks, or use the schedule inside it alone"
+        )
+    if reason is not None:
+        raise RopeExtendError(f"positions {sampler.name} cannot be combined with {encoding}: {reason}")
+
+
+class PositionCollator:
+    """Batches blocks and adds sampled position ids; a `collate_fn` for any data loader or `Trainer`.
+
+    The positions of sequence number n follow from the seed and n alone, so a resumed run gets the same ones.
+    Calls count the sequences; with several loader workers, each worker counts its own.
+
+    Args:
+        sampler: a sampler, or one of the names `pose`, `cream` and `random`.
+        target_length: the window to reach, in tokens.
+        seed: seed of all draws.
+        drawn: number of sequences before the first call, for a resumed run.
+
+    Raises:
+        RopeExtendError: an unknown name.
+    """
+
+    def __init__(
+        self, sampler: PositionSampler | str, target_length: int, *, seed: int = 0, drawn: int = 0
+    ) -> None:
+        if isinstance(sampler, str):
+            if sampler not in SAMPLERS:
+                raise RopeExtendError(
+                    f"no position sampler is named {sampler!r}; use one of {', '.join(SAMPLERS)}"
+                )
+            sampler = SAMPLERS[sampler]
+        self.sampler, self.target_length, self.seed, self.drawn = sampler, target_length, seed, drawn
+
+    def positions(self, length: int, number: int) -> Ints:
+        """The positions of sequence `number`, int64 `[length]`.
+
+        Raises:
+            RopeExtendError: a block that is too short for the sampler, or longer than the window.
+        """
+        if not self.sampler.shortest <= length <= self.target_length:
+            raise RopeExtendError(
+                f"positions {self.sampler.name} needs blocks of {self.sampler.shortest} to "
+                f"{self.target_length} tokens, the window to reach; got {length}"
+            )
+        generator = np.random.default_rng([self.seed, _STREAM, number])
+        return self.sampler.sample(length, self.target_length, generator)
+
+    def __call__(self, items: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Batch `input_ids`, `labels` and all else that items have, with `position_ids` and `attention_mask`.
+
+        All are `[batch, length]`. Without the mask of ones, transformers would take a gap in the positions
+        for the start of another text.
+        """
+        batch: dict[str, torch.Tensor] = default_collate(list(items))
+        rows = [self.positions(len(item["input_ids"]), self.drawn + row) for row, item in enumerate(items)]
+        self.drawn += len(rows)
+        batch["position_ids"] = torch.from_numpy(np.stack(rows))
+        batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        return batch
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How often each distance between a query and a key occurs in training.
+
+    Attributes:
+        sampler: name of the sampler.
+        block_length: tokens per sequence.
+        target_length: the window to reach, in tokens.
+        trained_length: the pretrained window, in tokens.
+        sequences: number of sequences that were counted.
+        pairs: int64 `[target_length]`: query-key pairs at each distance, 0 included.
+        tokens_beyond: share of the tokens whose position is beyond the pretrained window.
+    """
+
+    sampler: str
+    block_length: int
+    target_length: int
+    trained_length: int
+    sequences: int
+    pairs: Ints
+    tokens_beyond: float
+
+    @classmethod
+    def of(
+        cls, collator: PositionCollator, block_length: int, sequences: int, *, trained_length: int
+    ) -> Self:
+        """Count the distances in the first `sequences` sequences of a run.
+
+        The number of pairs at each distance is the autocorrelation of the positions, so it takes one Fourier
+        transform per sequence: exact after rounding, milliseconds at 128k.
+        """
+        window = collator.target_length
+        spectrum = np.zeros(window + 1)
+        beyond = 0
+        for number in range(sequences):
+            positions = collator.positions(block_length, number)
+            marks = np.zeros(2 * window)
+            marks[positions] = 1
+            spectrum += np.abs(np.fft.rfft(marks)) ** 2
+            beyond += int((positions >= trained_length).sum())
+        pairs = np.rint(np.fft.irfft(spectrum, 2 * window)[:window]).astype(np.int64)
+        share = beyond / (sequences * block_length)
+        return cls(collator.sampler.name, block_length, window, trained_length, sequences, pairs, share)
+
+    @cached_property
+    def pairs_beyond(self) -> float:
+        """Share of the pairs that are further apart than the pretrained window."""
+        return float(self.pairs[self.trained_length :].sum() / self.pairs.sum())
+
+    @cached_property
+    def seen_beyond(self) -> float:
+        """Share of the distances from the pretrained window to the target that occur; 0 if there are none."""
+        beyond = self.pairs[self.trained_length :]
+        return float((beyond > 0).mean()) if beyond.size else 0.0
+
+    def groups(self, count: int = 256) -> list[dict[str, Any]]:
+        """The distances in at most `count` groups of equal width, each from `from` to below `to`.
+
+        `pairs` is the number of query-key pairs in a group, `seen` the share of its distances that occur.
+        """
+        edges = np.linspace(0, self.target_length, min(count, self.target_length) + 1).astype(np.int64)
+        return [
+            {
+                "from": int(start),
+                "to": int(stop),
+                "pairs": int(self.pairs[start:stop].sum()),
+                "seen": float((self.pairs[start:stop] > 0).mean()),
+            }
+            for start, stop in itertools.pairwise(edges)
+        ]
+
+    def write(self, path: Path) -> None:
+        """Write the report as JSON."""
+        data = {
+            "sampler": self.sampler,
+            "paper": SAMPLERS[self.sampler].paper,
+            "block_length": self.block_length,
+            "target_length": self.target_length,
+            "trained_length": self.trained_length,
+            "sequences": self.sequences,
+            "tokens_beyond": self.tokens_beyond,
+            "pairs_beyond": self.pairs_beyond,
+            "seen_beyond": self.seen_beyond,
+            "distances": self.groups(),
+        }
+        path.write_text(json.dumps(data, indent=1), encoding="utf-8")

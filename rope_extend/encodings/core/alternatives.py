@@ -1,0 +1,109 @@
+"""Encodings that replace RoPE."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rope_extend.encodings.core.effects import Effects
+from rope_extend.encodings.core.encoding import Encoding
+from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.shapes import ModelShape, RopeShape
+
+
+class BiasEncoding(Encoding):
+    """A bias on the attention logits, as in ALiBi and T5; queries and keys are not rotated.
+
+    The logits keep the model's own scale. The bias is added to the scaled logits.
+    """
+
+    replaces_rotation = True
+
+    def effects(self, shape: RopeShape) -> Effects:
+        """A bias on attention logits."""
+        return Effects(adds_bias=True)
+
+    @abstractmethod
+    def bias(
+        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
+    ) -> Tensor:
+        """The bias on the logit of a query and a key, `[heads, ...]` float32.
+
+        `distance` `[...]` is the number of whole tokens from a key to a later query, at least 0. `query` is
+        the position of that query, of a shape that broadcasts to `distance`. `learned` holds the learned
+        parameters, float32, by the names of `initial`.
+        """
+
+    def slopes(self, shape: ModelShape) -> Tensor | None:
+        """`[heads]` float64 if the bias is `-slope * distance` for each head; else None.
+
+        Such a bias is a number for the key minus one for the query, which fits into channels of the two.
+        """
+        return None
+
+    def distance_only_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> float:
+        """The last query position at which the bias depends on the distance alone; infinity for all."""
+        return math.inf
+
+
+class RelativeEncoding(BiasEncoding):
+    """A bias that depends on the query: its product with a vector for each range of distances.
+
+    The logits are `scale * query . (key + vector)`.
+    """
+
+    @abstractmethod
+    def ranges(self, distance: Tensor) -> Tensor:
+        """The range of each distance, int64 `[...]`, for whole tokens `[...]` from 0."""
+
+    @abstractmethod
+    def key_vectors(self, learned: Mapping[str, Tensor]) -> Tensor:
+        """The vectors added to keys, `[ranges, head_dim]`; the same for all heads."""
+
+    def value_vectors(self, learned: Mapping[str, Tensor]) -> Tensor | None:
+        """The vectors added to values, `[ranges, value_dim]`; None if nothing is added."""
+        return None
+
+    def bias(
+        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Not available: the bias depends on the content of the query, not only on its position."""
+        raise NotImplementedError
+
+
+class AbsoluteEncoding(Encoding):
+    """Vectors added to the token embeddings, by position; queries and keys are not rotated."""
+
+    replaces_rotation = True
+
+    def effects(self, shape: RopeShape) -> Effects:
+        """Vectors on token embeddings."""
+        return Effects(adds_vectors=True)
+
+    @abstractmethod
+    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+        """`[..., hidden_size]` float32 for `position_ids` `[...]`, whole tokens from 0.
+
+        Raises:
+            RopeExtendError: the encoding has no vector for a position.
+        """
+
+
+class KernelEncoding(Encoding):
+    """Attention by a feature map instead of softmax, in time linear in the length."""
+
+    replaces_rotation = True
+
+    inner: RopeEncoding
+    """The static rotary schedule of the features."""
+
+    def effects(self, shape: RopeShape) -> Effects:
+        """A sum that is carried from token to token, instead of softmax."""
+        return Effects(replaces_softmax=True)
+
+    @abstractmethod
+    def features(self, states: Tensor) -> Tensor:
+        """Feature map of queries or keys, `[..., head_dim]` to `[..., features]`, positive."""

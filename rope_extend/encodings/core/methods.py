@@ -1,0 +1,113 @@
+"""Methods by name: encodings whose parameters are computed from the target length."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rope_extend.encodings.core.encoding import (
+    Encoding,
+    check_parameters,
+    encoding_class,
+    encoding_classes,
+    encoding_names,
+)
+from rope_extend.encodings.core.rope import ComposedRope, RopeEncoding
+from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.errors import RopeExtendError
+
+EncodingT_co = TypeVar("EncodingT_co", bound=Encoding, covariant=True)
+
+
+@dataclass(frozen=True)
+class Method(Generic[EncodingT_co]):
+    """A method by name, before it knows a model: `yarn`, `alibi`, or composed, `resonance(yarn)`.
+
+    Attributes:
+        classes: the encodings, the outermost first; only rotary schedules can be composed.
+    """
+
+    classes: tuple[type[EncodingT_co], ...]
+
+    def for_target(self, shape: RopeShape, target_length: int, **parameters: Any) -> EncodingT_co:
+        """The encoding for a window of `target_length` tokens.
+
+        A parameter goes to the outermost encoding that has it.
+
+        Raises:
+            RopeExtendError: unknown or invalid parameters.
+        """
+        *outer, innermost = zip(self.classes, self.split_parameters(parameters), strict=True)
+        built = innermost[0].for_target(shape, target_length, **innermost[1])
+        for cls, values in reversed(outer):
+            built = cls.for_target(shape, target_length, **values, inner=built)
+        return built
+
+    @property
+    def replaces_rotation(self) -> bool:
+        """Whether the model's RoPE is gone, so that a pretrained model has to be fine-tuned for longer."""
+        return self.classes[-1].replaces_rotation
+
+    def split_parameters(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The parameters of each encoding; a parameter goes to the outermost that has it.
+
+        Raises:
+            RopeExtendError: no encoding has one of them.
+        """
+        *outer, innermost = (set(cls.parameters()) for cls in self.classes)
+        accepted = [*(names - {"inner"} for names in outer), innermost]
+        unknown = parameters.keys() - set().union(*accepted)
+        # The innermost refuses unknown parameters: its own are the ones that users set most often.
+        check_parameters(self.classes[-1], dict.fromkeys(unknown))
+        split: list[dict[str, Any]] = [{} for _ in self.classes]
+        for key, value in parameters.items():
+            split[next(i for i, names in enumerate(accepted) if key in names)][key] = value
+        return split
+
+
+def rotary_method(name: str) -> Method[RopeEncoding]:
+    """The rotary method called `name`, which may be composed: `resonance(yarn)`.
+
+    Raises:
+        RopeExtendError: unknown name, not a rotary method, or an outer method that takes no inner one.
+    """
+    parts = str(name).replace(" ", "").split("(")
+    opened = len(parts) - 1
+    if not parts[-1].endswith(")" * opened):
+        raise RopeExtendError(f"{name}: {opened} opening brackets need as many closing ones at the end")
+    parts[-1] = parts[-1][: len(parts[-1]) - opened]
+    classes = []
+    for depth, part in enumerate(parts):
+        cls = encoding_class(part)
+        if not issubclass(cls, RopeEncoding):
+            rotary = ", ".join(encoding_names(RopeEncoding))
+            raise RopeExtendError(f"{part} is not a rotary method; rotary methods are {rotary}")
+        if depth < opened and not issubclass(cls, ComposedRope):
+            composed = ", ".join(encoding_names(ComposedRope))
+            raise RopeExtendError(f"{name}: {part} takes no method inside it; those that do: {composed}")
+        classes.append(cls)
+    return Method(tuple(classes))
+
+
+def method_named(name: str) -> Method[Encoding]:
+    """The method called `name`, rotary or not; rotary ones may be composed: `resonance(yarn)`.
+
+    Raises:
+        RopeExtendError: unknown name, or an outer method that takes no inner one.
+    """
+    cls = encoding_classes().get(name)
+    return rotary_method(name) if cls is None or issubclass(cls, RopeEncoding) else Method((cls,))
+
+
+def methods_from_length() -> list[str]:
+    """The rotary methods that need only a target length, and no other method inside them."""
+    names = []
+    for name in encoding_names(RopeEncoding):
+        cls = encoding_class(name)
+        with contextlib.suppress(RopeExtendError):
+            cls.for_target(RopeShape(dim=128, theta=1e4, trained_length=4096), 32_768)
+            if not issubclass(cls, ComposedRope):
+                names.append(name)
+    return names

@@ -1,0 +1,345 @@
+"""Encodings that rotate queries and keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from rope_extend.encodings.core.checks import FINEST_STEP, MAX_FACTOR, ZERO_FREQUENCY_DIVISOR
+from rope_extend.encodings.core.effects import Effects
+from rope_extend.encodings.core.encoding import Encoding, encoding, encoding_classes
+from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.errors import RopeExtendError
+
+
+class RopeEncoding(Encoding):
+    """A rotary schedule: the frequency of each channel pair, and the factor on cos and sin."""
+
+    rope_type: ClassVar[str | None] = None
+    """The `rope_type` of transformers with the same formula and parameters, if there is one."""
+    stock_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Parameters with another name in `config.rope_parameters`: our name to the stock name."""
+    start_tokens: int = 0
+    """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
+
+    @property
+    def rotates_in_attention(self) -> bool:
+        """Whether keys are cached unrotated, and rotated for each query that reads them."""
+        return self.depends_on_length and not self.per_row
+
+    def effects(self, shape: RopeShape) -> Effects:
+        """What the schedule does beyond one table of frequencies and one attention factor."""
+        ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length], device="cpu")
+        scale = self.logit_scale(shape, ends)
+        return Effects(
+            depends_on_length=self.depends_on_length,
+            per_row=self.per_row,
+            rotates_in_attention=self.rotates_in_attention,
+            scales_logits=scale is not None,
+            scales_by_position=scale is not None and bool(scale[0] != scale[1]),
+            decays=self.decay(shape) is not None,
+            start_tokens=self.start_tokens,
+        )
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """The length that sets the table of a query, int64 `[...]`.
+
+        `lengths` `[...]` is the number of tokens up to and including each query. Queries with equal results
+        share one table, and keys are rotated once for each table.
+        """
+        return torch.full_like(lengths, shape.trained_length)
+
+    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The factor on a query's logits, in addition to the attention factor; None for 1.
+
+        Float64, of the shape of `position_ids` `[...]`.
+        """
+        return None
+
+    def decay(self, shape: RopeShape) -> Tensor | None:
+        """`ln` of the factor on the product of a query and a key, per token of distance; None for no decay.
+
+        `[dim/2]` float64, at most 0.
+        """
+        return None
+
+    @abstractmethod
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """`[dim/2]` float64, radians per token, for a sequence of `seq_len` tokens.
+
+        Static schedules ignore `seq_len`. Without it, a length-dependent schedule returns its table for the
+        trained window.
+        """
+
+    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
+        """The factor on cos and sin; attention logits grow by its square."""
+        return 1.0
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """The window this encoding is meant for, in tokens; None if its parameters do not say."""
+        return shape.trained_length
+
+    def max_position_embeddings(self, shape: RopeShape, target_length: int) -> int:
+        """The value of `config.max_position_embeddings` with which stock loaders compute the same tables.
+
+        Stock transformers takes the trained length of length-dependent schedules from this field.
+        """
+        return shape.trained_length if self.depends_on_length else target_length
+
+    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
+        """The value of `config.rope_parameters` with which stock transformers computes the same tables.
+
+        Raises:
+            RopeExtendError: stock transformers cannot express this encoding.
+        """
+        if self.rope_type is not None:
+            values = {
+                self.stock_names.get(key, key): value
+                for key, value in self.to_dict().items()
+                if key != "name"
+            }
+            return {"rope_type": self.rope_type, "rope_theta": shape.theta, **values}
+        return self.longrope_parameters(shape)
+
+    def longrope_parameters(self, shape: RopeShape) -> dict[str, Any]:
+        """The schedule as stock `longrope` with equal short and long lists.
+
+        This form expresses any static table, to float32 rounding. A pair with frequency zero gets the
+        divisor `ZERO_FREQUENCY_DIVISOR`. Next to an `attention_factor`, `factor` changes nothing in the
+        tables; it states the window.
+
+        Raises:
+            RopeExtendError: one static table does not say all that the encoding does.
+        """
+        table = self.inv_freq(shape)
+        if not self.effects(shape).is_one_table:
+            raise RopeExtendError(f"{self.name} has no form that stock transformers can load")
+        factors = torch.where(table > 0, shape.inv_freq() / table, ZERO_FREQUENCY_DIVISOR).tolist()
+        target = self.target_length(shape)
+        return {
+            "rope_type": "longrope",
+            "rope_theta": shape.theta,
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": self.attention_factor(shape),
+            "original_max_position_embeddings": shape.trained_length,
+            **({} if target is None else {"factor": max(1.0, target / shape.trained_length)}),
+        }
+
+    @staticmethod
+    def from_rope_parameters(
+        rope_parameters: Mapping[str, Any], max_position_embeddings: int | None = None
+    ) -> RopeEncoding | None:
+        """The encoding that a stock `config.rope_parameters` describes.
+
+        None for a `rope_type` without an encoding here. Phi-3's form of `longrope` computes its factor from
+        the config's `max_position_embeddings`; without that argument the result is None as well.
+
+        Raises:
+            RopeExtendError: the parameters are invalid.
+        """
+        rope_type = rope_parameters.get("rope_type", "default")
+        for cls in encoding_classes().values():
+            if issubclass(cls, RopeEncoding) and cls.rope_type == rope_type:
+                return cls._from_stock(rope_parameters, max_position_embeddings)
+        return None
+
+    @classmethod
+    def _from_stock(
+        cls, rope_parameters: Mapping[str, Any], max_position_embeddings: int | None
+    ) -> RopeEncoding | None:
+        values = {key: rope_parameters.get(cls.stock_names.get(key, key)) for key in cls.parameters()}
+        return cls._build({key: value for key, value in values.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class ScaledRope(RopeEncoding):
+    """A rotary schedule computed from one number: how many times longer the window becomes.
+
+    Attributes:
+        factor: `s = target_length / trained_length`, at least 1.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("factor", minimum=1, maximum=MAX_FACTOR)
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """`factor * trained_length`, to the nearest token."""
+        return round(self.factor * shape.trained_length)
+
+    @classmethod
+    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
+        """The one place where `factor = target_length / trained_length` is computed.
+
+        Raises:
+            RopeExtendError: `factor` is given as well, or a parameter is unknown or invalid.
+        """
+        if "factor" in parameters:
+            raise RopeExtendError(
+                f"{cls.name}: factor follows from target_length ({target_length} / {shape.trained_length} = "
+                f"{target_length / shape.trained_length:g}); give only one of the two. "
+                f"For any other factor: patch_model(model, encoding({cls.name!r}, factor=...))"
+            )
+        return cls._build({"factor": target_length / shape.trained_length, **parameters})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthDependent(RopeEncoding):
+    """A rotary schedule whose table changes with the length of the text.
+
+    The papers give a table for a text of l tokens. They do not say which length counts while a model reads
+    on. There are two answers:
+
+    `per="query"` (default): the table of a query, and of its keys, is that of the text up to this query.
+    The encoding of a token then never depends on later tokens, so one forward, a prefill in chunks and
+    decoding with a cache agree exactly.
+
+    `per="row"`: every token of a row uses the table of the row's whole length, as published figures were
+    measured. Each new token then changes all earlier results, so no cache can be used: decoding beyond
+    the trained window is refused unless `use_cache=False`.
+
+    Attributes:
+        per: which length sets the table, `query` or `row`.
+    """
+
+    per: str = "query"
+
+    depends_on_length = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.per not in ("query", "row"):
+            raise RopeExtendError(f"{self.name}: per must be 'query' or 'row', got {self.per!r}")
+
+    @property
+    def per_row(self) -> bool:  # type: ignore[override]
+        """Whether `per` is `row`."""
+        return self.per == "row"
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """Two tables: one up to and including the trained length, and one beyond."""
+        return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
+
+    def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
+        """The stock form, if there is one. Stock transformers uses the longest row of a batch."""
+        values = super().rope_parameters(shape)
+        return {key: value for key, value in values.items() if key not in ("per", "step")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingRope(LengthDependent):
+    """A rotary schedule whose table keeps changing with the length beyond the trained window.
+
+    Attributes:
+        per: which length sets the table, `query` or `row`.
+        step: with `per="query"`, the relative growth of the text from one table to the next. All texts
+            between two tables use that of the longest. 0 computes a table, and rotates all keys, for
+            every token.
+    """
+
+    step: float = 1 / 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("step", minimum=0, maximum=1)
+        if 0 < self.step < FINEST_STEP:
+            raise RopeExtendError(
+                f"{self.name}: step must be 0 (a table for each token) or at least {FINEST_STEP}, "
+                f"got {self.step!r}"
+            )
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """The trained length within it; beyond, the longest text of the step that a length falls into."""
+        if self.step == 0:
+            return lengths.clamp(min=shape.trained_length)
+        ends = [shape.trained_length]
+        while ends[-1] < int(lengths.max()):
+            ends.append(max(ends[-1] + 1, int(ends[-1] * (1 + self.step))))
+        table = torch.tensor(ends, device=lengths.device)
+        return table[torch.searchsorted(table, lengths.contiguous())]
+
+
+@dataclass(frozen=True)
+class ComposedRope(RopeEncoding):
+    """A change to another rotary schedule: `resonance(yarn)`, `logn(ntk)`.
+
+    Everything that a subclass does not change is taken from the inner schedule.
+
+    Attributes:
+        inner: the schedule that is changed, an encoding or its `to_dict()`; plain RoPE by default.
+    """
+
+    inner: RopeEncoding = dataclasses.field(default_factory=lambda: _rotary(encoding("none")))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inner = Encoding.from_dict(self.inner) if isinstance(self.inner, Mapping) else self.inner
+        if not isinstance(inner, RopeEncoding):
+            raise RopeExtendError(
+                f"{self.name}: inner must be a rotary schedule, such as encoding('yarn', factor=8.0), "
+                f"got {self.inner!r}"
+            )
+        object.__setattr__(self, "inner", inner)
+
+    @property
+    def depends_on_length(self) -> bool:  # type: ignore[override]
+        """As the inner schedule."""
+        return self.inner.depends_on_length
+
+    @property
+    def per_row(self) -> bool:  # type: ignore[override]
+        """As the inner schedule."""
+        return self.inner.per_row
+
+    @property
+    def start_tokens(self) -> int:  # type: ignore[override]
+        """As the inner schedule."""
+        return self.inner.start_tokens
+
+    @property
+    def rotates_in_attention(self) -> bool:
+        """As the inner schedule."""
+        return self.inner.rotates_in_attention
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """The inner schedule's, `[dim/2]` float64, radians per token."""
+        return self.inner.inv_freq(shape, seq_len)
+
+    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
+        """The inner schedule's."""
+        return self.inner.attention_factor(shape, seq_len)
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """The inner schedule's."""
+        return self.inner.table_length(shape, lengths)
+
+    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The inner schedule's."""
+        return self.inner.logit_scale(shape, position_ids)
+
+    def decay(self, shape: RopeShape) -> Tensor | None:
+        """The inner schedule's."""
+        return self.inner.decay(shape)
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """The inner schedule's."""
+        return self.inner.target_length(shape)
+
+    def __str__(self) -> str:
+        """`resonance(yarn(factor=8))`: the inner schedule, then what differs from the defaults."""
+        return f"{self.name}({', '.join([str(self.inner), *self._changed_parameters()])})"
+
+
+def _rotary(built: Encoding) -> RopeEncoding:
+    assert isinstance(built, RopeEncoding)
+    return built

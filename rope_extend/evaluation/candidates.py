@@ -1,0 +1,191 @@
+"""The models that an evaluation compares: one checkpoint under several methods and with several adapters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from torch import nn
+
+from rope_extend.checkpoint.info import ModelInfo, info
+from rope_extend.checkpoint.record import Record, read_record
+from rope_extend.checkpoint.restoring import load_adapter
+from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
+from rope_extend.errors import PatchError, RopeExtendError
+from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
+from rope_extend.evaluation.results import Subject
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.patching import current_patch, patch_model
+from rope_extend.units import format_length
+
+DOUBLINGS = 3
+"""How many doublings of the trained window are measured by default."""
+
+
+class Candidate(NamedTuple):
+    """A model that is ready to be measured: its label, the directory of its adapter, and the model."""
+
+    label: str
+    adapter: str | None
+    model: nn.Module
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Everything about the models to compare that is known without their weights.
+
+    Attributes:
+        name: the checkpoint's directory or hub id.
+        load_options: how it is loaded.
+        empty: the model on the meta device.
+        info: its position encoding.
+        lengths: lengths in tokens, ascending; methods extend the model to the longest.
+        encodings: the encoding of each method, by the method's name; None for the checkpoint's own.
+        records: the record of each adapter, by its directory.
+    """
+
+    name: str
+    load_options: LoadOptions
+    empty: nn.Module
+    info: ModelInfo
+    lengths: tuple[int, ...]
+    encodings: Mapping[str, Encoding | None]
+    records: Mapping[str, Record]
+
+    @classmethod
+    def of(cls, config: ModelConfig, load_options: LoadOptions | None = None) -> Self:
+        """Check the model, the methods and the adapters of a config, and make their encodings.
+
+        Args:
+            config: settings of an evaluation.
+            load_options: how the model is loaded; by default as in `config`.
+
+        Raises:
+            RopeExtendError: no such model, method or adapter, an adapter of another model, or a method but
+                no length beyond the trained window.
+        """
+        load_options = load_options or config.load_options()
+        empty = load_options.empty(config.model)
+        model_info = info(empty, trained_length=config.trained_length)
+        shape = model_info.shape
+        lengths = config.lengths or tuple(shape.trained_length << n for n in range(DOUBLINGS + 1))
+        assert config.methods is not None
+        encodings = {method: method_encoding(method, shape, lengths[-1]) for method in config.methods}
+        records = {adapter: read_record(adapter) for adapter in config.adapters}
+        for adapter, record in records.items():
+            if record.shape != shape:
+                raise RopeExtendError(
+                    f"the adapter in {adapter} belongs to another model than {config.model!r}: it was "
+                    f"trained on {record.shape}, and the model has {shape}; give the adapter's base model"
+                )
+        return cls(config.model, load_options, empty, model_info, lengths, encodings, records)
+
+    @property
+    def trained_length(self) -> int:
+        """The pretrained window in tokens."""
+        return self.info.shape.trained_length
+
+    @property
+    def longest(self) -> int:
+        """The longest length in tokens."""
+        return self.lengths[-1]
+
+    @property
+    def plain_methods(self) -> list[str]:
+        """The methods that give plain RoPE."""
+        return [method for method in self.encodings if self._is_plain(method)]
+
+    def _is_plain(self, method: str) -> bool:
+        return method == PLAIN or (method == AS_IS and self.info.encoding == PLAIN)
+
+    def models(self, lm: Any, methods: Sequence[str]) -> Iterator[Candidate]:
+        """Yield the model under each method, untrained, and then with each adapter.
+
+        Each change is undone when the next model is requested, and at the end.
+
+        Args:
+            lm: the model with its weights.
+            methods: the methods, in order; others than those of `encodings` must be `none`.
+        """
+        for method in methods:
+            changed_to = encoding(PLAIN) if method == PLAIN else self.encodings[method]
+            if changed_to is None:
+                yield Candidate(method, None, lm)
+                continue
+            target = None if method == PLAIN else self.longest
+            with patch_model(
+                lm, changed_to, trained_length=self.trained_length, target_length=target
+            ) as patch:
+                if method != PLAIN and not patch.changed:
+                    raise PatchError(
+                        f"{method} leaves the rotary tables of {self.name} unchanged; leave it out of "
+                        f"methods, or use {AS_IS}"
+                    )
+                yield Candidate(method, None, lm)
+        for adapter, label in adapter_labels(self.records).items():
+            tuned = load_adapter(lm, adapter)
+            try:
+                yield Candidate(label, adapter, tuned.eval())
+            finally:
+                patch_of_adapter = current_patch(tuned)
+                lm = tuned.unload()
+                if patch_of_adapter is not None:
+                    patch_of_adapter.remove()
+
+    def subject(self, candidate: Candidate, label: str | None = None) -> Subject:
+        """The description of a candidate for its row; with another label, if given."""
+        patch = current_patch(candidate.model)
+        return Subject(
+            label=label or candidate.label,
+            encoding=patch.encoding.to_dict() if patch else None,
+            model=self.name,
+            adapter=candidate.adapter,
+            trained_length=self.trained_length,
+            rope_parameters=None if patch else self.info.rope_parameters,
+        )
+
+    def uses_plain_rope(self, candidate: Candidate) -> bool:
+        """Whether a candidate has plain RoPE, and was not fine-tuned beyond the trained window."""
+        patch = current_patch(candidate.model)
+        if patch is None:
+            return self.info.encoding == PLAIN
+        return patch.encoding.name == PLAIN and patch.target_length <= self.trained_length
+
+
+def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | None:
+    """The encoding of a method for the longest length; None for the checkpoint's own.
+
+    Raises:
+        RopeExtendError: no such method, or no length beyond the trained window.
+    """
+    if method == AS_IS:
+        return None
+    if method == PLAIN:
+        return encoding(PLAIN)
+    named = method_named(method)
+    if longest <= shape.trained_length:
+        raise RopeExtendError(
+            f"{method} has nothing to extend: the longest length, {longest}, is within the trained window of "
+            f"{shape.trained_length} tokens; add a longer one, or use only the methods {AS_IS} and {PLAIN}"
+        )
+    return named.for_target(shape, longest)
+
+
+def adapter_labels(records: Mapping[str, Record]) -> dict[str, str]:
+    """Labels of adapters such as `yarn + LoRA`, or `none + LoRA at 256` for plain RoPE.
+
+    Adapters with equal labels also get the name of their directory.
+    """
+    labels = {}
+    for adapter, record in records.items():
+        labels[adapter] = f"{record.encoding.name} + LoRA"
+        if record.encoding.name == PLAIN:
+            labels[adapter] += f" at {format_length(record.target_length)}"
+    count = Counter(labels.values())
+    return {
+        adapter: f"{label} ({Path(adapter).name})" if count[label] > 1 else label
+        for adapter, label in labels.items()
+    }

@@ -1,0 +1,277 @@
+"""Settings of `rope_extend.evaluate` and `rope_extend.retrieve`, from YAML, flags or Python.
+
+The module imports neither torch nor transformers, so that `--help` and errors in arguments come quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import Field, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from rope_extend.config import (
+    COUNT,
+    FLAG,
+    LENGTH,
+    LENGTHS,
+    POSITIVE_COUNT,
+    SOURCES,
+    TEXT,
+    Config,
+    Kind,
+    choice,
+    items,
+    list_of,
+    optional,
+    require,
+)
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.prompts import CHAT, PromptOptions, depths_from
+from rope_extend.evaluation.protocols import WindowSettings, protocol_named
+from rope_extend.evaluation.tasks import TASKS, TEMPLATES
+from rope_extend.method_names import check_method_name
+from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, DTYPES, QUANTIZED
+from rope_extend.models.locating import check_path
+from rope_extend.units import memory_size
+
+if TYPE_CHECKING:
+    from rope_extend.models.load_options import LoadOptions
+
+AS_IS = "as-is"
+"""The row that keeps the encoding of the checkpoint's config."""
+
+PLAIN = "none"
+"""The row with plain RoPE, with which every other row is compared."""
+
+BATCH_TOKENS = 32_768
+"""Default number of prompt tokens that are answered together. A batch has at least one prompt."""
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Names or paths, each once; an empty list is allowed, and text is split at commas."""
+    if isinstance(value, list | tuple) and not value:
+        return ()
+    return tuple(dict.fromkeys(TEXT.parse(item) for item in items(value)))
+
+
+def _device_map(value: Any) -> str | dict[str, Any]:
+    require(value in DEVICE_MAPS if isinstance(value, str) else isinstance(value, Mapping))
+    return value if isinstance(value, str) else dict(value)
+
+
+def _chat(value: Any) -> str:
+    if isinstance(value, bool):  # YAML 1.1 reads on and off as true and false
+        value = "on" if value else "off"
+    require(value in CHAT)
+    return str(value)
+
+
+_NAMES = Kind("a list of names or paths", _names, plain=True)
+_REPEATED_SOURCES = optional(SOURCES._replace(repeated=True))
+_MEMORY = optional(Kind("a size with its unit, such as 24GB", memory_size, plain=True))
+_DEVICE_MAP = optional(
+    Kind(f"one of {', '.join(DEVICE_MAPS)}, or a device for each module by name", _device_map, plain=True)
+)
+_DEPTHS = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
+_CHAT = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
+_TASKS = list_of(choice(*TASKS), f"a list of {', '.join(TASKS)}")
+
+
+@dataclass(frozen=True)
+class ModelConfig(Config):
+    """Settings that both evaluations share: the model, the rows to compare, and how the model is loaded.
+
+    Raises:
+        RopeExtendError: a value of the wrong type or outside its range, no such model or method, or nothing
+            to compare.
+    """
+
+    model: Annotated[str, TEXT, "directory or hub id of the checkpoint"]
+    adapters: Annotated[tuple[str, ...], _NAMES, "directories of adapters of this model, one row each"] = ()
+    methods: Annotated[
+        tuple[str, ...] | None,
+        _NAMES,
+        "untrained rows: methods by name, none for plain RoPE, as-is for the checkpoint's own encoding "
+        "(default: as-is, or no such row if there are adapters)",
+    ] = None
+    lengths: Annotated[
+        tuple[int, ...] | None,
+        optional(LENGTHS),
+        "lengths in tokens, such as 4k,8k,32k (default: the trained window and its doublings up to 8x)",
+    ] = None
+    data: Annotated[
+        str | tuple[str, ...] | None,
+        _REPEATED_SOURCES,
+        "long documents: a directory, glob, file or hub id; may be given several times",
+    ] = None
+    output: Annotated[str | None, optional(TEXT), "directory of the report"] = None
+    trained_length: Annotated[
+        int | None, optional(LENGTH), "pretrained window in tokens, if the config has none or a wrong one"
+    ] = None
+    max_documents: Annotated[
+        int | None, optional(POSITIVE_COUNT), "number of documents to use; null uses all"
+    ] = 16
+    text_column: Annotated[str, TEXT, "column of the text, in tabular data"] = "text"
+    split: Annotated[str, TEXT, "split of a hub dataset"] = "train"
+    device: Annotated[str | None, optional(TEXT), "device, such as cuda:1 (default: the GPU, if any)"] = None
+    device_map: Annotated[
+        str | dict[str, Any] | None,
+        _DEVICE_MAP,
+        "strategy that spreads the model over all GPUs, then over host memory and disk: "
+        f"{', '.join(DEVICE_MAPS)}",
+    ] = None
+    dtype: Annotated[
+        str | None,
+        optional(choice(*DTYPES)),
+        "dtype of the weights (default: bfloat16 on a GPU that supports it, else float32)",
+    ] = None
+    attention: Annotated[
+        str | None, optional(choice(*ATTENTION)), "attention implementation (default: sdpa)"
+    ] = None
+    quantize: Annotated[
+        str | None, optional(choice(*QUANTIZED)), "quantization of the weights on load, by bitsandbytes"
+    ] = None
+    limit_memory: Annotated[
+        int | None, _MEMORY, "upper limit of the memory used on a device, such as 20GB"
+    ] = None
+
+    examples: ClassVar[str] = "configs/evaluation/"
+    flags: ClassVar[Mapping[str, str]] = {"attention": "--attn", "max_documents": "--documents"}
+    """Flags whose name is not that of their field."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_path(self.model)
+        for method in self.methods or ():
+            if method != AS_IS:
+                check_method_name(method)
+        if not self.methods and not self.adapters:
+            raise RopeExtendError(
+                f"{self.label}: nothing to measure, because methods and adapters are both empty; name a "
+                f"method, such as {AS_IS}, or give an adapter"
+            )
+
+    def computed_defaults(self) -> Mapping[str, Any]:
+        """Without `methods`, the checkpoint's own encoding is measured, unless there are adapters."""
+        return {"methods": () if self.adapters else (AS_IS,)}
+
+    @classmethod
+    def flag_name(cls, name: str) -> str:
+        """The flag of a field."""
+        return cls.flags.get(name) or super().flag_name(name)
+
+    @classmethod
+    def default_text(cls, item: Field[Any]) -> str | None:
+        """The default of a field for help; booleans and empty lists need none."""
+        return None if item.default == () or isinstance(item.default, bool) else super().default_text(item)
+
+    def load_options(self) -> LoadOptions:
+        """How the model is loaded.
+
+        Raises:
+            RopeExtendError: two options contradict each other, or this machine does not support one.
+        """
+        import torch
+
+        from rope_extend.models.load_options import LoadOptions
+
+        return LoadOptions(
+            device=self.device,
+            device_map=self.device_map,
+            dtype=getattr(torch, self.dtype) if self.dtype else None,
+            attention=self.attention,
+            quantize=self.quantize,
+            limit_memory=self.limit_memory,
+        )
+
+
+LOAD_FIELDS = ("device", "device_map", "dtype", "attention", "quantize", "limit_memory")
+"""Fields that say how the model is loaded; `--help` lists them in a group of their own."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig(ModelConfig):
+    """Settings of a perplexity evaluation: `rope_extend.evaluate` and `rope-extend evaluate`.
+
+    Raises:
+        RopeExtendError: a value of the wrong type or outside its range, no such protocol, or a setting that
+            the protocol does not have.
+    """
+
+    protocol: Annotated[str, TEXT, "how perplexity is measured, see below"] = "prefix"
+    window: Annotated[int | None, optional(LENGTH), "tokens of context, for the protocol cropped"] = None
+    stride: Annotated[
+        int | None, optional(LENGTH), "tokens between the starts of windows, for protocols with a stride"
+    ] = None
+    last: Annotated[int | None, optional(LENGTH), "scored tokens per document, for the protocol last-k"] = (
+        None
+    )
+    max_tokens: Annotated[
+        int | None, optional(LENGTH), "tokens to use of each document, for protocols that use whole documents"
+    ] = None
+    chunk: Annotated[
+        int | None,
+        optional(LENGTH),
+        "tokens of a window that are processed at a time, layer by layer (default: automatic above 128k "
+        "tokens or when memory is low)",
+    ] = None
+    save_losses: Annotated[bool, FLAG, "write the loss of every token, float32, to losses/*.npz"] = False
+    cropped: Annotated[
+        bool, FLAG, "control row: plain RoPE with its context cropped to the trained window (default: yes)"
+    ] = True
+    retrieval: Annotated[
+        int,
+        COUNT,
+        "control: passkeys at each of 5 depths within the trained window, before and after extension; 0 for "
+        "none. Each row processes 5 windows per passkey",
+    ] = 4
+
+    label: ClassVar[str] = "evaluation"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        protocol_named(self.protocol).check_settings(self.window_settings, self.lengths or ())
+
+    @property
+    def window_settings(self) -> WindowSettings:
+        """The settings of the protocol that were given."""
+        values = {"window": self.window, "stride": self.stride, "last": self.last}
+        return WindowSettings(**{name: value for name, value in values.items() if value is not None})  # type: ignore[typeddict-item]
+
+
+@dataclass(frozen=True)
+class RetrievalConfig(ModelConfig):
+    """Settings of a retrieval evaluation: `rope_extend.retrieve` and `rope-extend retrieve`.
+
+    Raises:
+        RopeExtendError: a value of the wrong type or outside its range.
+    """
+
+    tasks: Annotated[tuple[str, ...], _TASKS, f"tasks, of {', '.join(TASKS)}"] = ("passkey",)
+    depths: Annotated[
+        int | tuple[float, ...], _DEPTHS, "number of depths, evenly spread, or a list such as 0,0.5,1"
+    ] = 5
+    trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 10
+    chat: Annotated[str, _CHAT, "whether to use the tokenizer's chat template; auto uses it if it exists"] = (
+        "auto"
+    )
+    template: Annotated[
+        str | None,
+        optional(choice(*TEMPLATES)),
+        "form of the passkey task (default: published; demo for the bundled model)",
+    ] = None
+    seed: Annotated[int, COUNT, "random seed of the prompts"] = 0
+    batch_tokens: Annotated[int, LENGTH, "prompt tokens that are answered together"] = BATCH_TOKENS
+    controls: Annotated[
+        bool,
+        FLAG,
+        "control rows: the trained window, before and after, and plain RoPE with cropped context (default: "
+        "yes)",
+    ] = True
+
+    label: ClassVar[str] = "retrieval"
+
+    @property
+    def prompt_options(self) -> PromptOptions:
+        """How the prompts are written."""
+        return PromptOptions(depths=self.depths, trials=self.trials, seed=self.seed, chat=self.chat)

@@ -1,0 +1,112 @@
+"""Floating-point operations of a forward, and the operations per second of a device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from rope_extend.evaluation.loss_computer import LossComputer
+from rope_extend.memory.meta_device import META, MetaBytes, dry_run_attention
+from rope_extend.models.view import layer_config, unwrap
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Floating-point operations of a model.
+
+    Attributes:
+        linear: operations per token, without attention.
+        layers: for the attention of each layer, the operations per query-key pair, and the maximum number of
+            keys that a query sees; None for all keys before it.
+    """
+
+    linear: float
+    layers: tuple[tuple[float, int | None], ...]
+
+    def of(self, tokens: int) -> float:
+        """All operations for a window."""
+        return self.linear * tokens + self.attention(tokens)
+
+    def attention(self, tokens: int) -> float:
+        """Operations of attention for a window, in all layers; counts only the unmasked pairs."""
+        return sum(cost * _pairs(tokens, window) for cost, window in self.layers)
+
+
+def _pairs(tokens: int, window: int | None) -> float:
+    """Number of query-key pairs under a causal mask, with at most `window` keys per query."""
+    keys = min(tokens, window or tokens)
+    return tokens * keys - keys * (keys - 1) / 2
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Floating-point operations per second of a device, for matrix products and for causal attention."""
+
+    linear: float
+    attention: float
+
+
+def operations_of(model: nn.Module) -> Operations:
+    """Operations of a model on the meta device, counted on three short windows.
+
+    Calls of transformers' attention functions are counted one by one. Some families multiply queries and keys
+    themselves (Falcon, the indexers of DeepSeek). Their operations also grow with the square of the window,
+    and follow from the second difference.
+    """
+    layers: list[tuple[float, int | None]] = []
+
+    def note(module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> None:
+        cost = 2.0 * query.shape[1] * (query.shape[-1] + value.shape[-1])
+        layers.append((cost, getattr(module, "sliding_window", None)))
+
+    def products(tokens: int) -> int:
+        layers.clear()
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=META)
+        computer = LossComputer(model, META, chunk=tokens)
+        with MetaBytes(), FlopCounterMode(display=False) as counter:
+            computer.losses(ids, ids[:, 1:], 1, tokens)
+        return counter.get_total_flops()
+
+    step = 256  # state-space layers pad their chunks, which have 256 tokens at most
+    with dry_run_attention(model, maskless=True, note=note), torch.no_grad():
+        first, second, third = (products(multiple * step) for multiple in (1, 2, 3))
+    square = (third - 2 * second + first) / (2 * step**2)
+    if square > 0:
+        layers.append((square, None))
+    return Operations((second - first) / step - 3 * step * square, tuple(layers))
+
+
+def measured_rates(model: nn.Module, device: torch.device) -> Rates:
+    """Measure the operations per second of a device, with matrices and heads of a model's size and dtype."""
+    config = layer_config(unwrap(model).config)
+    dtype, width = unwrap(model).dtype, config.hidden_size
+    heads = config.num_attention_heads
+    head = getattr(config, "head_dim", None) or width // heads
+    budget = 5e8 if device.type == "cpu" else 2e12  # operations of one trial
+    rows = min(16_384, max(64, int(budget / (8 * width**2))))
+    states = torch.randn(rows, width, device=device, dtype=dtype)
+    matrix = torch.randn(width, 4 * width, device=device, dtype=dtype)
+    tokens = min(16_384, max(256, int(math.sqrt(budget / (2 * heads * head)))))
+    query = torch.randn(1, heads, tokens, head, device=device, dtype=dtype)
+
+    def seconds(run: Callable[[], Tensor]) -> float:
+        times = []
+        for _ in range(4):  # the first is a warm-up
+            started = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - started)
+        return min(times[1:])
+
+    with torch.no_grad():
+        products = seconds(lambda: states @ matrix)
+        attention = seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
+    return Rates(8.0 * rows * width**2 / products, 4.0 * heads * head * _pairs(tokens, None) / attention)

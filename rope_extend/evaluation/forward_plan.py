@@ -1,0 +1,405 @@
+"""Estimates of the memory and time of an evaluation, before any weights are loaded.
+
+Memory has no formula for each family: the evaluator itself runs on the meta device, where tensors have shapes
+but no values, and the bytes that it would allocate are counted. Time is the operations of such a run divided
+by rates that are measured on the device in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from rope_extend.encodings import Encoding, RopeEncoding
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer
+from rope_extend.evaluation.flops import measured_rates, operations_of
+from rope_extend.evaluation.loss_computer import LossComputer, default_batch_tokens, default_chunk_bytes
+from rope_extend.memory.budget import MARGIN, available_memory, weight_bytes
+from rope_extend.memory.meta_device import (
+    META,
+    DirectKernelCalls,
+    MetaBytes,
+    dry_run_attention,
+    quiet_patching,
+    try_estimate,
+)
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.patching import patch_model
+from rope_extend.units import format_bytes, format_duration, format_length
+
+SMALLEST_CHUNK = 256
+"""Smallest chunk size, in tokens, that a plan proposes."""
+IN_ONE_PASS = "in one pass"
+
+Setup = Callable[[], AbstractContextManager[Any]]
+"""Makes a context in which the model has an encoding or an adapter."""
+
+
+@dataclass(frozen=True)
+class ForwardEstimate:
+    """How a window is processed, and the memory that it needs.
+
+    Attributes:
+        length: length of the window in tokens.
+        chunk_size: tokens that are processed at a time.
+        strategy: "in one pass", "layer by layer" or "with a cache".
+        memory: peak memory in bytes, including the weights.
+        fits: whether the device has that much memory.
+    """
+
+    length: int
+    chunk_size: int
+    strategy: str
+    memory: int
+    fits: bool
+
+    @property
+    def description(self) -> str:
+        """How the window is processed, as text."""
+        whole = self.chunk_size >= self.length
+        return self.strategy if whole else f"{self.strategy}, in chunks of {self.chunk_size:,}"
+
+
+@dataclass(frozen=True)
+class LengthPlan(ForwardEstimate):
+    """The memory and time that one window needs.
+
+    Attributes:
+        flops: floating-point operations for a document; attention counts only the unmasked pairs.
+        seconds: estimated time for a document.
+    """
+
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """The memory and time of an evaluation, by length.
+
+    Attributes:
+        lengths: one plan for each length, ascending.
+        weights: bytes of the weights.
+        available: bytes available on the device, or its limit.
+        device: the device.
+        longest_fit: the longest window that fits, in tokens; None if all lengths fit.
+    """
+
+    lengths: tuple[LengthPlan, ...]
+    weights: int
+    available: int
+    device: torch.device
+    longest_fit: int | None
+
+    @property
+    def longest(self) -> LengthPlan:
+        """The plan of the longest window."""
+        return self.lengths[-1]
+
+    @property
+    def activations(self) -> int:
+        """Bytes that the longest window needs in addition to the weights."""
+        return self.longest.memory - self.weights
+
+    def check(self) -> None:
+        """Refuse a length that does not fit.
+
+        Raises:
+            RopeExtendError: a length does not fit; the message names the longest that does.
+        """
+        failing = next((plan for plan in self.lengths if not plan.fits), None)
+        if failing is None:
+            return
+        fitting = f"up to {self.longest_fit:,} tokens fit" if self.longest_fit else "no length fits"
+        raise RopeExtendError(
+            f"{failing.length:,} tokens need about {format_bytes(failing.memory)} {failing.description}, "
+            f"{format_bytes(self.weights)} of it for weights, but only {format_bytes(self.available)} are "
+            f"available on {self.device}; {fitting}. A smaller dtype, quantization or a device_map need less "
+            "memory"
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"plan: {format_bytes(self.weights)} of weights, {format_bytes(self.available)} available on "
+            f"{self.device}",
+            f"{'tokens':>10}  {'memory':>9}  {'a document':>10}  processed",
+        ]
+        lines += [
+            f"{format_length(plan.length):>10}  {format_bytes(plan.memory):>9}  "
+            f"{format_duration(plan.seconds):>10}  {plan.description if plan.fits else 'does not fit'}"
+            for plan in self.lengths
+        ]
+        return "\n".join(lines)
+
+
+def plan_forward(
+    model: str,
+    lengths: Sequence[int],
+    *,
+    load_options: LoadOptions,
+    empty: nn.Module | None = None,
+    encodings: Sequence[Encoding | None] = (None,),
+    adapters: Sequence[tuple[Path, Encoding]] = (),
+    trained_length: int | None = None,
+    chunk: int | None = None,
+    batched: bool = False,
+) -> ForwardPlan | None:
+    """Estimate the memory and time of windows of these lengths.
+
+    Args:
+        model: a checkpoint's directory or hub id, of which only the config is read.
+        lengths: lengths of the windows in tokens.
+        load_options: where and how the model will be loaded.
+        empty: the model on the meta device, if it exists already.
+        encodings: the encodings that will be used; the one that needs most memory counts. None stands for the
+            checkpoint's own.
+        adapters: directories of the adapters that will be used, with their encodings; as `encodings`.
+        trained_length: the pretrained window in tokens, if the config does not have it.
+        chunk: tokens that are processed at a time; by default as many as there is memory for.
+        batched: whether short windows are batched.
+
+    Returns:
+        The plan; None, with a log line, for a family that does not run on the meta device.
+
+    Raises:
+        RopeExtendError: no such checkpoint, or the model cannot be loaded with these options.
+    """
+    lm: Any = load_options.empty(model) if empty is None else empty
+    weights = weight_bytes(model, lm, load_options)
+    by_memory: dict[Any, Encoding | None] = {}
+    for encoding in encodings:
+        by_memory.setdefault(_memory_class(encoding), encoding)
+    setups: list[Setup] = [
+        nullcontext if encoding is None else partial(_patched, lm, encoding, trained_length)
+        for encoding in by_memory.values()
+    ]
+    by_layers: dict[Any, tuple[Path, Encoding]] = {}
+    for adapter, encoding in adapters:
+        by_layers.setdefault((_memory_class(encoding), _adapter_layers(adapter)), (adapter, encoding))
+    setups += [partial(_with_adapter, lm, *adapter, trained_length) for adapter in by_layers.values()]
+
+    def estimate() -> ForwardPlan:
+        estimator = ForwardEstimator(
+            lm,
+            load_options.torch_device,
+            weights=weights,
+            available=available_memory(load_options),
+            spread=load_options.device_map is not None,
+            batch_tokens=default_batch_tokens(load_options.torch_device) if batched else 1,
+            setups=setups,
+        )
+        return _plan(estimator, sorted(set(lengths)), chunk)
+
+    return try_estimate(estimate, lm, "a forward")
+
+
+def _memory_class(encoding: Encoding | None) -> Any:
+    """Equal for encodings that need the same memory: rotation inside attention, per row, or of one class."""
+    if encoding is None:
+        return False, False
+    if isinstance(encoding, RopeEncoding):
+        return encoding.rotates_in_attention, encoding.per_row
+    return type(encoding)
+
+
+def _adapter_layers(adapter: Path) -> str:
+    """Equal for adapters whose layers have the same shapes: their configs, without names and records."""
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(str(adapter)).to_dict()
+    for name in ("auto_mapping", "base_model_name_or_path", "peft_version", "revision"):
+        config.pop(name, None)
+    names = {key: sorted(value) for key, value in config.items() if isinstance(value, set | list)}
+    return repr(sorted({**config, **names}.items()))
+
+
+@contextmanager
+def _patched(empty: Any, encoding: Encoding, trained_length: int | None) -> Iterator[None]:
+    """Patch an encoding into a model without weights."""
+    with quiet_patching(), patch_model(empty, encoding, trained_length=trained_length):
+        yield
+
+
+@contextmanager
+def _with_adapter(
+    empty: Any, adapter: Path, encoding: Encoding, trained_length: int | None
+) -> Iterator[None]:
+    """Put an adapter and its encoding into a model without weights; its layers have states of their own."""
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(str(adapter))
+    with _patched(empty, encoding, trained_length):
+        tuned = get_peft_model(empty, config)
+        try:
+            yield
+        finally:
+            tuned.unload()
+
+
+def _plan(estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None) -> ForwardPlan:
+    operations = operations_of(estimator.model)
+    rates = measured_rates(estimator.model, estimator.device)
+    plans = []
+    for tokens in lengths:
+        linear, attention = operations.linear * tokens, operations.attention(tokens)
+        seconds = linear / rates.linear + attention / rates.attention
+        estimate = estimator.estimate(tokens, chunk)
+        plans.append(LengthPlan(**vars(estimate), flops=operations.of(tokens), seconds=seconds))
+    longest_fit = None
+    if not plans[-1].fits:
+        longest_fit = estimator.longest_fit(lengths[-1], chunk or SMALLEST_CHUNK)
+    return ForwardPlan(tuple(plans), estimator.weights, estimator.available, estimator.device, longest_fit)
+
+
+class ForwardEstimator:
+    """Runs the evaluator on a model without weights, and counts bytes.
+
+    Args:
+        model: a model on the meta device, with or without adapter layers.
+        device: the device on which the model will run.
+        weights: bytes that are allocated all the time, including those of the model.
+        available: bytes available; with `spread`, in addition to the weights.
+        spread: whether weights can go to other devices.
+        batch_tokens: tokens in a batch of short windows; 1 for no batches.
+        setups: contexts that change the model, such as patches. The one that needs most memory counts,
+            including the weights that it adds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        weights: int,
+        available: int,
+        spread: bool = False,
+        batch_tokens: int = 1,
+        setups: Sequence[Setup] = (nullcontext,),
+    ) -> None:
+        self.model, self.device, self.weights, self.available = model, device, weights, available
+        self.spread, self.batch_tokens, self.setups = spread, batch_tokens, setups
+        self.chunked = ChunkedForward(model, device)  # for its default chunk sizes
+        self.model_bytes = self._counter().live
+
+    def estimate(self, tokens: int, chunk: int | None = None) -> ForwardEstimate:
+        """The estimate for the default chunk size, or if that does not fit, for the largest that does."""
+        size = min(chunk or self.chunked.default_chunk(tokens), tokens)
+        memory, strategy = self.memory(tokens, size)
+        while not self.fits(memory) and chunk is None and size > SMALLEST_CHUNK:
+            half = max(SMALLEST_CHUNK, size // 2)
+            smaller, half_strategy = self.memory(tokens, half)
+            if half_strategy == IN_ONE_PASS:  # the model cannot process chunks
+                break
+            size, memory, strategy = half, smaller, half_strategy
+        chunk_size = tokens if strategy == IN_ONE_PASS else size
+        return ForwardEstimate(tokens, chunk_size, strategy, memory, self.fits(memory))
+
+    def fits(self, memory: int) -> bool:
+        """Whether the device has this much memory; with `spread`, without the weights."""
+        return (memory - self.weights if self.spread else memory) <= MARGIN * self.available
+
+    def longest_fit(self, tokens: int, size: int = SMALLEST_CHUNK) -> int:
+        """The longest window that fits, to within a 64th of `tokens`, which does not fit."""
+        step = max(SMALLEST_CHUNK, tokens // 64 // SMALLEST_CHUNK * SMALLEST_CHUNK)
+        return step * bisect.bisect_left(
+            range(1, tokens // step + 1), True, key=lambda n: not self.fits(self.memory(n * step, size)[0])
+        )
+
+    def memory(self, tokens: int, size: int) -> tuple[int, str]:
+        """Peak bytes and strategy, for the setup that needs most memory."""
+        return max(self._memory(tokens, size, setup) for setup in self.setups)
+
+    def _memory(self, tokens: int, size: int, setup: Setup) -> tuple[int, str]:
+        """Peak bytes and strategy for one setup. Short windows are batched as the evaluator does it."""
+        with dry_run_attention(self.model, maskless=self.chunked.maskless), DirectKernelCalls(), setup():
+            shortened = _ShortenedForward(self.model, META)
+            computer = LossComputer(
+                self.model,
+                META,
+                suggested_chunk=size,
+                chunk_bytes=default_chunk_bytes(self.device),
+                chunked=shortened,
+            )
+            counter = MetaBytes()
+            with counter, torch.no_grad():
+                chunks = size < tokens and computer.can_chunk(tokens, size)
+                strategy = shortened.strategy if chunks else IN_ONE_PASS
+            ids = torch.zeros(max(1, self.batch_tokens // tokens), tokens, dtype=torch.int64, device=META)
+            counter = self._counter()
+            with counter, torch.no_grad():
+                # The first logits are computed while most other tensors are still allocated. The later ones
+                # need the same memory.
+                scored = min(tokens - 1, size, 2 * computer.chunk_bytes // (4 * computer.vocabulary) + 1)
+                computer.losses(ids, ids[:, 1 : scored + 1], 1, scored + 1)
+        losses = 8 * ids.numel()  # of all tokens: one by one, and joined
+        return self.weights + counter.peak - self.model_bytes + losses, strategy or IN_ONE_PASS
+
+    def _counter(self) -> MetaBytes:
+        """A counter that has the model's tensors already."""
+        counter = MetaBytes()
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            counter.add(tensor)
+        return counter
+
+
+class _ShortenedForward(ChunkedForward):
+    """Runs the first and the last of many chunks, and one layer of each kind.
+
+    The chunks between need the same memory. They only advance the cache.
+    """
+
+    def active_layers(self, count: int) -> Sequence[int]:
+        """The first layer of each kind, and the last layer, whose states are returned."""
+        caches = DynamicCache(config=self.config).layers
+        kinds: dict[Any, int] = {}
+        for number, layer in enumerate(self._layers()):
+            kind = (type(layer), type(caches[number]), getattr(layer, "attention_type", None))
+            kinds.setdefault(kind, number)
+        return sorted({*kinds.values(), count - 1})
+
+    def in_chunks(self, inputs: Tensor, size: int) -> Iterator[Tensor]:
+        """States of the first chunk, of all chunks between, and of the last."""
+        tokens = inputs.shape[1]
+        if tokens <= 3 * size:
+            return super().in_chunks(inputs, size)
+        chunks = torch.split(inputs, [size, tokens - 2 * size, size], dim=1)
+        width = self.config.get_text_config(decoder=True).hidden_size
+        self._between = inputs.new_empty((*chunks[1].shape, width), dtype=self.lm.dtype)
+        return self.by_layer(chunks) if self.strategy == "layer by layer" else self.with_cache(chunks)
+
+    def _decode(self, chunk: Tensor, cache: DynamicCache) -> Tensor:
+        states: Tensor | None = getattr(self, "_between", None)
+        if states is None or chunk.shape != states.shape[:2]:
+            return super()._decode(chunk, cache)
+        for layer in {id(layer): layer for layer in cache.layers}.values():
+            if getattr(layer, "is_initialized", False) and hasattr(layer, "keys"):
+                _advance(layer, chunk.shape[1])
+        if hasattr(cache, "rope_extend_positions"):
+            positions = cache.rope_extend_positions
+            cache.rope_extend_positions = torch.arange(positions.shape[1] + chunk.shape[1])[None]
+        return states
+
+
+def _advance(layer: Any, tokens: int) -> None:
+    """Advance a cache layer by `tokens`, without values."""
+    if isinstance(layer, PreallocatedLayer):
+        stop = layer.keys.shape[-2] + tokens
+        layer.keys, layer.values = (buffer[..., :stop, :] for buffer in layer.buffers)
+    elif isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length += tokens
+        kept = min(layer.cumulative_length, layer.sliding_window - 1)
+        layer.keys, layer.values = (
+            states.new_empty(*states.shape[:-2], kept, states.shape[-1])
+            for states in (layer.keys, layer.values)
+        )

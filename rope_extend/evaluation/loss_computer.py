@@ -1,0 +1,218 @@
+"""Losses of a model on documents, in few forwards and little memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rope_extend.errors import RopeExtendError, UnsupportedModelError
+from rope_extend.evaluation.chunked_forward import ChunkedForward
+from rope_extend.evaluation.protocols import Window
+from rope_extend.evaluation.results import Losses
+from rope_extend.loss import CHUNK_BYTES, causal_lm, output_head, token_losses
+from rope_extend.models.view import length_groups
+
+logger = logging.getLogger(__name__)
+
+RETRIES = 6
+"""How many times the chunk size is halved when memory runs out."""
+
+
+def default_chunk_bytes(device: torch.device) -> int:
+    """Default size in bytes of the float32 logits that are computed at a time."""
+    return CHUNK_BYTES if device.type == "cpu" else 2**28
+
+
+def default_batch_tokens(device: torch.device) -> int:
+    """Default number of tokens in a batch of short windows."""
+    return 4096 if device.type == "cpu" else 32_768
+
+
+class LossComputer:
+    """Runs a model on windows, in chunks that fit into memory.
+
+    Args:
+        model: a causal language model, with or without PEFT.
+        device: where the token ids go.
+        chunk: tokens of a window that are processed at a time. It is an error if the model cannot do it.
+        suggested_chunk: as `chunk`, but a model that cannot do it processes windows whole.
+        chunk_bytes: bytes of float32 logits that are computed at a time.
+        batch_tokens: tokens in a batch of short windows.
+        chunked: the forward of the decoder; by default a `ChunkedForward` of the model.
+        bar: progress bar that counts tokens.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        *,
+        chunk: int | None = None,
+        suggested_chunk: int | None = None,
+        chunk_bytes: int | None = None,
+        batch_tokens: int | None = None,
+        chunked: ChunkedForward | None = None,
+        bar: Any = None,
+    ) -> None:
+        self.model, self.device, self.bar = model, device, bar
+        head = causal_lm(model).get_output_embeddings()
+        self.vocabulary: int = getattr(head, "out_features", head.weight.shape[0])
+        self.chunked = chunked or ChunkedForward(model, device)
+        self.chunk_bytes = chunk_bytes or default_chunk_bytes(device)
+        self.chunk, self.chunk_required = chunk or suggested_chunk, chunk is not None
+        self.batch_tokens = batch_tokens or default_batch_tokens(device)
+        self.retries = 0
+        self._chunkable: dict[tuple[int, int], bool] = {}
+
+    def document(
+        self, name: str, ids: torch.Tensor, passes: Sequence[Sequence[Window]], bos: int | None
+    ) -> list[Losses]:
+        """Losses of a document's targets, for the windows of each pass.
+
+        If memory runs out, the document is repeated with a smaller batch or chunk size.
+
+        Args:
+            name: name of the document, for messages.
+            ids: its token ids, int64 `[T]`.
+            passes: the windows of each pass.
+            bos: token that replaces the first token of every window; None for no replacement.
+
+        Raises:
+            RopeExtendError: memory runs out with the smallest chunks too.
+        """
+        while True:
+            progress = self.bar.n
+            try:
+                return [self._windows(ids, windows, bos) for windows in passes]
+            except (RuntimeError, MemoryError) as error:
+                if not _out_of_memory(error):
+                    raise
+                message = str(error).splitlines()[0]
+            # Outside the handler, because the traceback keeps tensors alive until here.
+            self._halve(name, message, [window.tokens for windows in passes for window in windows])
+            self.bar.n = progress
+            self.bar.refresh()
+
+    def _halve(self, name: str, message: str, sizes: Sequence[int]) -> None:
+        """Halve the batch of windows, or the chunk size once a batch is one window."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        longest, batch = max(sizes), min(self.batch_tokens, sum(sizes))
+        if batch >= 2 * longest:
+            self.batch_tokens = batch // 2
+            logger.warning("out of memory on %r: retrying with half as many windows per batch", name)
+            return
+        chunk = min(self.chunk or self.chunked.default_chunk(longest), longest)
+        self.retries += 1
+        if self.retries > RETRIES:
+            whole = "and the model cannot process it in chunks"
+            limit = whole if False in self._chunkable.values() else f"even in chunks of {chunk} tokens"
+            raise RopeExtendError(
+                f"out of memory on {name!r}, {limit} ({message}); use shorter lengths, a smaller dtype or "
+                "another device"
+            )
+        self.chunk_bytes = max(1, self.chunk_bytes // 2)
+        self.chunk, self.chunk_required = max(1, chunk // 2), False
+        logger.warning("out of memory on %r: retrying in chunks of %d tokens", name, self.chunk)
+
+    def _windows(self, ids: torch.Tensor, windows: Sequence[Window], bos: int | None) -> Losses:
+        """Losses of the targets of all windows, in order. Windows of equal shape are batched."""
+
+        def shape(window: Window) -> tuple[int, int, int]:
+            return window.tokens, window.first - window.start, window.end - window.start
+
+        losses = []
+        for (tokens, first, end), equal in itertools.groupby(windows, shape):
+            group = list(equal)
+            rows = max(1, self.batch_tokens // tokens)
+            for low in range(0, len(group), rows):
+                batch = group[low : low + rows]
+                inputs = torch.stack([ids[w.start : w.stop] for w in batch]).to(self.device)
+                if bos is not None:
+                    inputs[:, 0] = bos
+                targets = torch.stack([ids[w.first : w.end] for w in batch]).to(self.device)
+                losses.append(self.losses(inputs, targets, first, end).flatten().float().cpu().numpy())
+                self.bar.update(inputs.numel())
+        return np.concatenate(losses)
+
+    def losses(self, inputs: torch.Tensor, targets: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Losses `[B, end − first]` of the targets at `first … end−1` of windows `[B, T]`."""
+        losses = []
+        start = 0
+        for hidden in self._hidden(inputs):
+            # The state at t predicts the token at t + 1.
+            low, high = max(start, first - 1), min(start + hidden.shape[1], end - 1)
+            if low < high:
+                chunk = targets[:, low + 1 - first : high + 1 - first]
+                states = hidden[:, low - start : high - start]
+                head = output_head(self.model)  # made for each chunk, because it keeps a chunk's logits
+                losses.append(
+                    token_losses(
+                        states, head, chunk, chunk_bytes=self.chunk_bytes, vocabulary=self.vocabulary
+                    )
+                )
+                del head
+            start += hidden.shape[1]
+        return torch.cat(losses, dim=1)
+
+    def _hidden(self, inputs: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The decoder's last states, `[B, t, D]` for each chunk."""
+        tokens = inputs.shape[1]
+        size = self.chunk or self.chunked.default_chunk(tokens)
+        if size >= tokens or not self.can_chunk(tokens, size):
+            yield self.chunked.whole(inputs)
+        else:
+            yield from self.chunked.in_chunks(inputs, size)
+
+    def can_chunk(self, tokens: int, size: int) -> bool:
+        """Whether chunks of `size` tokens with a cache give the same states as one forward.
+
+        Raises:
+            RopeExtendError: they do not, and the user asked for this chunk size.
+        """
+        if self.chunk_required and self.chunked.strategy is None:
+            raise RopeExtendError(
+                f"{self.chunked.config.model_type} gives other results in chunks than in one forward; "
+                "measure it without chunk"
+            )
+        key = tokens, size
+        if key not in self._chunkable:
+            self._chunkable[key] = self.chunked.strategy is not None and self._has_one_table(tokens, size)
+        if self.chunk_required and not self._chunkable[key]:
+            raise RopeExtendError(
+                f"this model's position tables change between {size} and {tokens} tokens, so cached keys "
+                "would be wrong; measure it without chunk, or with an encoding that is exact per query"
+            )
+        return self._chunkable[key]
+
+    def _has_one_table(self, tokens: int, size: int) -> bool:
+        try:
+            return len(length_groups(self.model, [*range(size, tokens, size), tokens])) == 1
+        except UnsupportedModelError:  # an unknown family, whose tables may depend on the length
+            return False
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    # The CPU allocator raises a plain RuntimeError.
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak allocation on CUDA since the last reset; elsewhere the peak resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

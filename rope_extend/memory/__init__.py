@@ -1,0 +1,1 @@
+"""Memory estimates: dry runs on the meta device and budgets of devices."""

@@ -1,0 +1,69 @@
+"""The memory of a device, and how much of it weights take."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers.utils import cached_file
+
+from rope_extend.models.load_options import LoadOptions, is_quantized
+from rope_extend.models.view import unwrap
+
+MARGIN = 0.95
+"""Share of the free memory that plans use; kernels and allocators need the rest."""
+
+
+def weight_bytes(name: str, model: nn.Module, load_options: LoadOptions) -> int:
+    """Bytes of a checkpoint's weights once they are loaded; `model` is that checkpoint on the meta device."""
+    config = unwrap(model).config
+    if is_quantized(config):  # loaded as the files hold them
+        file = cached_file(name, "config.json", local_files_only=True)
+        assert file is not None
+        return sum(weights.stat().st_size for weights in Path(file).parent.glob("*.safetensors"))
+    total = sum(tensor.nbytes for tensor in {*model.parameters(), *model.buffers()})
+    return total if load_options.quantize is None else total - quantized_savings(model, load_options.quantize)
+
+
+def quantized_savings(model: nn.Module, kind: str) -> int:
+    """Bytes that `4bit` or `8bit` saves on the weights; `model` may be on the meta device."""
+    head = unwrap(model).get_output_embeddings()
+    share = 1.0 if kind == "8bit" else 0.5 + 4 / 64  # one float32 per 64 values
+    matrices = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    saved = sum(weight.nbytes - int(share * weight.numel()) for weight in matrices)
+    return saved - max(weight.nbytes for weight in matrices)  # one matrix at a time is dequantized
+
+
+def available_memory(load_options: LoadOptions) -> int:
+    """Bytes available on the device, or the limit if it is less; of several GPUs, the one with the least."""
+    from accelerate.utils import get_max_memory
+
+    place = load_options.torch_device
+    if place.type == "cuda":
+        gpus = range(torch.cuda.device_count()) if load_options.device_map is not None else [place]
+        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
+    elif place.type == "mps":
+        free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    else:
+        free = min(get_max_memory()["cpu"], _control_group())
+    return free if load_options.limit_memory is None else min(free, load_options.limit_memory)
+
+
+def _control_group(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that a container's limit leaves, which the numbers of the system do not show."""
+    for limit, used, statistics, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):  # fmt: skip
+        try:
+            left = int((root / limit).read_text()) - int((root / used).read_text())
+            counts = dict(line.split() for line in (root / statistics).read_text().splitlines())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        return max(0, left + int(counts.get(cached, 0)))  # the page cache is dropped when memory is short
+    return sys.maxsize

@@ -1,0 +1,51 @@
+"""Counts the bytes that a computation holds, exactly and on any device, the meta device included."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all tensors that operations return while it is active, until they are freed.
+
+    Not counted: tensors from before, and memory that a kernel allocates and frees internally.
+
+    Attributes:
+        live: bytes at present.
+        peak: maximum of `live`.
+        largest: number of elements of the largest tensor.
+        operations: number of operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = self.largest = self.operations = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.operations += 1
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor)
+        return out
+
+    def add(self, tensor: torch.Tensor) -> Self:
+        """Count a tensor that exists already."""
+        self.largest = max(self.largest, tensor.numel())
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._remove, key)
+        return self
+
+    def _remove(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)

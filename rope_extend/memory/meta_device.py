@@ -1,0 +1,167 @@
+"""A dry run on the meta device: shapes and bytes without values."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from rope_extend.attention.causal_suffix import calls_by_name, causal_mask
+from rope_extend.attention.functions import attention_configs, attention_modules
+from rope_extend.attention.registry import PREFIX, register
+from rope_extend.errors import RopeExtendError
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.models.undo import UndoLog
+from rope_extend.models.view import unwrap
+
+logger = logging.getLogger(__name__)
+META = torch.device("meta")
+DRY_RUN = "dry_run_"
+"""Prefix of the names of attention implementations that allocate memory without computing anything."""
+
+
+@contextmanager
+def quiet_patching() -> Iterator[None]:
+    """Log nothing about patches of a dry run: the same is logged for the model itself."""
+    log = logging.getLogger("rope_extend.patching")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+_Estimate = TypeVar("_Estimate")
+
+
+def try_estimate(dry_run: Callable[[], _Estimate], model: nn.Module, subject: str) -> _Estimate | None:
+    """The result of a dry run; None, with a log line, for a family that does not run on the meta device.
+
+    Args:
+        dry_run: runs `model` and returns an estimate.
+        model: a model on the meta device.
+        subject: what is estimated, for the log: "a step".
+    """
+    try:
+        return dry_run()
+    except RopeExtendError:
+        raise
+    except Exception as error:  # any error: a family may need values, which the meta device does not have
+        family = unwrap(model).config.model_type
+        logger.info("cannot estimate the memory of %s for %s (%r)", subject, family, error)
+        return None
+
+
+class MetaBytes(LiveBytes):  # type: ignore[no-untyped-call]
+    """Counts bytes on the meta device, and implements the operations that the meta device lacks.
+
+    Attributes:
+        scored: number of tokens that are scored, as the result of `nonzero`; further tokens need no more
+            memory. If not given, `nonzero` is not implemented.
+    """
+
+    def __init__(self, scored: int | None = None) -> None:
+        super().__init__()
+        self.scored = scored
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return 1  # the answer to whether all tokens belong to one text
+        if self.scored and function is torch.ops.aten.nonzero.default and args[0].is_meta:
+            out = args[0].new_empty((min(args[0].numel(), self.scored), args[0].ndim), dtype=torch.int64)
+            self.add(out)
+            return out
+        if function is torch.ops.aten._grouped_mm.default and args[0].is_meta:
+            out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+            self.add(out)
+            return out
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+class DirectKernelCalls(TorchFunctionMode):
+    """Makes families that call torch's attention function directly allocate only what its kernels allocate.
+
+    On the meta device, torch would use the implementation that holds the scores of all pairs.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.scaled_dot_product_attention and args[0].is_meta:
+            return _Kernel.apply(*args[:3], None)  # type: ignore[no-untyped-call]
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def dry_run_attention(
+    model: nn.Module, *, maskless: bool, note: Callable[..., None] | None = None
+) -> Iterator[None]:
+    """Replace attention in a model on the meta device by a function that allocates what kernels allocate.
+
+    Args:
+        model: a model without weights. Eager attention, which is no kernel, is replaced only if `note` is
+            given.
+        maskless: whether the kernel needs no mask.
+        note: called with the module, query, key and value of each call.
+    """
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any
+    ) -> tuple[Tensor, None]:
+        if note is not None:
+            note(module, query, key, value)
+        groups = getattr(module, "num_key_value_groups", 1)
+        if groups > 1 and not use_gqa_in_sdpa(attention_mask, key, value):
+            key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        if attention_mask is not None:
+            attention_mask = attention_mask.to(query.dtype)
+        out = _Kernel.apply(query, key, value, attention_mask)  # type: ignore[no-untyped-call]
+        return out.transpose(1, 2), None
+
+    undo = UndoLog()
+    decoder = unwrap(model).base_model
+    if calls_by_name(decoder):
+        for config in attention_configs([decoder, *attention_modules(model)]):
+            implementation = config._attn_implementation
+            if implementation.startswith(PREFIX + DRY_RUN) or (implementation == "eager" and note is None):
+                continue
+            mask = _MASKS.get(implementation, _no_mask)
+            if implementation == "sdpa" and maskless:
+                mask = causal_mask
+            name = register(DRY_RUN + implementation, attention, mask)
+            undo.set(config, "_attn_implementation_internal", name)
+    try:
+        yield
+    finally:
+        undo.unwind()
+
+
+class _Kernel(torch.autograd.Function):
+    """Allocates what an attention kernel does; keeps inputs, mask, output and sums for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        # The layout of kernels: the heads of a token are contiguous.
+        out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out, sums, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *map(torch.empty_like, ctx.saved_tensors[:3]), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None
+
+
+_MASKS: dict[str, Callable[..., Tensor | None]] = {"sdpa": sdpa_mask, "eager": eager_mask}
+"""Mask functions of the attention implementations that need a mask; flash and flex attention do not."""

@@ -1,0 +1,1 @@
+"""What rope_extend knows of a model: its family, rotary modules, config, loading and devices."""

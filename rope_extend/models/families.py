@@ -1,0 +1,220 @@
+"""What differs between model families: one frozen record per shape, found by `config.model_type`."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from rope_extend.errors import UnsupportedModelError
+
+Layout = Literal["halves", "neighbours", "once", "complex"]
+"""How a rotary module lays out the value of each channel pair, see `expand_cos_sin`."""
+
+
+@dataclass(frozen=True)
+class FamilyAdapter:
+    """What the families of one shape have in common: paths, layouts and limits.
+
+    Attributes:
+        model_types: the `config.model_type`s that share the shape.
+        rotary_paths: paths of the rotary modules below the decoder (transformers' `model.base_model`); `*`
+            stands for any one name, as in `layers.*.self_attn.rotary_emb`.
+        note: a description of the shape in a few words, for `rope-extend families`.
+        stock_rope_types: the `rope_type`s that the family's config accepts; None for all of them.
+        layout: the order of the values that the rotary module returns: the whole table twice (`halves`), each
+            value twice (`neighbours`), once (`once`), or as complex numbers (`complex`).
+        in_float32: the model types whose cos and sin are float32 in a model of any dtype.
+        pairs: the two channels of a pair, as queries and keys reach the attention function: one of each half
+            of the rotated channels (`halves`), or two neighbours (`neighbours`).
+        rotated: the position of the rotated channels in a head, if not all are rotated: `first` or `last`.
+        rotates: tells whether an attention module rotates by the tables that are replaced; None if all do.
+        backwards: whether pairs rotate in the opposite direction.
+        normalises: tells whether an attention module normalises queries and keys after the rotation, which
+            cancels a factor on cos and sin; None if none does.
+        unreachable: why encodings that act inside attention cannot be patched in; empty if they can.
+        completes: converts stock rotary parameters to those that the family needs, or to None if the family
+            cannot use them; None if the family uses the stock parameters.
+        config_path: the part of the model's config that describes the rotary modules, such as `text_config`;
+            empty if it is the config itself.
+        layer_types: for families with a table for each layer type: the type whose table is replaced, under
+            all its names. The tables of other types stay unchanged.
+        sections: whether positions may have three parts (time, height, width), each for some of the pairs.
+        layer_bases: the attribute of the config that lists the rotary base of each layer, 0 for a layer that
+            does not rotate; empty if all layers share one base.
+    """
+
+    model_types: tuple[str, ...]
+    rotary_paths: tuple[str, ...]
+    note: str
+    stock_rope_types: tuple[str, ...] | None = None
+    layout: Layout = "halves"
+    in_float32: tuple[str, ...] = ()
+    pairs: Literal["halves", "neighbours"] = "halves"
+    rotated: Literal["first", "last"] = "first"
+    rotates: Callable[[nn.Module], bool] | None = None
+    backwards: bool = False
+    normalises: Callable[[nn.Module], bool] | None = None
+    unreachable: str = ""
+    completes: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
+    config_path: str = ""
+    layer_types: tuple[str, ...] = ()
+    sections: bool = False
+    layer_bases: str = ""
+
+    def extends(self, module: nn.Module) -> bool:
+        """Whether an attention module rotates by the tables that a patch replaces."""
+        return self.rotates is None or self.rotates(module)
+
+    def accepts(self, rope_type: str) -> bool:
+        """Whether the family's own config class loads this `rope_type`."""
+        return self.stock_rope_types is None or rope_type in self.stock_rope_types
+
+    def rotary_config(self, config: Any) -> Any:
+        """The part of a model's config that describes its rotary modules."""
+        for name in filter(None, self.config_path.split(".")):
+            config = getattr(config, name)
+        return config
+
+    def layer_type(self, config: Any) -> str | None:
+        """The layer type whose table is replaced; None for families with one table for all layers.
+
+        Raises:
+            UnsupportedModelError: the model rotates no layer of that type.
+        """
+        if not self.layer_types:
+            return None
+        part = self.rotary_config(config)
+        for layer_type in self.layer_types:
+            if isinstance((part.rope_parameters or {}).get(layer_type), dict):
+                return layer_type
+        raise UnsupportedModelError(
+            f"this {config.model_type} model cannot be extended: it rotates no layer of type "
+            f"{' or '.join(self.layer_types)}, only "
+            f"{', '.join(name for name, value in (part.rope_parameters or {}).items() if value)}"
+        )
+
+    def bases(self, config: Any) -> list[float]:
+        """The rotary base of each layer, 0 for a layer that does not rotate; empty if all share one."""
+        if not self.layer_bases:
+            return []
+        return list(getattr(self.rotary_config(config), self.layer_bases, None) or ())
+
+    def rotary_modules(self, decoder: nn.Module) -> dict[str, Any]:
+        """The rotary modules of `decoder`, by path.
+
+        Raises:
+            UnsupportedModelError: a module is missing or has no table, for example in a newer transformers.
+        """
+        modules = {}
+        for path, module in self._at_paths(decoder):
+            tables = ("inv_freq", *(f"{layer_type}_inv_freq" for layer_type in self.layer_types))
+            if not any(isinstance(getattr(module, table, None), Tensor) for table in tables):
+                types = f" for layers of type {' or '.join(self.layer_types)}" if self.layer_types else ""
+                raise UnsupportedModelError(
+                    f"{type(decoder).__name__}.{path} is a {type(module).__name__} without a table of "
+                    f"inverse frequencies{types}, so rope_extend cannot tell how many channels it rotates; "
+                    f"the installed transformers may be newer than rope_extend supports"
+                )
+            modules[path] = module
+        return modules
+
+    def _at_paths(self, decoder: nn.Module) -> list[tuple[str, nn.Module]]:
+        modules: list[tuple[str, nn.Module]] = []
+        for path in self.rotary_paths:
+            pattern = re.escape(path).replace(re.escape("*"), "[^.]+")
+            if "*" in path:
+                matches = [item for item in decoder.named_modules() if re.fullmatch(pattern, item[0])]
+            else:
+                try:
+                    matches = [(path, decoder.get_submodule(path))]
+                except AttributeError:
+                    matches = []
+            if not matches:
+                raise UnsupportedModelError(
+                    f"{type(decoder).__name__} has no rotary module at {path!r}; the installed transformers "
+                    f"may be newer than rope_extend supports"
+                )
+            modules += matches
+        return modules
+
+
+REFUSED: dict[str, str] = {
+    "beam": "its full-attention layers do not rotate, and its other layers see a fixed local window only",
+    "deepseek_v4": "it rotates values as well as keys, so a factor on cos and sin would scale its output",
+    "recurrent_gemma": "its attention sees a fixed local window only, in texts of any length",
+}
+"""Causal families with a rotary module that are not supported, with the reason."""
+
+_WITHOUT_ROPE = {
+    "a learned vector for each position, and has none for positions beyond the last": (
+        "albert", "bart", "bert", "biogpt", "big_bird", "ctrl", "distilbert", "electra", "gpt2",
+        "gpt_bigcode", "gpt_neo", "imagegpt", "openai-gpt", "opt", "roberta", "whisper", "xlm-roberta",
+    ),
+    "ALiBi biases": ("bloom", "mpt"),
+    "relative position biases": ("t5", "mt5", "umt5", "longt5"),
+    "no position encoding, because its layers are recurrent": ("mamba", "mamba2", "falcon_mamba", "rwkv"),
+}  # fmt: skip
+"""Well-known families that do not use RoPE, by what they use instead."""
+
+_LOADED_AS = {"mllama_text_model": "mllama"}
+"""Model types of decoders that `AutoModelForCausalLM` takes out of a larger model: name to family."""
+
+
+@cache
+def _adapters() -> dict[str, FamilyAdapter]:
+    """Every adapter of `rope_extend.patches`, by model type."""
+    adapters: dict[str, FamilyAdapter] = {}
+    package = "rope_extend.patches"
+    for module in iter_modules(import_module(package).__path__):
+        shapes = import_module(f"{package}.{module.name}")
+        records: tuple[FamilyAdapter, ...] = getattr(shapes, "ADAPTERS", None) or (shapes.ADAPTER,)
+        for adapter in records:
+            for model_type in adapter.model_types:
+                if model_type in adapters:
+                    raise TypeError(f"two adapters in patches/ claim model_type {model_type!r}")
+                adapters[model_type] = adapter
+    return adapters
+
+
+def supported_families() -> list[str]:
+    """The `model_type`s that can be patched, sorted."""
+    return sorted(_adapters())
+
+
+def find_adapter(model_type: str) -> FamilyAdapter | None:
+    """The adapter of a family, or None."""
+    return _adapters().get(_LOADED_AS.get(model_type, model_type))
+
+
+def adapter_for(model_type: str) -> FamilyAdapter:
+    """The adapter of a family.
+
+    Raises:
+        UnsupportedModelError: there is none; the message gives the reason, or the nearest name and how to
+            add an adapter.
+    """
+    adapter = find_adapter(model_type)
+    if adapter is None:
+        if model_type in REFUSED:
+            raise UnsupportedModelError(f"{model_type!r} cannot be extended: {REFUSED[model_type]}")
+        for instead, model_types in _WITHOUT_ROPE.items():
+            if model_type in model_types:
+                raise UnsupportedModelError(
+                    f"{model_type!r} cannot be extended: it has no RoPE. It uses {instead}. "
+                    f"`rope-extend families` lists the supported families"
+                )
+        near = difflib.get_close_matches(model_type, supported_families(), n=1)
+        raise UnsupportedModelError(
+            f"no adapter for model_type {model_type!r}.{f' Did you mean {near[0]!r}?' if near else ''} "
+            f"`rope-extend families` lists the {len(supported_families())} supported ones. If the family "
+            f"uses RoPE, add patches/{model_type}.py; CONTRIBUTING.md explains how"
+        )
+    return adapter

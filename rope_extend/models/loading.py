@@ -1,0 +1,74 @@
+"""Loading by name: stock `from_pretrained`, with one clear error if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.families import adapter_for
+from rope_extend.models.locating import check_checkpoint
+
+
+def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
+    """`auto.from_pretrained(name, **kwargs)` for one of transformers' auto classes, without remote code.
+
+    Args:
+        auto: `AutoConfig`, `AutoTokenizer`, `AutoModelForCausalLM` or `GenerationConfig`.
+        name: a checkpoint's directory or hub id.
+        hint: added to the error message.
+        kwargs: as `from_pretrained` takes them.
+
+    Raises:
+        RopeExtendError: there is no such checkpoint, or it cannot be loaded.
+    """
+    if auto is not GenerationConfig:
+        kwargs["trust_remote_code"] = False  # if unset, transformers asks on the terminal
+    what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
+    advice = f"Give a hub id, or a directory with a transformers checkpoint (seen from {Path.cwd()}){hint}"
+    with one_error(f"cannot load the {what} of {name!r}", advice):
+        try:
+            check_checkpoint(str(name))
+        except RopeExtendError as error:
+            raise RopeExtendError(f"{str(error).rstrip('.')}{hint}" if hint else str(error)) from error
+        return auto.from_pretrained(name, **kwargs)
+
+
+@contextmanager
+def one_error(what: str, advice: str = "") -> Iterator[None]:
+    """Turn any error over a damaged checkpoint into a RopeExtendError that starts with `what`."""
+    try:
+        yield
+    except (RopeExtendError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        reason = f"{what}: {kind}{' '.join(str(error).split())}"
+        raise RopeExtendError(f"{reason.rstrip('.')}. {advice}" if advice else reason) from error
+
+
+def empty_model(name: str) -> nn.Module:
+    """The model of a checkpoint's config, on the meta device: no weights are read or allocated.
+
+    Raises:
+        RopeExtendError: no such checkpoint.
+        UnsupportedModelError: no adapter for the family.
+    """
+    config = pretrained(AutoConfig, name)
+    adapter_for(config.model_type)
+    with one_error(f"the config of {name!r} describes no model"), torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """The default dtype of frozen weights: bfloat16 on a GPU that supports it, else float32."""
+    if device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.bfloat16
+    return torch.float32

@@ -1,0 +1,74 @@
+"""Whether a checkpoint is a directory or a hub id, found out before transformers asks the network."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from rope_extend.errors import RopeExtendError
+
+TIMEOUT = 10.0
+"""Seconds to wait for the hub's answer; there is no second attempt."""
+
+
+def check_path(name: str) -> None:
+    """Refuse a name that can only be a path, if nothing has that path.
+
+    Raises:
+        RopeExtendError: there is no such file or directory; the message names the nearest.
+    """
+    if is_path(name) and not Path(name).expanduser().exists():
+        raise RopeExtendError(f"no such directory: {name!r} (seen from {Path.cwd()}).{_nearest(name)}")
+
+
+def is_path(name: str) -> bool:
+    """Whether a name cannot be a hub id, which is `NAME` or `OWNER/NAME`."""
+    return re.fullmatch(r"[\w.-]*\w[\w.-]*(/[\w.-]*\w[\w.-]*)?", name) is None or name.startswith(".")
+
+
+def check_checkpoint(name: str) -> None:
+    """Refuse a name that is neither a path, nor in the hub's cache, nor on the hub.
+
+    One request is made for a name that is neither a path nor cached. transformers would repeat it for half a
+    minute if there is no network, and then speak of the network where a path was mistyped.
+
+    Raises:
+        RopeExtendError: the name leads to no checkpoint.
+    """
+    check_path(name)
+    if Path(name).expanduser().exists():
+        return
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
+
+    files = ("config.json", "adapter_config.json")
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+        return
+    missing = f"no directory {name!r} (seen from {Path.cwd()}), and"
+    try:
+        get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=TIMEOUT)
+    except EntryNotFoundError:
+        return
+    except RepositoryNotFoundError as error:
+        raise RopeExtendError(
+            f"{missing} no model of that name on the hub, or it is private.{_nearest(name)}"
+        ) from error
+    except HfHubHTTPError:
+        return  # such as a gated model: transformers says what to do
+    except Exception as error:  # no network, a proxy, or offline mode: the classes differ between versions
+        raise RopeExtendError(
+            f"{missing} the hub cannot be asked for a model of that name ({type(error).__name__}). "
+            f"Check the path, or the network.{_nearest(name)}"
+        ) from error
+
+
+def _nearest(name: str) -> str:
+    """A hint at the most similar name in the same directory; empty if there is none."""
+    path = Path(name).expanduser()
+    try:
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f" Did you mean {str(path.with_name(near[0]))!r}?" if near else ""

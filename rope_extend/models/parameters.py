@@ -1,0 +1,113 @@
+"""The learned parameters of an encoding: a part of the model that is trained, moved and saved with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rope_extend.encodings import Encoding, ModelShape
+from rope_extend.errors import RopeExtendError
+
+LEARNED_FILE = "encoding.safetensors"
+"""The file of a checkpoint that holds learned parameters."""
+LEARNED = "rope_extend_learned"
+"""The attribute of a decoder that holds learned parameters while the patch is active."""
+_SHARED = "shared"
+
+
+class LearnedParameters(nn.Module):
+    """The learned parameters of an encoding, for each layer (`layer3.r1`) or for all (`shared.table`).
+
+    They start in float32 in a model of any dtype. `model.to(dtype)` casts them like other parameters, but
+    computations use them in float32.
+
+    Args:
+        encoding: an encoding with learned parameters.
+        shape: the numbers that the first values are computed from.
+        layers: indices of the layers that the encoding acts in.
+        device: device of the parameters.
+    """
+
+    def __init__(
+        self, encoding: Encoding, shape: ModelShape, layers: Sequence[int], device: torch.device
+    ) -> None:
+        super().__init__()
+        self.per_layer = encoding.per_layer
+        for name in [f"layer{layer}" for layer in layers] if encoding.per_layer else [_SHARED]:
+            values = {key: value.to(device, torch.float32) for key, value in encoding.initial(shape).items()}
+            self.add_module(name, nn.ParameterDict(values))
+
+    def of(self, layer: int | None = None) -> dict[str, Tensor]:
+        """The parameters of a layer, float32, by the names of `Encoding.initial`."""
+        values: Any = getattr(self, f"layer{layer}" if self.per_layer else _SHARED)
+        return {name: value.float() for name, value in values.items()}
+
+    def put(self, values: Mapping[str, Tensor], source: str, *, partial: bool = False) -> None:
+        """Copy values into the parameters, by full names such as `shared.table`.
+
+        `partial` allows values to be missing.
+
+        Raises:
+            RopeExtendError: names or shapes differ from those of the parameters. The message names `source`,
+                the file or model that the values come from.
+        """
+        parameters = dict(self.named_parameters())
+        wrong = values.keys() - parameters.keys() if partial else values.keys() ^ parameters.keys()
+        wrong |= {
+            name for name in parameters.keys() & values.keys() if parameters[name].shape != values[name].shape
+        }
+        if wrong:
+            name = min(wrong)
+            there, here = (
+                f"has shape {tuple(tensors[name].shape)}" if name in tensors else "is missing"
+                for tensors in (values, parameters)
+            )
+            raise RopeExtendError(
+                f"{source} does not fit this model: {name!r} {there} in the source, and {here} in the model"
+            )
+        with torch.no_grad():
+            for name, value in values.items():
+                parameters[name].copy_(value)
+
+
+def learned_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The learned parameters of a model's active encoding, by full name; empty if it has none."""
+    for module in model.modules():
+        learned = getattr(module, LEARNED, None)
+        if isinstance(learned, LearnedParameters):
+            return dict(learned.named_parameters())
+    return {}
+
+
+def write_learned(directory: Path, model: nn.Module) -> None:
+    """Write the learned parameters of the active encoding, if any, to `encoding.safetensors`.
+
+    They get a separate file, because neither an adapter nor a stock checkpoint can hold them.
+    """
+    values = {name: value.detach().float().contiguous() for name, value in learned_parameters(model).items()}
+    if values:
+        save_file(values, directory / LEARNED_FILE, metadata={"format": "pt"})
+
+
+def read_learned(directory: Path) -> dict[str, Tensor]:
+    """The values that `write_learned` wrote; empty if there is no such file.
+
+    Raises:
+        RopeExtendError: the file is damaged.
+    """
+    path = directory / LEARNED_FILE
+    try:
+        return load_file(path) if path.exists() else {}
+    except (OSError, SafetensorError) as error:
+        raise RopeExtendError(f"cannot read {path}: {error}; restore it, or save the model again") from error
+
+
+def is_learned(name: str) -> bool:
+    """Whether a parameter of a model, by its full name, belongs to its encoding."""
+    return LEARNED in name.split(".")

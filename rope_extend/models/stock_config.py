@@ -1,0 +1,162 @@
+"""Stock configs: the `config.rope_parameters` with which stock transformers computes an encoding."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings.core.checks import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.view import rotary_part, stock_table
+
+CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
+"""Rotary parameters that describe the model's shape, not its scaling, and are kept when that changes."""
+
+
+def stock_forms(
+    encoding: RopeEncoding, shape: RopeShape, pairs: int, softmax_scale: Mapping[str, Any] | None
+) -> Iterator[dict[str, Any]]:
+    """The `rope_parameters` that may express an encoding, the native form first.
+
+    With more than `dim/2` pairs, the form also has to express the pairs that do not rotate. `proportional`
+    has a share of rotating pairs, and `longrope` gets `ZERO_FREQUENCY_DIVISOR` for the others.
+    `softmax_scale` is the result of `softmax_scale_of`. A patch does not change it, so the form must give
+    the same scale.
+    """
+    for make in (encoding.rope_parameters, encoding.longrope_parameters):
+        with contextlib.suppress(RopeExtendError):
+            form = make(shape)
+            unrotated = pairs - shape.dim // 2
+            if unrotated:
+                share = shape.dim / (2 * pairs)
+                form["rope_theta"] = float(f"{form['rope_theta'] ** (1 / share):.12g}")
+                if form["rope_type"] in ("default", "linear"):
+                    form |= {"rope_type": "proportional", "partial_rotary_factor": share}
+                elif form["rope_type"] == "longrope":
+                    for name in ("short_factor", "long_factor"):
+                        form[name] = [*form[name], *[ZERO_FREQUENCY_DIVISOR] * unrotated]
+                    form["partial_rotary_factor"] = 1.0
+                else:
+                    continue
+            if softmax_scale is not None and "mscale_all_dim" in form:
+                form = {key: value for key, value in form.items() if key not in ("mscale", "mscale_all_dim")}
+                form["attention_factor"] = encoding.attention_factor(shape)
+            if softmax_scale is not None and form["rope_type"] != "default":
+                form.setdefault("factor", 1.0)  # transformers 5.17 requires one, without effect
+            if softmax_scale:
+                if form["rope_type"] != "longrope":
+                    continue
+                form |= softmax_scale
+            yield form
+
+
+def softmax_scale_of(base: Any) -> dict[str, Any] | None:
+    """The `rope_parameters` that set the scale of attention logits, as in DeepSeek's families.
+
+    None for the other families.
+    """
+    if not hasattr(sys.modules[type(base).__module__], "yarn_get_mscale"):
+        return None
+    _, parameters = rotary_part(base.config)
+    if not parameters.get("mscale_all_dim"):
+        return {}
+    return {key: parameters[key] for key in ("factor", "mscale_all_dim")}
+
+
+def stock_parameters(
+    encoding: RopeEncoding,
+    shape: RopeShape,
+    adapter: FamilyAdapter,
+    config: Any,
+    forms: Iterable[dict[str, Any]],
+    pairs: int,
+    target_length: int,
+) -> dict[str, Any] | None:
+    """The first of several `rope_parameters` with which the family's stock code computes the same tables.
+
+    None if there are none. A native form can fail: with several layer types, transformers ignores YaRN's
+    `truncate`.
+    """
+    for form in forms:
+        if not adapter.accepts(form["rope_type"]):
+            continue
+        if form["rope_type"] == "longrope" and not _takes_lists(adapter.rotary_config(config)):
+            continue
+        completed = form if adapter.completes is None else adapter.completes(form)
+        if completed is None:
+            continue
+        form = completed
+        if encoding.depends_on_length or form["rope_type"] == "default":
+            return form
+        changed = copy.deepcopy(config)
+        part, old = rotary_part(changed)
+        form = with_carried(form, old, shape.trained_length)
+        part.rope_parameters = nested(adapter, changed, form)
+        part.max_position_embeddings = encoding.max_position_embeddings(shape, target_length)
+        table, factor = stock_table(part, form["rope_type"], adapter.layer_type(changed), target_length)
+        ours, scale = encoding.inv_freq(shape), encoding.attention_factor(shape)
+        rotated, rest = table[: len(ours)], table[len(ours) :]
+        if (
+            abs(factor - scale) < 1e-4
+            and len(table) == pairs
+            and bool((rest < ZERO_FREQUENCY).all())
+            and torch.allclose(rotated, ours, rtol=1e-4, atol=ZERO_FREQUENCY)
+        ):
+            return form
+    return None
+
+
+def with_carried(
+    parameters: Mapping[str, Any], old: Mapping[str, Any], trained_length: int
+) -> dict[str, Any]:
+    """`rope_parameters` together with the old values that describe the model's shape, not its scaling."""
+    carried = {key: old[key] for key in CARRIED if key in old and key not in parameters}
+    merged = {**parameters, **carried}
+    if "llama_4_scaling_beta" in merged:  # queries are scaled by their distance from the trained window
+        merged.setdefault("original_max_position_embeddings", trained_length)
+    return merged
+
+
+def missing_attributes(config: Any) -> dict[str, Any]:
+    """Attributes that stock transformers needs for `yarn` and `dynamic`, and that this config leaves open."""
+    if getattr(config, "is_heterogeneous", False) or getattr(config, "head_dim", 0) is not None:
+        return {}
+    return {"head_dim": config.hidden_size // config.num_attention_heads}
+
+
+def window_attributes(config: Any, length: int, trained_length: int) -> dict[str, int]:
+    """The attributes of a config that hold its context window, with new values.
+
+    If a config has `original_max_position_embeddings`, transformers prefers it to the one in
+    `rope_parameters`.
+    """
+    window = {"max_position_embeddings": length}
+    if hasattr(config, "original_max_position_embeddings"):
+        window["original_max_position_embeddings"] = trained_length
+    return window
+
+
+def _takes_lists(config: Any) -> bool:
+    """Whether transformers can check the length of `longrope` lists.
+
+    It needs one head width for all layers, and raises if layers differ.
+    """
+    try:
+        return bool(getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
+    except RuntimeError:
+        return False
+
+
+def nested(adapter: FamilyAdapter, config: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` for a model's config, with new ones for the extended layer type."""
+    layer_type = adapter.layer_type(config)
+    if layer_type is None:
+        return parameters
+    return {**adapter.rotary_config(config).rope_parameters, layer_type: parameters}

@@ -1,0 +1,278 @@
+"""Facts about a model: what is inside wrappers, its rotary shape, its rotary tables and its layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rope_extend.encodings import Encoding, RopeShape
+from rope_extend.encodings.core.checks import ZERO_FREQUENCY
+from rope_extend.errors import RopeExtendError, UnsupportedModelError
+from rope_extend.models.families import adapter_for, find_adapter
+from rope_extend.models.rotary import ExtendedRotaryEmbedding
+
+logger = logging.getLogger(__name__)
+
+CONFIG_RECORD = "rope_extend"
+"""The attribute of `config` with the record of the patch; stock loaders keep it and ignore it."""
+
+
+def unwrap(model: nn.Module) -> Any:
+    """The transformers model inside PEFT, DistributedDataParallel and `torch.compile` wrappers.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    inner: Any = model
+    if isinstance(model, str | PathLike):
+        raise UnsupportedModelError(
+            f"this takes a loaded model, got the name {str(model)!r}. Load it first, with "
+            f"AutoModelForCausalLM.from_pretrained, or with rope_extend.load if rope_extend saved it"
+        )
+    while not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):  # peft
+            inner = inner.get_base_model()
+        elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):  # torch.compile
+            inner = inner._orig_mod
+        elif isinstance(getattr(inner, "module", None), nn.Module):  # data parallel wrappers
+            inner = inner.module
+        else:
+            raise UnsupportedModelError(
+                f"this needs a transformers model, got {type(model).__name__}; load one, for example with "
+                f"AutoModelForCausalLM.from_pretrained"
+            )
+    return inner
+
+
+def rotary_part(config: Any) -> tuple[Any, dict[str, Any]]:
+    """The part of a model's config that describes its rotary modules, and its `rope_parameters`.
+
+    For most families that part is the config itself. If `rope_parameters` are nested by layer type, those of
+    the extended layers are returned.
+
+    Raises:
+        UnsupportedModelError: the model rotates no layer of the type that is extended.
+    """
+    adapter = find_adapter(config.model_type)
+    if adapter is None:
+        return config, config.rope_parameters or {}
+    part, layer_type = adapter.rotary_config(config), adapter.layer_type(config)
+    parameters = part.rope_parameters or {}
+    return part, parameters if layer_type is None else parameters[layer_type]
+
+
+def layer_config(config: Any) -> Any:
+    """The config of the extended layers; heterogeneous models have one for each layer type."""
+    adapter = find_adapter(config.model_type)
+    part, _ = rotary_part(config)
+    layer_type = adapter.layer_type(config) if adapter else None
+    if layer_type and getattr(part, "is_heterogeneous", False):
+        return part.per_layer_config[layer_type]
+    return part
+
+
+def layer_types_except_full_attention(config: Any) -> set[str]:
+    """The layer types of a text config except full attention over all tokens."""
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if not layer_types and getattr(config, "sliding_window", None):  # in all layers
+        layer_types = {"sliding_attention"}
+    return layer_types - {"full_attention"}
+
+
+def trained_length_of(config: Any) -> int:
+    """The window, in tokens, that a checkpoint was pretrained on, before any scaling in its config.
+
+    Raises:
+        RopeExtendError: the config does not say. With `linear` scaling, `max_position_embeddings` is the
+            trained length in some checkpoints and the scaled one in others.
+    """
+    record = config_record(config)
+    if record is not None:
+        return RopeShape(**record["shape"]).trained_length
+    config, parameters = rotary_part(config)
+    rope_type = parameters.get("rope_type", "default")
+    original = parameters.get("original_max_position_embeddings")
+    plain = rope_type == "proportional" and parameters.get("factor", 1.0) == 1.0
+    if plain or rope_type == "default" or rope_type == "dynamic":
+        return int(config.max_position_embeddings)
+    if original is None:
+        original = getattr(config, "original_max_position_embeddings", None)
+    if original is None:
+        raise RopeExtendError(
+            f"this checkpoint already has {rope_type!r} scaling (factor {parameters.get('factor')}), but its "
+            f"config does not say which window it was pretrained on; max_position_embeddings is "
+            f"{config.max_position_embeddings}. Give trained_length= (--trained-length on the command line)"
+        )
+    return int(original)
+
+
+def config_record(config: Any) -> dict[str, Any] | None:
+    """The record that rope_extend wrote into a config, or None.
+
+    `{"encoding": ..., "shape": ..., "target_length": ..., "rope_parameters": ...}`. If the record's
+    `rope_parameters` are no longer those of the config, somebody has edited the config. The record is then
+    ignored with a warning.
+
+    Raises:
+        RopeExtendError: the record is damaged.
+    """
+    record = getattr(config, CONFIG_RECORD, None)
+    if record is None:
+        return None
+    try:
+        RopeShape(**record["shape"])
+        Encoding.from_dict(record["encoding"])
+        recorded = dict(record["rope_parameters"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise RopeExtendError(
+            f"config.{CONFIG_RECORD} is damaged ({error}): {record!r}; remove it, and the "
+            f"checkpoint loads by its rope_parameters"
+        ) from error
+    _, current = rotary_part(config)
+    if all(current.get(key) == value for key, value in recorded.items()):
+        return dict(record)
+    logger.warning(
+        "config.%s is ignored: it was written for other rope_parameters than the present %s",
+        CONFIG_RECORD, current,
+    )  # fmt: skip
+    return None
+
+
+def shape_of(model: nn.Module, trained_length: int | None = None) -> RopeShape:
+    """The rotary shape of a model as it was pretrained: rotated channels, base, trained window.
+
+    Raises:
+        UnsupportedModelError: the family has no adapter.
+        RopeExtendError: the config does not say which window it was trained on, or `trained_length` is
+            invalid.
+    """
+    base = unwrap(model)
+    config = base.config
+    adapter = adapter_for(config.model_type)
+    modules = adapter.rotary_modules(base.base_model)
+    _, parameters = rotary_part(config)
+    record = config_record(config)
+    theta = record["shape"]["theta"] if record else parameters.get("rope_theta")
+    if theta is None:
+        raise RopeExtendError(
+            f"config.rope_parameters of this {config.model_type} model has no rope_theta, only "
+            f"{parameters}; set it to the base that the model was pretrained with"
+        )
+    channels, widths = set(), set()
+    for module in modules.values():
+        table, _ = active_table(module, config, 1)
+        channels.add(2 * len(table))
+        widths.add(
+            module.shape.dim
+            if isinstance(module, ExtendedRotaryEmbedding)
+            else record["shape"]["dim"]
+            if record
+            else 2 * int((table > ZERO_FREQUENCY).sum())
+        )
+    if not record and len(widths) == len(channels) == 1:
+        # "Proportional" rotary: the exponents count all channels, but only the fastest pairs rotate.
+        theta **= min(widths) / min(channels)
+    if len(widths) != 1:
+        raise UnsupportedModelError(f"the rotary modules of this model differ in width: {sorted(widths)}")
+    bases = {base for base in adapter.bases(config) if base}
+    if len(bases) > 1:
+        raise UnsupportedModelError(f"the layers of this model differ in base: {sorted(bases)}")
+    if trained_length is None:
+        trained_length = trained_length_of(config)
+    return RopeShape(widths.pop(), theta, trained_length)
+
+
+def active_table(module: Any, config: Any, seq_len: int) -> tuple[Tensor, float]:
+    """`(inv_freq [dim/2] float64, attention factor)` that a rotary module uses for `seq_len` tokens.
+
+    `config` is the model's. If the module has several tables, that of the extended layers is returned.
+    """
+    with torch.device("cpu"):  # the caller may have another default device
+        if isinstance(module, ExtendedRotaryEmbedding):
+            return (
+                module.pad_unrotated(module.encoding.inv_freq(module.shape, seq_len)),
+                module.encoding.attention_factor(module.shape, seq_len),
+            )
+        # From the stock formula: the module's buffer may have been rounded by a cast of the model.
+        part, _ = rotary_part(config)
+        adapter = find_adapter(config.model_type)
+        layer_type = adapter.layer_type(config) if adapter else None
+        rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        if rope_type != "default":
+            return stock_table(part, rope_type, layer_type, seq_len)
+        arguments = {} if layer_type is None else {"layer_type": layer_type}
+        table, factor = module.compute_default_rope_parameters(layer_config(config), **arguments)
+        return table.to("cpu", torch.float64), float(factor)
+
+
+def stock_table(config: Any, rope_type: str, layer_type: str | None, seq_len: int) -> tuple[Tensor, float]:
+    """The table that transformers computes from the config of a rotary module.
+
+    For every `rope_type` except `default`.
+    """
+    arguments = {} if layer_type is None else {"layer_type": layer_type}
+    table, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len, **arguments)
+    return table.to("cpu", torch.float64), float(factor)
+
+
+class DecoderLayers(NamedTuple):
+    """The list of a decoder's layers, and where it is."""
+
+    parent: nn.Module
+    """The module that holds the list."""
+    name: str
+    """The attribute of `parent` that is the list."""
+    layers: nn.ModuleList
+    complete: bool
+    """Whether these are all layers that a token passes through, one entry for each."""
+
+
+def decoder_layers(model: nn.Module) -> DecoderLayers | None:
+    """The layers of a model's text decoder, from the nearest module that holds the rotary module.
+
+    None if they are not in one list, or if the family has no adapter.
+    """
+    base = unwrap(model)
+    decoder, adapter = base.base_model, find_adapter(base.config.model_type)
+    if adapter is None:
+        return None
+    steps = adapter.rotary_paths[0].split(".")
+    steps = steps[: steps.index("*")] if "*" in steps else steps
+    for depth in range(len(steps) - 1, -1, -1):
+        parent = decoder.get_submodule(".".join(steps[:depth]))
+        for name in ("layers", "h"):
+            layers = getattr(parent, name, None)
+            if isinstance(layers, nn.ModuleList) and len(layers):
+                count = base.config.get_text_config(decoder=True).num_hidden_layers
+                embeds = any(isinstance(module, nn.Embedding) for module in parent.modules())
+                complete = len(layers) == count and embeds  # BLT has more layers before and after
+                return DecoderLayers(parent, name, layers, complete)
+    return None
+
+
+def length_groups(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
+    """Groups of sequence lengths for which the model uses equal rotary tables, each group ascending.
+
+    One forward over the longest of a group gives the losses at all its lengths. Static encodings have one
+    group. Dynamic NTK per row has one for all lengths within the trained window and one for each beyond.
+
+    Raises:
+        UnsupportedModelError: the family has no adapter.
+    """
+    base = unwrap(model)
+    modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
+    if all(isinstance(m, ExtendedRotaryEmbedding) and not m.encoding.per_row for m in modules.values()):
+        return [sorted(set(lengths))]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for length in sorted(set(lengths)):
+        tables = [active_table(module, base.config, length) for module in modules.values()]
+        key = tuple((tuple(table.tolist()), factor) for table, factor in tables)
+        groups.setdefault(key, []).append(length)
+    return list(groups.values())

@@ -1,0 +1,1 @@
+"""Pictures: one style, and the figures by what they show."""

@@ -1,0 +1,171 @@
+"""A fine-tuning run: loss, perplexity before and after, and the distances that sampled positions cover."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.plots.style import (
+    DASHES,
+    INK,
+    PALETTE,
+    PLAIN,
+    Canvas,
+    draw_line,
+    length_axis,
+    mark_window,
+    name_ends,
+    perplexity_axis,
+)
+from rope_extend.units import format_length
+
+
+def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = None) -> Path:
+    """Draw the loss against the step, from a run's `metrics.jsonl`, with its running mean.
+
+    A second panel shows the norm of the gradient before clipping, if the file has it.
+
+    Args:
+        metrics: a file of JSON lines. Lines with `step` and `loss` (nats per token) are drawn.
+        path: the output file; the suffix gives the format: .png, .svg or .pdf.
+        title: the heading.
+
+    Raises:
+        RopeExtendError: the file is missing or has no loss in it, or the format is unknown.
+    """
+    metrics = Path(metrics)
+    if not metrics.is_file():
+        raise RopeExtendError(f"no training log at {str(metrics)!r}; a fine-tuning run writes metrics.jsonl")
+    points = []
+    for text in metrics.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(json.JSONDecodeError, KeyError):  # a line that was cut off, or has no loss
+            line = json.loads(text)
+            points.append((line["step"], line["loss"], line.get("grad_norm", math.nan)))
+    if not points:
+        raise RopeExtendError(f"no line of {str(metrics)!r} has a 'step' and a 'loss'")
+    steps, losses, norms = np.array(points, dtype=np.float64).T
+    width = max(1, len(losses) // 10)
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    starts = np.maximum(np.arange(1, len(losses) + 1) - width, 0)
+    means = (sums[1:] - sums[starts]) / (np.arange(1, len(losses) + 1) - starts)
+
+    subtitle = f"each step, and the mean of the last {width}" if width > 1 else "each step"
+    known = np.isfinite(norms) & (norms > 0)
+    canvas = Canvas(path, title or "Training", subtitle, panels=2 if known.any() else 1)
+    axes = canvas.axes
+    marker = "o" if len(steps) < 3 else ""  # one point is no line
+    axes.plot(steps, losses, color=PALETTE[0], alpha=0.35, linewidth=1, marker=marker)
+    axes.plot(steps, means, color=PALETTE[0], linewidth=2)
+    axes.set_ylabel("loss, nats per token", color=INK)
+    if known.any():
+        axes = canvas.panels[1]
+        axes.plot(steps[known], norms[known], color=PALETTE[1], linewidth=1, marker=marker)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+        axes.set_ylabel("norm of the gradient", color=INK)
+    axes.set_xlabel("step", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    return canvas.save()
+
+
+def plot_course(
+    curves: Mapping[int, Mapping[int, float]],
+    trained_length: int,
+    path: str | Path,
+    *,
+    title: str | None = None,
+) -> Path:
+    """Draw perplexity against length before a run, at each evaluation during it, and after.
+
+    Args:
+        curves: perplexity by length in tokens, by the step after which it was measured; 0 is before training.
+        trained_length: the window the model was pretrained with, in tokens.
+        path: the output file; the suffix gives the format: .png, .svg or .pdf.
+        title: the heading.
+
+    Raises:
+        RopeExtendError: there is nothing to draw, or the format is unknown.
+    """
+    if not any(curves.values()):
+        raise RopeExtendError("nothing to draw: no perplexity was measured")
+    order = sorted(step for step, curve in curves.items() if curve)
+    subtitle = "dashed: before training; thin: during it" if len(order) > 2 else ""
+    canvas = Canvas(path, title or "Perplexity before and after training", subtitle, room=16)
+    axes = canvas.axes
+    ends = []
+    for step in order:
+        lengths, values = np.array(sorted(curves[step].items()), dtype=np.float64).T
+        if step not in (order[0], order[-1]):
+            axes.plot(lengths, values, color=PALETTE[0], alpha=0.3, linewidth=1)
+            continue
+        dashes = DASHES["fine-tuned" if step else "untrained"][0]
+        ends += draw_line(
+            axes, lengths, values, f"step {step:,}" if step else "before", marker="o", markersize=5.5,
+            color=PALETTE[0] if step else PLAIN, linestyle=dashes,
+        )  # fmt: skip
+    perplexity_axis(axes)
+    length_axis(axes, sorted({length for curve in curves.values() for length in curve}), "length, tokens")
+    mark_window(axes, trained_length)
+    name_ends(axes, ends)
+    return canvas.save()
+
+
+def plot_distances(positions: str | Path, path: str | Path, *, title: str | None = None) -> Path:
+    """Draw how often a run with sampled positions saw each distance between a query and a key.
+
+    The dashed line shows the same for an equal number of blocks with consecutive positions; it ends at the
+    length of a block. A gap in the line means that no pair had that distance.
+
+    Args:
+        positions: the `positions.json` of a run.
+        path: the output file; the suffix gives the format: .png, .svg or .pdf.
+        title: the heading.
+
+    Raises:
+        RopeExtendError: the file is missing or is not such a report, or the format is unknown.
+    """
+    positions = Path(positions)
+    if not positions.is_file():
+        raise RopeExtendError(
+            f"no report on positions at {str(positions)!r}; a fine-tuning run with sampled positions writes "
+            "positions.json"
+        )
+    try:
+        data = json.loads(positions.read_text(encoding="utf-8"))
+        groups = [(g["from"], g["to"], g["pairs"] / (g["to"] - g["from"])) for g in data["distances"]]
+        starts, stops, pairs = np.array(groups, dtype=np.float64).T
+        block, sequences, trained = data["block_length"], data["sequences"], data["trained_length"]
+        name, share = data["sampler"], 100 * data["seen_beyond"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RopeExtendError(f"{positions} is not a report on positions: {error!r}") from error
+    subtitle = (
+        f"{sequences:,} blocks of {format_length(block)}; of the distances beyond the trained window "
+        f"{share:.3g} % were seen"
+    )
+    canvas = Canvas(path, title or f"Distances seen in training: {name}", subtitle, room=16)
+    axes = canvas.axes
+    pairs[pairs == 0] = np.nan
+    middles = (starts + stops - 1) / 2
+    axes.plot(middles, pairs, color=PALETTE[0], linewidth=1.8, zorder=3)
+    distances = np.arange(block)
+    axes.plot(distances, sequences * (block - distances), color=PLAIN, linestyle=(0, (4, 2)), linewidth=1.4)
+    axes.set_yscale("log")
+    axes.set_xlabel("distance between query and key, tokens", color=INK)
+    axes.set_ylabel("pairs at each distance", color=INK)
+    axes.set_xlim(0, stops[-1])
+    ticks = [stops[-1] * part / 4 for part in range(5)]
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
+    axes.yaxis.set_minor_locator(NullLocator())
+    mark_window(axes, trained)
+    axes.annotate(
+        "consecutive", (block, sequences), (4, 0), textcoords="offset points", color=PLAIN, fontsize=9
+    )
+    return canvas.save()

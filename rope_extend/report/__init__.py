@@ -1,0 +1,1 @@
+"""Markdown tables, HTML pages and library versions for every report."""

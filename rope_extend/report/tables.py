@@ -1,0 +1,72 @@
+"""Tables that can be shown as Markdown and as HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class TwoLines(NamedTuple):
+    """A cell with a second line in small letters, which Markdown leaves out."""
+
+    text: str
+    small: str
+
+
+Line = Sequence["str | TwoLines"]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table with a heading and notes.
+
+    Attributes:
+        heading: what the table shows.
+        lines: the head, then the rows; the first cell of a row is its name.
+        notes: what a reader must know, one sentence each.
+    """
+
+    heading: str
+    lines: Sequence[Line]
+    notes: Sequence[str] = ()
+
+    def markdown(self, *, heading: bool = True) -> str:
+        """The heading with a colon, the table, and the notes as a list."""
+        parts = [f"{self.heading}:"] if heading else []
+        parts.append(markdown_table(self.lines))
+        if self.notes:
+            parts.append("\n".join(f"- {note}" for note in self.notes))
+        return "\n\n".join(parts)
+
+
+def markdown_table(lines: Sequence[Line]) -> str:
+    """A Markdown table with aligned columns: names to the left, numbers to the right."""
+    texts = [[cell.text if isinstance(cell, TwoLines) else cell for cell in line] for line in lines]
+    widths = [max(2, *(len(line[column]) for line in texts)) for column in range(len(texts[0]))]
+    rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
+    return "\n".join(
+        "| " + " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + " |"
+        for line in (texts[0], rule, *texts[1:])
+    )
+
+
+def number(value: float | None) -> str:
+    """A perplexity with at least three digits: 9.87, 98.7, 987, 9,877; a dash for None."""
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.{2 if value < 20 else 1 if value < 200 else 0}f}"
+
+
+def interval(low: float | None, high: float | None, form: str = "+.4f") -> str:
+    """Both ends of an interval, or a dash for None."""
+    return "–" if low is None or high is None else f"{signed(low, form)} … {signed(high, form)}"
+
+
+def signed(value: float, form: str = "+.4f") -> str:
+    """A difference with its sign; zero is written as +0."""
+    text = f"{value:{form}}"
+    return text.replace("-", "+") if float(text) == 0 else text

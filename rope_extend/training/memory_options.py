@@ -1,0 +1,530 @@
+"""Memory options of training: gradient checkpointing, MLPs in tiles, and checkpoints in host memory.
+
+An option changes when a tensor exists, not what is computed: gradients stay the same. The options work on the
+layers of any family of transformers, and one call removes them.
+
+=========================  =====================================  ==========================================
+option                     memory saved                           cost
+=========================  =====================================  ==========================================
+gradient checkpointing     all of a layer but its input           each layer is computed again, except the
+                                                                  product with its last frozen matrix
+MLP in tiles               the MLP's wide inner states            with checkpointing, that last product too;
+                                                                  alone, each MLP is computed again
+offload of checkpoints     the inputs of the layers               copies, in parallel with the computation
+=========================  =====================================  ==========================================
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import activations
+from transformers.pytorch_utils import Conv1D
+
+from rope_extend.errors import RopeExtendError
+
+logger = logging.getLogger(__name__)
+
+TILE = 1024
+"""Default number of tokens per tile of an MLP: enough to keep a GPU busy."""
+
+_RECOMPUTE = "_gradient_checkpointing_func"
+"""The attribute in which transformers gives each layer its checkpointing function."""
+
+MLP_NAMES = ("mlp", "feed_forward")
+"""Names of the MLP in the decoder layers of all families."""
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """The memory options of a run.
+
+    Attributes:
+        gradient_checkpointing: recompute each layer in the backward pass.
+        mlp_tiles: number of tokens that an MLP computes at a time; 0 for all.
+        offload_checkpoints: keep the inputs of the recomputed layers in host memory.
+
+    Raises:
+        RopeExtendError: `offload_checkpoints` without `gradient_checkpointing`.
+    """
+
+    gradient_checkpointing: bool = False
+    mlp_tiles: int = 0
+    offload_checkpoints: bool = False
+
+    def __post_init__(self) -> None:
+        if self.offload_checkpoints and not self.gradient_checkpointing:
+            raise RopeExtendError(
+                "offload_checkpoints keeps the inputs of recomputed layers in host memory, but without "
+                "gradient_checkpointing no layer is recomputed; set gradient_checkpointing to true or auto"
+            )
+
+    @property
+    def parts(self) -> list[str]:
+        """The options that are on, in words."""
+        parts = ["gradient checkpointing"] if self.gradient_checkpointing else []
+        parts += [f"MLP in tiles of {self.mlp_tiles:,} tokens"] if self.mlp_tiles else []
+        return parts + (["checkpoints offloaded to host memory"] if self.offload_checkpoints else [])
+
+    def __str__(self) -> str:
+        return ", ".join(self.parts) or "none"
+
+
+def apply_memory_options(model: Any, memory_options: MemoryOptions) -> ExitStack:
+    """Turn on memory options of a transformers model.
+
+    Args:
+        model: the model itself, with or without adapter layers; not a wrapper.
+        memory_options: the options.
+
+    Returns:
+        A context manager that turns them off on exit; so does its `close`.
+
+    Raises:
+        RopeExtendError: the model does not support one of the options.
+    """
+    with ExitStack() as stack:
+        if memory_options.gradient_checkpointing and not recomputes(model):
+            raise RopeExtendError(
+                f"{type(model).__name__} does not support gradient checkpointing; set "
+                "gradient_checkpointing to false or auto"
+            )
+        set_gradient_checkpointing(model, memory_options.gradient_checkpointing)
+        stack.callback(set_gradient_checkpointing, model, False)
+        if memory_options.gradient_checkpointing:
+            stack.enter_context(_frozen_products_last(model))
+        if memory_options.offload_checkpoints:
+            stack.enter_context(_offloaded(model))
+        if memory_options.mlp_tiles:
+            stack.enter_context(tiled(model, memory_options.mlp_tiles))
+        return stack.pop_all()
+    raise AssertionError("unreachable")
+
+
+def expand_segments(setting: bool | str) -> None:
+    """Let the CUDA allocator grow its segments, which reduces fragmentation.
+
+    Has an effect only if CUDA is not yet initialized in this process. A setting in the user's environment is
+    kept.
+
+    Args:
+        setting: True, False, or `auto`: on if there is a GPU.
+    """
+    if setting is False:
+        return
+    if not torch.cuda.is_available():
+        if setting is True:
+            logger.info("expandable_segments has no effect: there is no GPU")
+        return
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    present = os.environ.get(name) or os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments" in present:
+        return
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if setting is True:
+            logger.warning(
+                "expandable_segments has no effect: CUDA is already initialized; set "
+                "%s=expandable_segments:True before the program starts", name,
+            )  # fmt: skip
+        return
+    os.environ[name] = ",".join(filter(None, (present, "expandable_segments:True")))
+
+
+def recomputes(model: Any) -> bool:
+    """Whether transformers supports gradient checkpointing of this model."""
+    return bool(model.supports_gradient_checkpointing)
+
+
+def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
+    """Turn gradient checkpointing of a transformers model on or off."""
+    if not enabled and not recomputes(model):
+        return
+    action = "enable" if enabled else "disable"
+    # Newer releases of transformers rename the methods, and warn about the old names.
+    method = getattr(model, f"activation_checkpointing_{action}", None)
+    method = method or getattr(model, f"gradient_checkpointing_{action}")
+    # Not reentrant: otherwise gradients would not reach LoRA behind a frozen embedding.
+    method(*[{"use_reentrant": False}] if enabled else [])
+
+
+@contextmanager
+def _frozen_products_last(model: nn.Module) -> Iterator[None]:
+    """Compute LoRA's products of the last matrix of each layer before the frozen product.
+
+    A layer is recomputed up to the last tensor that it saves. In peft, LoRA's products come last and save
+    tensors, so the frozen product, a quarter of a Llama's layer, would be recomputed for nothing.
+    """
+    last = []
+    for layer in model.modules():
+        if _RECOMPUTE in vars(layer):
+            adapted = [part for part in layer.modules() if type(part).forward is LoraLinear.forward]
+            last += [part for part in adapted[-1:] if "forward" not in vars(part)]
+    for part in last:
+        part.__dict__["forward"] = partial(_frozen_product_last, part)
+    try:
+        yield
+    finally:
+        for part in last:
+            part.__dict__.pop("forward", None)
+
+
+def _frozen_product_last(part: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Return exactly what `peft.tuners.lora.Linear` returns for `x`, `[..., D]`."""
+    active = [name for name in part.active_adapters if name in part.lora_A]
+    if part.disable_adapters or part.merged or len(active) != 1 or active[0] in part.lora_variant or kwargs:
+        return LoraLinear.forward(part, x, *args, **kwargs)
+    (name,) = active
+    inner = part._cast_input_dtype(x, part.lora_A[name].weight.dtype)
+    added = part.lora_B[name](part.lora_A[name](part.lora_dropout[name](inner))) * part.scaling[name]
+    frozen = part.base_layer(x, *args)
+    return (frozen + added).to(frozen.dtype)
+
+
+@contextmanager
+def _offloaded(model: nn.Module) -> Iterator[None]:
+    """Keep the inputs of checkpointed layers in host memory until the layers are recomputed."""
+    layers = [module for module in model.modules() if _RECOMPUTE in vars(module)]
+    before = [getattr(layer, _RECOMPUTE) for layer in layers]
+    offload = HostOffload()
+    for layer, run in zip(layers, before, strict=True):
+        setattr(layer, _RECOMPUTE, partial(offload.checkpoint, run))
+    try:
+        yield
+    finally:
+        for layer, run in zip(layers, before, strict=True):
+            setattr(layer, _RECOMPUTE, run)
+
+
+class _OffloadedTensor:
+    """A tensor that was moved to host memory.
+
+    Attributes:
+        before: the tensor that was moved before it.
+        host: the copy in host memory; None on the meta device.
+        back: the copy on the device, once the transfer back has started.
+        arrived: CUDA event that marks the end of that transfer.
+    """
+
+    def __init__(self, tensor: Tensor, before: _OffloadedTensor | None) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.before = weakref.ref(before) if before is not None else None
+        self.host: Tensor | None = None
+        self.back: Tensor | None = None
+        self.arrived: Any = None
+
+
+class HostOffload:
+    """Moves the inputs of checkpointed layers to pinned host memory and back, in parallel with computation.
+
+    On a GPU, both transfers run on a separate stream. While a layer computes, its input is copied to the
+    host. While a layer is recomputed, the input of the layer before it is copied back. At most two inputs are
+    in transfer, and the computation waits for the older one. So memory is freed in the order of the compute
+    stream, however far Python runs ahead of the GPU. On a CPU, where all memory is host memory, a copy is
+    kept.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self._leaving: deque[tuple[Tensor, Any]] = deque()
+        self._last: weakref.ref[_OffloadedTensor] | None = None
+
+    def checkpoint(self, run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a checkpointed layer, as `torch.utils.checkpoint.checkpoint` would, with its input offloaded.
+
+        Args:
+            run: the checkpointing function.
+            function: the layer's forward.
+            args: arguments of the layer, hidden states first.
+            kwargs: arguments of the checkpointing function.
+        """
+        states = args[0] if args else None
+        if not (isinstance(states, Tensor) and states.is_floating_point() and torch.is_grad_enabled()):
+            return run(function, *args, **kwargs)
+        storage = states.untyped_storage()._cdata
+
+        def pack(tensor: Tensor) -> Any:
+            # Only the hidden states: all layers share rotary tables and masks, which stay on the device.
+            return self._offload(tensor) if tensor.untyped_storage()._cdata == storage else tensor
+
+        # Checkpointing saves the inputs of a layer under these hooks, and uses its own inside the layer.
+        with saved_tensors_hooks(pack, self._return):
+            return run(function, *args, **kwargs)
+
+    def _offload(self, tensor: Tensor) -> _OffloadedTensor:
+        kept = _OffloadedTensor(tensor, self._last() if self._last is not None else None)
+        self._last = weakref.ref(kept)
+        if tensor.is_cuda:
+            compute, side = torch.cuda.current_stream(tensor.device), self._side(tensor.device)
+            kept.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            side.wait_stream(compute)
+            with torch.cuda.stream(side):
+                kept.host.copy_(tensor, non_blocking=True)
+            self._release(1)
+            self._leaving.append((tensor, side.record_event()))
+        elif not tensor.is_meta:  # a dry run counts the memory of the device only
+            kept.host = tensor.clone()
+        return kept
+
+    def _return(self, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self._release(0)
+        self._fetch(kept)
+        before = kept.before and kept.before()
+        if before is not None:
+            self._fetch(before)
+        if kept.arrived is not None:
+            torch.cuda.current_stream(kept.device).wait_event(kept.arrived)
+        tensor, kept.back = kept.back, None
+        assert tensor is not None
+        return tensor
+
+    def _fetch(self, kept: _OffloadedTensor) -> None:
+        """Start the transfer of a tensor back to the device, once."""
+        if kept.back is not None:
+            return
+        if kept.host is None:
+            kept.back = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
+        elif kept.device.type != "cuda":
+            kept.back = kept.host
+        else:
+            side = self._side(kept.device)
+            # Allocated on the compute stream, where it is used and freed.
+            kept.back = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
+            side.wait_stream(torch.cuda.current_stream(kept.device))
+            with torch.cuda.stream(side):
+                kept.back.copy_(kept.host, non_blocking=True)
+            kept.arrived = side.record_event()
+
+    def _release(self, keep: int) -> None:
+        """Free the device memory of offloaded tensors, except the latest `keep`."""
+        while len(self._leaving) > keep:
+            tensor, left = self._leaving.popleft()
+            torch.cuda.current_stream(tensor.device).wait_event(left)
+
+    def _side(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+
+@dataclass(frozen=True)
+class Tileable:
+    """The MLPs of a model that can run in tiles.
+
+    Attributes:
+        modules: MLPs that compute each token independently.
+        reasons: why other MLPs cannot run in tiles, each reason once.
+    """
+
+    modules: tuple[nn.Module, ...]
+    reasons: tuple[str, ...]
+
+
+def tileable(model: nn.Module) -> Tileable:
+    """Find the MLPs that can run in tiles: those that consist of linear layers, norms and activations only.
+
+    Mixtures of experts are excluded: their routing of a token may depend on other tokens.
+    """
+    modules: list[nn.Module] = []
+    reasons: dict[str, None] = {}
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in MLP_NAMES:
+            reason = _not_token_wise(module)
+            if reason is None:
+                modules.append(module)
+            else:
+                reasons[reason] = None
+    if not modules and not reasons:
+        reasons[f"{type(model).__name__} has no layer named {' or '.join(MLP_NAMES)}"] = None
+    return Tileable(tuple(modules), tuple(reasons))
+
+
+def _not_token_wise(module: nn.Module) -> str | None:
+    """Why an MLP cannot run in tiles; None if it can."""
+    kind = type(module).__name__
+    parameters = inspect.signature(module.forward).parameters.values()
+    required = [parameter for parameter in parameters if parameter.default is parameter.empty]
+    if len(required) != 1:
+        return f"{kind} needs more than hidden states"
+    if weight := next((name for name, _ in module.named_parameters(recurse=False)), None):
+        return f"{kind} itself has the weight {weight}"
+    layers = [module]
+    while layers:
+        for part in layers.pop().children():
+            inner = part.get_base_layer() if isinstance(part, BaseTunerLayer) else part  # without its adapter
+            if not _is_token_wise(inner):
+                kind_of_part = type(inner).__name__
+                return f"{kind} holds a {kind_of_part}, which may not compute each token independently"
+            if isinstance(inner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+                layers.append(inner)
+    return None
+
+
+def _is_token_wise(part: nn.Module) -> bool:
+    """Whether a part of an MLP computes each token independently, as far as is known."""
+    known = (nn.Linear, Conv1D, nn.Dropout, nn.Identity, nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    if isinstance(part, known):
+        return True
+    home, name = type(part).__module__, type(part).__name__
+    return home in (nn.modules.activation.__name__, activations.__name__) or "Norm" in name
+
+
+@contextmanager
+def tiled(model: nn.Module, tokens: int) -> Iterator[Tileable]:
+    """Run the MLPs of a model over `tokens` at a time, and recompute each tile in the backward pass.
+
+    Sums over tokens are computed tile by tile, so outputs and gradients are equal to those without tiles
+    within the rounding of the dtype. Dropout in an MLP draws for each tile, so its draws differ.
+
+    Args:
+        model: a transformers model, with or without adapter layers.
+        tokens: tokens per tile, counted over the batch; at least one of each sequence.
+
+    Raises:
+        RopeExtendError: no MLP of the model can run in tiles.
+    """
+    found = tileable(model)
+    if not found.modules:
+        raise RopeExtendError(
+            f"no MLP of {type(model).__name__} can run in tiles: {'; '.join(found.reasons)}. Set mlp_tiles "
+            "to auto or 0"
+        )
+    # An instance may already have a forward from elsewhere, such as accelerate.
+    before = [vars(module).get("forward") for module in found.modules]
+    for module in found.modules:
+        module.__dict__["forward"] = partial(_in_tiles, module, module.forward, tokens)
+    try:
+        yield found
+    finally:
+        for module, forward in zip(found.modules, before, strict=True):
+            if forward is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = forward
+
+
+def _in_tiles(module: nn.Module, run: Callable[[Tensor], Tensor], tokens: int, hidden: Tensor) -> Tensor:
+    """`run(hidden)` in tiles; `hidden` is `[..., T, D]`."""
+    sequences = max(1, hidden[..., 0, 0].numel())
+    size = max(1, tokens // sequences)
+    if hidden.shape[-2] <= size:
+        return run(hidden)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or trained):
+        return _joined(run, hidden, size)
+    anchor = torch.empty(0, device=hidden.device, requires_grad=True)
+    kept = _Keep.apply(anchor, hidden)  # type: ignore[no-untyped-call]
+    return _Tiles.apply(kept, hidden, run, size, *trained)  # type: ignore[no-untyped-call]
+
+
+def _joined(run: Callable[[Tensor], Tensor], hidden: Tensor, size: int) -> Tensor:
+    """Run all tiles, one after the other, into one tensor."""
+    out: Tensor | None = None
+    for start, tile in _tiles(hidden, size):
+        piece = run(tile)
+        if out is None:
+            out = piece.new_empty((*hidden.shape[:-1], piece.shape[-1]))
+        out.narrow(-2, start, tile.shape[-2]).copy_(piece)
+        del piece
+    assert out is not None
+    return out
+
+
+def _tiles(hidden: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield each tile of `[..., T, D]` and its offset; in a dry run only two, which need the same memory."""
+    count = hidden.shape[-2]
+    for start in range(0, min(count, 2 * size) if hidden.is_meta else count, size):
+        yield start, hidden.narrow(-2, start, min(size, count - start)).contiguous()
+
+
+class _Keep(torch.autograd.Function):
+    """Saves the input of the tiles, as an operation before them.
+
+    With gradient checkpointing, a layer is recomputed up to the last tensor that it saves. If the tiles saved
+    their input themselves, all of them would be recomputed first, and then again one by one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden)
+        return anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+class _Tiles(torch.autograd.Function):
+    """An MLP over tiles; the backward pass recomputes each tile and then computes its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kept: Tensor, hidden: Tensor, run: Callable[[Tensor], Tensor], size: int, *trained: Tensor
+    ) -> Tensor:
+        ctx.kept, ctx.run, ctx.size, ctx.trained = kept.grad_fn, run, size, list(trained)
+        ctx.context = _ComputationContext(hidden.device)
+        return _joined(run, hidden, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.kept.saved_tensors
+        needs_hidden = ctx.needs_input_grad[1]
+        sums: list[Tensor | None] = [None] * len(ctx.trained)
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        with ctx.context.restored():
+            for start, tile in _tiles(hidden.detach(), ctx.size):
+                span = (-2, start, tile.shape[-2])
+                inputs = ([tile] if needs_hidden else []) + ctx.trained
+                with torch.enable_grad():
+                    out = ctx.run(tile.requires_grad_(needs_hidden))
+                parts = list(torch.autograd.grad(out, inputs, gradient.narrow(*span), allow_unused=True))
+                del out  # with its graph, before the next tile is computed
+                if of_hidden is not None:
+                    of_hidden.narrow(*span).copy_(parts.pop(0))
+                for index, part in enumerate(parts):
+                    if part is not None:
+                        total = sums[index]
+                        sums[index] = part if total is None else total + part
+                del parts
+        return gradient.new_zeros(0), of_hidden, None, None, *sums
+
+
+class _ComputationContext:
+    """What a computation depends on apart from its inputs: autocast and the random generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.casts = torch.amp.is_autocast_available(device.type)
+        if self.casts:
+            self.enabled = torch.is_autocast_enabled(device.type)
+            self.dtype = torch.get_autocast_dtype(device.type)
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore autocast and generators for the block; afterwards the generators continue as before it."""
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self.casts:
+            autocast = torch.autocast(self.device.type, self.dtype, enabled=self.enabled)
+        devices = [] if self.cuda is None else [self.device]
+        with torch.random.fork_rng(devices), autocast:
+            torch.set_rng_state(self.cpu)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda, self.device)
+            yield

@@ -1,0 +1,78 @@
+"""The metrics of a run: `metrics.jsonl` and the trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_text
+
+
+class Metrics:
+    """Writes `metrics.jsonl` and to the trackers, and keeps the latest measurements.
+
+    On resume, the lines of steps that will be repeated are dropped.
+
+    Args:
+        path: the file.
+        accelerator: the accelerator of the run.
+        step: number of finished steps; 0 for a new run.
+
+    Attributes:
+        loss: loss of the last step that was not skipped, in nats.
+        perplexity: perplexity of the last evaluation, by length in tokens.
+        before: perplexity before the first step.
+
+    Raises:
+        RopeExtendError: the disk is full.
+    """
+
+    def __init__(self, path: Path, accelerator: Accelerator, step: int) -> None:
+        self.path, self.accelerator = path, accelerator
+        self.loss, self.perplexity, self.before = math.nan, dict[int, float](), dict[int, float]()
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []:
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError:  # the last line of a run that was killed while it wrote
+                continue
+            if values["step"] <= step:
+                kept.append(line + "\n")
+                self.loss = values.get("loss", self.loss)
+                curve = values.get("perplexity", self.perplexity)
+                self.perplexity = {int(length): value for length, value in curve.items()}
+                if not values["step"]:
+                    self.before = self.perplexity
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            with self._writing():
+                write_text(path, "".join(kept))
+
+    def write(self, step: int, **values: Any) -> None:
+        """Add one line, on the main process.
+
+        Raises:
+            RopeExtendError: the disk is full.
+        """
+        if not self.accelerator.is_main_process:
+            return
+        with self._writing(), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        curve = {f"perplexity/{length}": value for length, value in values.pop("perplexity", {}).items()}
+        self.accelerator.log(values | curve, step=step)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RopeExtendError(
+                f"cannot write {self.path}: {error}. Checkpoints are intact; make room, then resume the run"
+            ) from error

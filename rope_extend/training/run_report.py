@@ -1,0 +1,182 @@
+"""The report of a fine-tuning run, from its metrics: perplexity by length, loss, speed and memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.files import replacing_directory
+from rope_extend.report.html import Picture, page
+from rope_extend.report.tables import Line, Section, number
+from rope_extend.report.versions import versions
+from rope_extend.training.recipe import Recipe
+from rope_extend.units import format_duration, format_length
+
+logger = logging.getLogger(__name__)
+
+REPORT = "report"
+"""Directory of the report, inside that of the run."""
+
+Curve = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The contents of a run's `metrics.jsonl`.
+
+    Attributes:
+        steps: lines of optimizer steps that changed the weights, in order.
+        curves: perplexity by length in tokens, by the step after which it was measured; 0 is before training.
+        skipped: number of steps that changed no weight.
+    """
+
+    steps: Sequence[Mapping[str, Any]]
+    curves: Mapping[int, Curve]
+    skipped: int
+
+    @classmethod
+    def read(cls, path: Path) -> RunLog:
+        """Read a `metrics.jsonl`; an incomplete last line is ignored.
+
+        Raises:
+            RopeExtendError: the file does not exist, or it has no line of a step.
+        """
+        steps, curves, skipped = [], {}, 0
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise RopeExtendError(f"cannot read the metrics of the run: {error}") from error
+        for text in lines:
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            if "loss" in line:
+                steps.append(line)
+            if "perplexity" in line:
+                curves[line["step"]] = {int(length): value for length, value in line["perplexity"].items()}
+            skipped = max(skipped, line.get("skipped", 0))
+        if not steps:
+            raise RopeExtendError(
+                f"{path} has no line of a step; give the directory of a run that has trained"
+            )
+        return cls(steps, curves, skipped)
+
+    def values(self, name: str) -> list[float]:
+        """The values of one metric, in all steps that have it."""
+        return [line[name] for line in self.steps if isinstance(line.get(name), int | float)]
+
+
+def write_training_report(directory: Path, *, trained_length: int) -> Path:
+    """Write `report/` into a run's directory: `report.md`, `report.html` and two figures; returns its path.
+
+    The report has the perplexity at every length and evaluation, the loss, the norm of the gradient, speed,
+    memory and, if it is known, the share of the device's peak. `report.html` needs no other file. The
+    directory replaces an earlier report as a whole.
+
+    Args:
+        directory: directory of the run, with `metrics.jsonl` and `recipe.yaml`.
+        trained_length: the pretrained window, in tokens.
+
+    Raises:
+        RopeExtendError: the metrics or the recipe cannot be read.
+        OSError: the report cannot be written.
+    """
+    from rope_extend.plots.training_curves import plot_course, plot_training
+
+    log, recipe = RunLog.read(directory / "metrics.jsonl"), Recipe.from_yaml(directory / "recipe.yaml")
+    final = directory / REPORT
+    with replacing_directory(final) as partial:
+        pictures = [
+            Picture(
+                plot_training(directory / "metrics.jsonl", partial / "training.png"),
+                "Loss and norm of the gradient by step",
+            )
+        ]
+        if log.curves:
+            path = plot_course(log.curves, trained_length, partial / "perplexity.png")
+            pictures.insert(0, Picture(path, "Perplexity against length, before and after training"))
+        sections = _sections(log)
+        title, lead = f"Training report: {directory.resolve().name}", _lead(recipe, trained_length)
+        text = [f"# {title}", lead, *(section.markdown() for section in sections)]
+        text += [f"![{picture.description}]({picture.path.name})" for picture in pictures]
+        (partial / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+        (partial / "report.html").write_text(
+            page(title, [lead], [*pictures, *sections], versions()), encoding="utf-8"
+        )
+    return final
+
+
+def add_training_report(directory: Path, *, trained_length: int) -> None:
+    """Call `write_training_report` at the end of a run; an error is logged, not raised."""
+    try:
+        write_training_report(directory, trained_length=trained_length)
+    except Exception as error:  # the trained model is worth more than the report
+        logger.warning("cannot write the training report: %s", error)
+
+
+def _lead(recipe: Recipe, trained_length: int) -> str:
+    window = f"from {format_length(trained_length)} to {format_length(recipe.target_length)} tokens"
+    blocks = f"blocks of {format_length(recipe.length)}"
+    return (
+        f"{recipe.model}, {window} by {recipe.method}: {recipe.steps} steps of LoRA rank {recipe.lora_rank} "
+        f"on {blocks}, learning rate {recipe.learning_rate:g}."
+    )
+
+
+def _sections(log: RunLog) -> list[Section]:
+    return [*([_perplexity(log.curves)] if log.curves else []), _course(log)]
+
+
+def _perplexity(curves: Mapping[int, Curve]) -> Section:
+    """One row for each evaluation; with two or more, also the ratio of the last to the first."""
+    lengths = sorted({length for curve in curves.values() for length in curve})
+    lines: list[Line] = [["", *map(format_length, lengths)]]
+    for step, curve in sorted(curves.items()):
+        name = f"after step {step:,}" if step else "before training"
+        lines.append([name, *(number(curve.get(length)) for length in lengths)])
+    notes = ["The model is extended in every row, also the first: the rows differ by training alone."]
+    first, last = curves[min(curves)], curves[max(curves)]
+    if len(curves) > 1:
+        ratios = [last[n] / first[n] if n in first and n in last else math.nan for n in lengths]
+        change = ["–" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios]
+        lines.append(["ratio, last to first", *change])
+        notes.append("A ratio below 1 is an improvement.")
+    return Section("Perplexity by length, on held-out text", lines, notes)
+
+
+def _course(log: RunLog) -> Section:
+    """Steps, loss, speed and memory of the run."""
+    losses, norms, last = log.values("loss"), log.values("grad_norm"), log.steps[-1]
+    part = max(1, len(losses) // 10)
+    lines: list[Line] = [
+        ["", "value"],
+        ["steps", f"{last['step']:,}"],
+        ["skipped steps, because the loss or gradient was not finite", f"{log.skipped:,}"],
+        ["tokens", f"{last['tokens']:,}"],
+        ["time in steps", format_duration(last["seconds"])],
+        [f"loss in nats, mean of the first {part} logged steps", f"{fmean(losses[:part]):.4f}"],
+        [f"loss in nats, mean of the last {part} logged steps", f"{fmean(losses[-part:]):.4f}"],
+        ["norm of the gradient, median", f"{median(norms):.3g}"],
+        ["norm of the gradient, largest", f"{max(norms):.3g}"],
+        ["learning rate at the end", f"{last['lr']:.3g}"],
+        ["tokens per second, median", f"{median(log.values('tokens_per_second')):,.0f}"],
+    ]
+    if shares := log.values("mfu"):
+        lines.append(["share of the devices' peak operations (MFU), median", f"{100 * median(shares):.1f} %"])
+    if peaks := log.values("peak_memory_bytes"):
+        lines.append(["peak memory of the first process", f"{max(peaks) / 2**20:,.0f} MiB"])
+    notes = ["Memory: allocated by tensors on a GPU; elsewhere the resident size of the process."]
+    if shares:
+        notes.append(
+            "MFU: 4 operations per token and frozen weight, 6 per trained weight, and attention within the "
+            "causal mask, divided by the peak of dense products; recomputation does not count."
+        )
+    return Section("The run", lines, notes)

@@ -1,0 +1,485 @@
+"""Encodings that act inside attention: exact under every cache, in every batch, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from batches import LENGTH, ONE_BY_ONE, Batch, batch, gradients, in_parts, logits, same, tokens
+from cases import FACTOR, PARTIAL, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from covering import few
+from tolerances import assert_same_but_rounding
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel, StaticCache, masking_utils
+
+import rope_extend as rx
+from rope_extend.errors import PatchError, UnsupportedModelError
+
+YARN = {"name": "yarn", "factor": FACTOR}
+LISTS = {"long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0], "short_factor": [1.0] * 7 + [1.25]}
+INSIDE: dict[str, dict[str, Any]] = {
+    "dynamic_ntk": {"name": "dynamic_ntk", "factor": FACTOR},
+    "dynamic_ntk-each-token": {"name": "dynamic_ntk", "factor": FACTOR, "step": 0},
+    "dynamic_linear": {"name": "dynamic_linear"},
+    "dynamic_yarn": {"name": "dynamic_yarn"},
+    "longrope": {"name": "longrope", "factor": FACTOR, **LISTS},
+    "longrope-start": {"name": "longrope", "factor": FACTOR, **LISTS, "start_tokens": 4},
+    "short_original(yarn)": {"name": "short_original", "inner": YARN},
+    "logn(yarn)": {"name": "logn", "inner": YARN},
+    "xpos(linear)": {"name": "xpos", "inner": {"name": "linear", "factor": FACTOR}},
+    "xpos(dynamic_ntk)": {
+        "name": "xpos",
+        "inner": {"name": "dynamic_ntk", "factor": FACTOR},
+        "scale_base": 8.0,
+    },
+    "drope": {"name": "drope", "factor": FACTOR},
+}
+
+FAMILIES = [
+    FamilyCase("llama", {"head_dim": 16}),
+    FamilyCase("qwen3", {"head_dim": 16}),
+    FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 24}),
+    FamilyCase("mistral", {"head_dim": 16, "sliding_window": 24}),
+    FamilyCase("gpt_neox", {**PARTIAL, "hidden_size": 64}),
+    FamilyCase("glm", {"head_dim": 32, "pad_token_id": 0}),
+]  # fmt: skip
+"""All have 16 rotated channels, as many as LongRoPE's lists above need."""
+
+
+@pytest.fixture(params=FAMILIES, ids=str, scope="module")
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return tiny_model(request.param)
+
+
+@pytest.fixture(params=INSIDE.values(), ids=INSIDE)
+def encoding(request: pytest.FixtureRequest) -> Any:
+    return rx.Encoding.from_dict(request.param)
+
+
+in_pairs = pytest.mark.parametrize(
+    ("model", "encoding"),
+    few(product(FAMILIES, INSIDE.values()), 3),
+    ids=lambda value: value.model_type if isinstance(value, FamilyCase) else value["name"],
+    indirect=True,
+)
+"""Each encoding in two of the six families by default."""
+
+
+def patched(model: PreTrainedModel, encoding: Any) -> rx.Patch:
+    if isinstance(encoding, str):
+        encoding = rx.Encoding.from_dict(INSIDE[encoding])
+    return rx.patch_model(model, encoding, target_length=TARGET)
+
+
+def naive_llama(
+    model: PreTrainedModel, input_ids: Tensor, rotation: Callable[[int, int], tuple[Any, Any]], first: int = 0
+) -> Tensor:
+    """Llama's logits `[T, vocab]` in float64 by its published equations, one query at a time.
+
+    `rotation(query, position)` gives the angles `[head_dim/2]` at which a vector stands that the query reads
+    at a position, and the factor on it, one or `[head_dim/2]`. Positions count from `first`.
+    """
+    weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
+    config = model.config
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * weight
+
+    def turn(x: Tensor, query: int, position: int) -> Tensor:
+        angles, factor = (torch.tensor(value).double() for value in rotation(first + query, first + position))
+        pairs = torch.complex(x[..., : width // 2], x[..., width // 2 :]) * torch.polar(factor, angles)
+        return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+    hidden = weights["model.embed_tokens.weight"][input_ids]
+    count = len(input_ids)
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}."
+        x = norm(hidden, weights[at + "input_layernorm.weight"])
+        q = (x @ weights[at + "self_attn.q_proj.weight"].T).view(count, heads, width)
+        k = (x @ weights[at + "self_attn.k_proj.weight"].T).view(count, kv_heads, width)
+        v = (x @ weights[at + "self_attn.v_proj.weight"].T).view(count, kv_heads, width)
+        rows = []
+        for query in range(count):
+            keys = torch.stack([turn(k[j], query, j) for j in range(query + 1)])
+            keys, values = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (keys, v[: query + 1]))
+            scores = torch.einsum("hd,jhd->hj", turn(q[query], query, query), keys) / math.sqrt(width)
+            rows.append(torch.einsum("hj,jhd->hd", scores.softmax(-1), values).flatten())
+        hidden = hidden + torch.stack(rows) @ weights[at + "self_attn.o_proj.weight"].T
+        x = norm(hidden, weights[at + "post_attention_layernorm.weight"])
+        gate = nn.functional.silu(x @ weights[at + "mlp.gate_proj.weight"].T)
+        up = x @ weights[at + "mlp.up_proj.weight"].T
+        hidden = hidden + (gate * up) @ weights[at + "mlp.down_proj.weight"].T
+    return norm(hidden, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+
+
+PAIRS = 8
+PLAIN = [10_000 ** (-i / PAIRS) for i in range(PAIRS)]
+
+
+def dynamic_ntk(query: int, position: int) -> tuple[list[float], float]:
+    length = query + 1
+    if length <= TRAINED:
+        return [position * f for f in PLAIN], 1.0
+    base = 10_000 * (FACTOR * length / TRAINED - (FACTOR - 1)) ** (2 * PAIRS / (2 * PAIRS - 2))
+    return [position * base ** (-i / PAIRS) for i in range(PAIRS)], 1.0
+
+
+def dynamic_linear_in_steps(query: int, position: int) -> tuple[list[float], float]:
+    length = query + 1
+    reach = TRAINED  # of a table: each next one serves texts longer by a sixteenth
+    while reach < length:
+        reach += reach // 16
+    return [position * f * TRAINED / reach for f in PLAIN], 1.0
+
+
+def longrope_with_start(query: int, position: int) -> tuple[list[float], float]:
+    factors = LISTS["short_factor"] if query + 1 <= TRAINED else LISTS["long_factor"]
+    angles = [position * f / (1.0 if position < 4 else by) for f, by in zip(PLAIN, factors, strict=True)]
+    return angles, math.sqrt(1 + math.log(FACTOR) / math.log(TRAINED))
+
+
+def logn_of_linear(query: int, position: int) -> tuple[list[float], float]:
+    # The factor multiplies query and key, so the logits get its square.
+    return [position * f / FACTOR for f in PLAIN], math.sqrt(max(1.0, math.log(query + 1, TRAINED)))
+
+
+def xpos_of_linear(query: int, position: int) -> tuple[list[float], list[float]]:
+    # The factor of a pair is zeta^(query - key), from any origin; here the origin is the query.
+    zeta = [(2 * i + 0.4 * 2 * PAIRS) / (1.4 * 2 * PAIRS) for i in range(PAIRS)]
+    return [position * f / FACTOR for f in PLAIN], [z ** ((query - position) / 8) for z in zeta]
+
+
+def dropped(query: int, position: int) -> tuple[list[float], float]:
+    return [0.0] * PAIRS, math.sqrt(1 + 0.103 * math.log(FACTOR))
+
+
+def dropped_by_query(query: int, position: int) -> tuple[list[float], float]:
+    return [0.0] * PAIRS, math.sqrt(1 + 0.103 * math.log(max(1.0, (query + 1) / TRAINED)))
+
+
+LINEAR = {"name": "linear", "factor": FACTOR}
+
+
+@pytest.mark.parametrize(
+    ("encoding", "rotation"),
+    [
+        (INSIDE["dynamic_ntk-each-token"], dynamic_ntk),
+        (INSIDE["dynamic_linear"], dynamic_linear_in_steps),
+        (INSIDE["longrope-start"], longrope_with_start),
+        ({"name": "logn", "inner": LINEAR}, logn_of_linear),
+        ({"name": "xpos", "inner": LINEAR, "scale_base": 8.0}, xpos_of_linear),
+        (INSIDE["drope"], dropped_by_query),
+        ({"name": "drope", "factor": FACTOR, "per": "target"}, dropped),
+    ],
+    ids=["dynamic_ntk", "dynamic_linear", "longrope", "logn", "xpos", "drope", "drope-target"],
+)
+def test_logits_equal_attention_written_out(encoding: dict[str, Any], rotation: Any) -> None:
+    model = llama(head_dim=16)
+    input_ids = tokens(1, 48)
+    for first in (0, 20):
+        expected = naive_llama(model, input_ids[0], rotation, first)
+        positions = torch.arange(first, first + 48)[None]
+        with patched(model, rx.Encoding.from_dict(encoding)):
+            actual = logits(model, input_ids, position_ids=positions)[0].double()
+        assert_same_but_rounding(actual, expected)
+    # With plain RoPE, the same equations give the logits of the model without a patch.
+    plain = naive_llama(model, input_ids[0], lambda query, position: ([position * f for f in PLAIN], 1.0), 20)
+    assert_same_but_rounding(logits(model, input_ids, position_ids=positions)[0].double(), plain)
+    assert (plain - expected).abs().max() > 0.05
+
+
+@in_pairs
+def test_parts_and_tokens_equal_one_forward(model: PreTrainedModel, encoding: Any) -> None:
+    data = batch()
+    with patched(model, encoding):
+        whole = logits(model, **data)
+        for stops in (ONE_BY_ONE, [20, 50, LENGTH], [31, 32, 33, LENGTH]):
+            same(in_parts(model, data, stops), whole, data)
+        for row, width in enumerate((0, 17, 59)):
+            same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
+
+
+@in_pairs
+def test_static_cache_equals_one_forward(model: PreTrainedModel, encoding: Any) -> None:
+    data = batch()
+    with patched(model, encoding):
+        whole = logits(model, **data)
+        for stops in (ONE_BY_ONE, [20, 50, LENGTH]):
+            cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
+            same(in_parts(model, data, stops, cache), whole, data)
+
+
+def test_eager_equals_sdpa(encoding: Any) -> None:
+    data = batch()
+    sdpa, eager = llama(head_dim=16), llama(head_dim=16)
+    eager.set_attn_implementation("eager")
+    with patched(sdpa, encoding), patched(eager, encoding):
+        same(in_parts(eager, data, ONE_BY_ONE), logits(sdpa, **data), data)
+        same(logits(eager, data["input_ids"]), logits(sdpa, data["input_ids"]))
+        output = eager(data["input_ids"], output_attentions=True)
+    for weights in output.attentions:
+        assert weights.shape == (3, 2, LENGTH, LENGTH)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(3, 2, LENGTH))
+        assert not weights.triu(1).any()
+
+
+def test_the_check_finds_what_stock_gets_wrong() -> None:
+    """The error of stock dynamic NTK beyond its window is far larger than the tolerance above."""
+    model = llama(head_dim=16)
+    stock = llama(head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": FACTOR})
+    stock.load_state_dict(model.state_dict())
+    data = batch((0,))
+    apart = in_parts(stock, data, ONE_BY_ONE) - logits(stock, data["input_ids"])
+    assert apart[:, -1].abs().max() > 0.1
+
+
+def test_short_texts_are_read_as_pretrained(model: PreTrainedModel) -> None:
+    data = batch()
+    plain = logits(model, data["input_ids"][:, :TRAINED])
+    with rx.extend(model, TARGET, "yarn"):
+        static = logits(model, data["input_ids"])
+    with rx.extend(model, TARGET, "yarn", short="original") as patch:
+        assert str(patch.encoding) == "short_original(yarn(factor=8))"
+        same(logits(model, data["input_ids"])[:, :TRAINED], plain)
+        # Beyond the window, hidden states of early tokens differ from static YaRN's.
+        assert (logits(model, data["input_ids"]) - static)[:, TRAINED:].abs().max() > 1e-3
+    assert (static[:, :TRAINED] - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 2.0},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": False, "cache_implementation": "static"},
+        {"do_sample": False, "prefill_chunk_size": 7},
+        {"do_sample": False, "prompt_lookup_num_tokens": 3},
+    ],
+    ids=["greedy", "sampling", "beam", "static", "chunked", "lookup"],
+)
+@pytest.mark.parametrize("name", ["dynamic_ntk", "longrope", "short_original(yarn)", "xpos(linear)"])
+def test_generate_equals_generate_without_a_cache(name: str, how: dict[str, Any]) -> None:
+    model = llama(head_dim=16)
+    data = batch((0,)) if "prompt_lookup_num_tokens" in how else batch((0, 5, 20))
+    prompt = {key: value[:, :26] for key, value in data.part(0, 26).items() if key != "position_ids"}
+    limits = {"max_new_tokens": 10, "min_new_tokens": 10, "pad_token_id": 0}
+    plain = {key: value for key, value in how.items() if key in ("do_sample", "temperature", "num_beams")}
+    with patched(model, name):
+        torch.manual_seed(0)
+        cached = model.generate(**prompt, **limits, **how)
+        torch.manual_seed(0)
+        expected = model.generate(**prompt, **limits, **plain, use_cache=False)
+    assert cached.shape == (len(data["input_ids"]), 36)
+    assert torch.equal(cached, expected)
+
+
+def test_a_continued_chat_reads_its_cache(model: PreTrainedModel) -> None:
+    with patched(model, "dynamic_ntk"):
+        first = model.generate(tokens(1, 20), max_new_tokens=20, return_dict_in_generate=True, pad_token_id=0)
+        kept = copy.deepcopy(first.past_key_values)
+        answers = []
+        for cache in (first.past_key_values, kept, None):
+            said = torch.cat([first.sequences, tokens(1, 9, seed=2)], dim=1)
+            answers.append(
+                model.generate(
+                    said,
+                    attention_mask=torch.ones_like(
+                        said
+                    ),  # otherwise a generated pad token would be masked out
+                    past_key_values=cache,
+                    max_new_tokens=15,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            )
+        assert torch.equal(answers[0], answers[2])
+        assert torch.equal(answers[1], answers[2])
+
+
+def test_a_cache_keeps_its_positions_when_its_rows_change() -> None:
+    model, data = llama(head_dim=16), batch()
+    order = torch.tensor([2, 0, 0])
+    turned = data.rows(order)
+    with patched(model, "dynamic_ntk"), torch.no_grad():
+        expected = logits(model, **turned)[:, 60:]
+
+        def after(change: Callable[[DynamicCache], None], source: Batch) -> Tensor:
+            cache = DynamicCache(config=model.config)
+            model(**source.part(0, 60), past_key_values=cache)
+            change(cache)
+            return model(**turned.part(60, LENGTH), past_key_values=cache).logits
+
+        same(after(lambda cache: cache.reorder_cache(order), data), expected)
+        same(after(lambda cache: cache.batch_select_indices(order), data), expected)
+        twice = data.rows([2, 0])
+        turned = data.rows([2, 2, 0, 0])
+        expected = logits(model, **turned)[:, 60:]
+        same(after(lambda cache: cache.batch_repeat_interleave(2), twice), expected)
+
+
+def test_packed_rows_equal_separate_rows(encoding: Any) -> None:
+    model = llama(head_dim=16)
+    rows = [tokens(1, 50), tokens(1, 40, seed=2)]
+    packed = torch.cat(rows, dim=1)
+    positions = torch.cat([torch.arange(50), torch.arange(40)])[None]
+    with patched(model, encoding):
+        together = logits(model, packed, position_ids=positions)
+        same(together, torch.cat([logits(model, row) for row in rows], dim=1))
+
+
+def test_gradients_are_those_of_attention_without_checkpoints(encoding: Any) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = llama(head_dim=16)
+        with patched(model, encoding):
+            found.append(gradients(model, 60, checkpointing=checkpointing))
+    for name, plain in found[0].items():
+        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
+        assert plain.abs().max() > 0, name
+
+
+def test_long_inputs_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two tables over 1,000 tokens, there is no mask, or one of the later queries only."""
+    model, data = llama(head_dim=16), Batch(tokens(1, 1000), torch.ones(1, 1000, dtype=torch.long))
+    masks: list[int] = []
+    inner = nn.functional.scaled_dot_product_attention
+
+    def spy(*args: Any, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        masks.append(0 if attn_mask is None else attn_mask.shape[-2])
+        return inner(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", spy)
+    for trained, most in ((100, 0), (700, 300)):
+        encoding = rx.Encoding.from_dict(INSIDE["short_original(yarn)"])
+        with rx.patch_model(model, encoding, trained_length=trained, target_length=1000):
+            masks.clear()
+            whole = logits(model, data["input_ids"])
+            assert max(masks) == most
+            same(in_parts(model, data, list(range(100, 1001, 100))), whole)
+
+
+def test_bfloat16_rounds_as_static_methods_do() -> None:
+    model = llama(head_dim=16)
+    input_ids = tokens(2, LENGTH)
+    with patched(model, "short_original(yarn)"):
+        exact = logits(model, input_ids)
+        model.to(torch.bfloat16)
+        inside = logits(model, input_ids).float()
+    model.to(torch.float32)
+    with rx.patch_model(model, rx.Encoding.from_dict(YARN)):
+        static = logits(model, input_ids)
+        model.to(torch.bfloat16)
+        rounded = (logits(model, input_ids).float() - static).abs().mean()
+    assert (inside - exact).abs().mean() < 1.5 * rounded
+
+
+def test_a_patched_model_can_be_copied_and_pickled(encoding: Any) -> None:
+    model, data = llama(head_dim=16), batch()
+    with patched(model, encoding):
+        expected = logits(model, **data)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            same(in_parts(twin, data, [40, LENGTH]), expected, data)
+            assert twin.model.rotary_emb.handler is not model.model.rotary_emb.handler
+
+
+def test_patches_nest_and_come_off_in_order(model: PreTrainedModel) -> None:
+    data, hooks = batch(), len(model.base_model._forward_hooks)
+    before, name = logits(model, data["input_ids"]), model.config._attn_implementation
+    with patched(model, "dynamic_ntk"):
+        inside = logits(model, data["input_ids"])
+        with rx.extend(model, TARGET, "linear"):
+            assert model.config._attn_implementation == name
+            same(in_parts(model, data, [40, LENGTH]), logits(model, **data), data)
+            with patched(model, "longrope"):
+                same(in_parts(model, data, [40, LENGTH]), logits(model, **data), data)
+        assert torch.equal(logits(model, data["input_ids"]), inside)
+    assert torch.equal(logits(model, data["input_ids"]), before)
+    assert model.config._attn_implementation == name
+    assert len(model.base_model._forward_hooks) == len(model.base_model._forward_pre_hooks) == hooks == 0
+
+
+def test_a_foreign_cache_is_refused() -> None:
+    model, data = llama(head_dim=16), batch((0,))
+    cache = DynamicCache(config=model.config)
+    model(**data.part(0, 10), past_key_values=cache)
+    with patched(model, "dynamic_ntk"):
+        with pytest.raises(PatchError, match="its 10 tokens were cached without the encoding"):
+            model(**data.part(10, 20), past_key_values=cache)
+        ours = DynamicCache(config=model.config)
+        model(**data.part(0, 10), past_key_values=ours)
+    with patched(model, "longrope"), pytest.raises(PatchError, match=r"filled under dynamic_ntk\(factor=8\)"):
+        model(**data.part(10, 20), past_key_values=ours)
+
+
+@pytest.mark.parametrize("name", ["dynamic_yarn", "alibi", "linear_attention"])
+def test_a_paged_cache_is_refused(name: str) -> None:
+    """Continuous batching gives its cache to the attention function."""
+    model = llama(head_dim=16)
+    with (
+        rx.patch_model(model, rx.encoding(name), target_length=TARGET),
+        pytest.raises(PatchError, match=r"paged cache \(continuous batching\); use generate"),
+    ):
+        model(tokens(1, 10), cache=object(), use_cache=False)
+
+
+def test_another_number_of_rows_is_refused() -> None:
+    model, data = llama(head_dim=16), batch()
+    with patched(model, "dynamic_ntk"):
+        cache = DynamicCache(config=model.config)
+        model(**data.part(0, 40), past_key_values=cache)
+        two = data.rows(slice(1, None))
+        with pytest.raises(PatchError, match="holds 3 rows and the input 2"):
+            model(**two.part(40, 50), past_key_values=cache)
+
+
+def test_rows_as_a_whole_refuse_a_cache_once_their_table_changes() -> None:
+    model, data = llama(head_dim=16), batch((0,))
+    stock = llama(head_dim=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": FACTOR})
+    with patched(model, rx.encoding("dynamic_ntk", factor=FACTOR, per="row")):
+        assert model.config._attn_implementation == "sdpa"
+        same(logits(model, data["input_ids"]), logits(stock, data["input_ids"]))
+        same(in_parts(model, data, [10, 20, 32]), logits(model, data["input_ids"][:, :32])[:, :32])
+        with pytest.raises(PatchError, match="the 32 cached tokens would have to be computed again at 33"):
+            in_parts(model, data, [10, 32, 33])
+        cached = model.generate(tokens(1, 10), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert cached.shape == (1, 30)
+        with pytest.raises(PatchError, match="use_cache=False"):
+            model.generate(tokens(1, 10), max_new_tokens=40, min_new_tokens=40, pad_token_id=0)
+        model.generate(tokens(1, 10), max_new_tokens=40, use_cache=False, pad_token_id=0)
+
+
+def test_flex_attention_is_refused_where_tables_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mask that flex attention would use is made without a compiler, which takes half a minute."""
+    model = llama(head_dim=16)
+    block_mask = masking_utils.create_block_mask
+
+    def uncompiled(*args: Any, **options: Any) -> Any:
+        return block_mask(*args, **{**options, "_compile": False})
+
+    monkeypatch.setattr(masking_utils, "create_block_mask", uncompiled)
+    model.set_attn_implementation("flex_attention")
+    with patched(model, "dynamic_ntk"), pytest.raises(PatchError, match="flex_attention cannot be cut"):
+        model(tokens(1, 40))
+
+
+def test_a_family_out_of_reach_is_refused() -> None:
+    model = tiny_model(FamilyCase("gpt_neox_japanese"))
+    before = logits(model, tokens(1, 40))
+    with pytest.raises(UnsupportedModelError, match=r"gpt_neox_japanese.*static schedule works"):
+        patched(model, "dynamic_ntk")
+    assert torch.equal(logits(model, tokens(1, 40)), before)
+
+
+def test_a_bad_short_is_refused() -> None:
+    with pytest.raises(rx.RopeExtendError, match="short must be 'original'"):
+        rx.extend(llama(), TARGET, "yarn", short="plain")
+    with pytest.raises(rx.RopeExtendError, match="inner must be a static schedule"):
+        rx.extend(llama(), TARGET, "dynamic_yarn", short="original")

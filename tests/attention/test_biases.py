@@ -1,0 +1,554 @@
+"""Biases on the logits equal dense float64 attention, stock transformers and the papers' formulas."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from batches import LENGTH, ONE_BY_ONE, batch, gradients, in_parts, logits, same, tokens
+from cases import ALTERNATIVES, TARGET, FamilyCase, llama, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
+
+import rope_extend as rx
+from rope_extend.attention.channels import position_channels
+from rope_extend.encodings import BiasEncoding, ModelShape
+from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.models.parameters import learned_parameters
+
+BIASES = [case for case in ALTERNATIVES if issubclass(case.kind, BiasEncoding)]
+of_positions = pytest.mark.parametrize("case", [case for case in BIASES if case.dense is not None], ids=str)
+"""Biases that follow from positions alone."""
+SHAPE = ModelShape(heads=6, hidden_size=96, trained_length=32)
+
+
+@pytest.fixture(params=BIASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def encoding(case: Any) -> BiasEncoding:
+    made = case.build()
+    assert isinstance(made, BiasEncoding)
+    return made
+
+
+def grouped(**changes: Any) -> PreTrainedModel:
+    """A tiny Llama with six heads of queries and two of keys."""
+    return llama(num_attention_heads=6, num_key_value_heads=2, hidden_size=96, **changes)
+
+
+def stir(patch: rx.Patch) -> None:
+    """Change the learned parameters from their initial values, so that each has an effect."""
+    generator = torch.Generator().manual_seed(3)
+    if patch.learned is not None:
+        with torch.no_grad():
+            for value in patch.learned.parameters():
+                value += 0.3 * torch.randn(value.shape, generator=generator)
+
+
+@of_positions
+def test_biases_equal_the_formulas(case: Any, encoding: BiasEncoding) -> None:
+    learned = encoding.initial(SHAPE)
+    query = torch.arange(300)[:, None]
+    distance = (query - torch.arange(300)).clamp(min=0)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        bias = encoding.bias(SHAPE, distance, query, learned)
+        assert bias.dtype == torch.float32
+        exact = {name: value.double() for name, value in learned.items()}
+        expected = dense(case, exact, 6, query.T, torch.arange(300)[None], SHAPE.trained_length)[0]
+        torch.testing.assert_close(bias.double(), expected, rtol=2e-6, atol=1e-5)
+        until = int(min(300, encoding.distance_only_until(SHAPE, learned) + 1))
+        for position in (until - 1, until // 2):  # up to there, one table serves all queries
+            row = bias[:, position, : position + 1].flip(-1)
+            torch.testing.assert_close(row, bias[:, until - 1, :until].flip(-1)[:, : position + 1])
+        learned = {n: v + 0.5 * torch.randn(v.shape, generator=generator) for n, v in learned.items()}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 25, 32, 40, 71, 112])
+def test_alibi_is_what_bloom_and_mpt_build(heads: int) -> None:
+    distance = torch.arange(49, -1, -1)
+    shape = ModelShape(heads, heads, 50)
+    bias = rx.encoding("alibi").bias(shape, distance, torch.tensor(49), {})  # type: ignore[attr-defined]
+    bloom = build_alibi_tensor(torch.ones(1, 50), heads, torch.float32)[:, 0]
+    # BLOOM counts from the first key, which adds the same number to a whole row.
+    torch.testing.assert_close(bias, bloom - bloom[:, -1:], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(bias, build_mpt_alibi_tensor(heads, 50)[:, 0], rtol=1e-6, atol=0)
+
+
+@given(st.integers(2, 64), st.integers(2, 5000))
+@settings(max_examples=30, deadline=None)
+def test_t5_buckets_are_those_of_stock_t5(buckets: int, beyond: int) -> None:
+    made: Any = rx.encoding("t5_bias", buckets=buckets, max_distance=buckets // 2 + beyond)
+    distance = torch.arange(6000)
+    stock = T5Attention._relative_position_bucket(-distance, False, buckets, made.max_distance)
+    assert torch.equal(made.bucket(distance), stock)
+
+
+def test_learned_numbers_start_the_same_each_time(encoding: BiasEncoding) -> None:
+    first, again = encoding.initial(SHAPE), encoding.initial(SHAPE)
+    assert list(first) == list(again)
+    for name, value in first.items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, again[name])
+        assert value.isfinite().all()
+
+
+def test_t5_starts_as_alibi_or_flat() -> None:
+    distance = torch.tensor([0, 1, 2, 7, 15, 16])
+    t5: Any = rx.encoding("t5_bias")
+    alibi: Any = rx.encoding("alibi")
+    expected = alibi.bias(SHAPE, distance, distance, {})
+    torch.testing.assert_close(t5.bias(SHAPE, distance, distance, t5.initial(SHAPE)), expected)
+    assert not rx.encoding("t5_bias", start="zeros").initial(SHAPE)["table"].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("t5_bias", {"buckets": 1}),
+        ("t5_bias", {"buckets": 7.5}),
+        ("t5_bias", {"max_distance": 16}),
+        ("t5_bias", {"start": "random"}),
+        ("kerple", {"kernel": "exp"}),
+        ("fire", {"width": 0}),
+        ("fire", {"width": 2.5}),
+        ("sandwich", {"dim": 7}),
+        ("alibi", {"factor": 8}),
+    ],
+)
+def test_bad_parameters_are_refused(name: str, parameters: dict[str, Any]) -> None:
+    with pytest.raises(rx.RopeExtendError, match=next(iter(parameters))):
+        rx.encoding(name, **parameters)
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(1, 40),
+    st.integers(0, 2**20),
+    st.integers(1, 2**17),
+)
+@settings(max_examples=60, deadline=None)
+def test_channels_multiply_to_the_bias(dtype: torch.dtype, heads: int, first: int, span: int) -> None:
+    """The relative error of each distance is a few millionths, at any position and in any precision."""
+    shape = ModelShape(heads, heads, 32)
+    scale = 128**-0.5
+    slopes = rx.encoding("alibi").slopes(shape) / scale  # type: ignore[attr-defined]
+    positions = first + torch.linspace(0, span, 60).long()[None]
+    q, k = position_channels(slopes, positions, positions, dtype)
+    assert q.dtype == k.dtype == dtype
+    assert q.shape[-1] % 8 == 0
+    bias = scale * (q.double() @ k.double().transpose(-1, -2))[0]
+    expected = -slopes[:, None, None] * scale * (positions[0][:, None] - positions[0])
+    exact = {"rtol": 1e-7, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 2e-5, "atol": 1e-5}
+    torch.testing.assert_close(bias, expected, **exact)
+
+
+def dense(
+    case: Any, learned: Mapping[str, Tensor], heads: int, queries: Tensor, keys: Tensor, trained: int
+) -> Tensor:
+    """The expected bias `[rows, heads, Q, K]` float64 for positions `[rows, Q]` and `[rows, K]`."""
+    distance = (queries[:, :, None] - keys[:, None]).clamp(min=0).double()
+    bias: Tensor = case.dense(learned, heads, distance, queries[:, :, None].double(), trained)
+    return bias.movedim(0, 1)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, allowed: Tensor, scale: float) -> Tensor:
+    """Softmax attention in float64, `[batch, T, heads, width]`, with one dense matrix of weights."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    logits = (q @ k.transpose(-1, -2)) * scale + bias
+    weights = logits.masked_fill(~allowed, -math.inf).softmax(-1)
+    return (weights.nan_to_num(0) @ v).transpose(1, 2)
+
+
+def shaw(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    learned: Mapping[str, Tensor],
+    positions: Tensor,
+    allowed: Tensor,
+    scale: float,
+    reach: int,
+) -> Tensor:
+    """Equations 3 and 4 of 1803.02155: each pair has its own key and value."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    which = (positions[:, :, None] - positions[:, None]).clamp(0, reach)
+    keys = k[:, :, None] + learned["key_vectors"][which][:, None]
+    values = v[:, :, None]
+    if "value_vectors" in learned:
+        values = values + learned["value_vectors"][which][:, None]
+    logits = (q[:, :, :, None] * keys).sum(-1) * scale
+    weights = logits.masked_fill(~allowed, -math.inf).softmax(-1).nan_to_num(0)
+    return (weights[..., None] * values).sum(-2).transpose(1, 2)
+
+
+def places(kind: str, length: int) -> tuple[Tensor, Tensor]:
+    """Positions `[rows, T]` and allowed pairs `[rows, 1, T, T]`."""
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    slots = torch.arange(length)
+    if kind == "padded":
+        pads = torch.tensor([0, length // 3])[:, None]
+        return (slots - pads).clamp(min=0), (causal & (slots >= pads)[:, None])[:, None]
+    if kind == "packed":
+        document = (slots >= length // 4).long() + (slots >= length // 2).long()
+        position = torch.cat([torch.arange(int((document == d).sum())) for d in range(3)])
+        return position[None], (causal & (document[:, None] == document))[None, None]
+    if kind == "window":
+        return slots[None], (causal & (slots[:, None] - slots < 50))[None, None]
+    if kind == "gaps":
+        return (slots + 1000 * (slots > 30) + 9 * (slots > length // 2))[None], causal[None, None]
+    return slots[None] + (5000 if kind == "late" else 0), causal[None, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [("plain", 400), ("late", 60), ("padded", 150), ("packed", 150), ("window", 150), ("gaps", 150)],
+)
+def test_attention_equals_a_dense_bias_in_float64(
+    case: Any, encoding: BiasEncoding, kind: str, length: int
+) -> None:
+    """Forward and all gradients agree within 1e-5; three heads share each head of keys."""
+    model = grouped(head_dim=16, num_hidden_layers=1)
+    positions, allowed = places(kind, length)
+    rows, scale = 2, 0.25
+    allowed = allowed.expand(rows, -1, -1, -1)
+    generator = torch.Generator().manual_seed(7)
+    tensors = [torch.randn(rows, h, length, 16, generator=generator).requires_grad_() for h in (6, 2, 2)]
+    upstream = torch.randn(rows, length, 6, 16, generator=generator)
+    upstream *= allowed.any(-1)[:, 0, :, None, None]  # the output of padding is not used
+    with rx.patch_model(model, encoding) as patch:
+        stir(patch)
+        module = model.model.layers[0].self_attn
+        model.model.rotary_emb(tensors[0], positions)
+        mask = None if kind in ("plain", "late") else allowed
+        function = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+        output, _ = function(module, *tensors, mask, scaling=scale, position_ids=positions)
+        (output * upstream).sum().backward()
+        learned = {} if patch.learned is None else patch.learned.of(0)
+        learned = {name: value.detach().double().requires_grad_() for name, value in learned.items()}
+        exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+        if case.dense is None:
+            expected = shaw(*exact, learned, positions, allowed, scale, case.build().reach)
+        else:
+            bias = dense(case, learned, 6, positions, positions, patch.shape.trained_length)
+            expected = reference(*exact, bias, allowed, scale)
+            assert bias.abs().max() > 0.1
+        (expected * upstream).sum().backward()
+        ours = {} if patch.learned is None else dict(patch.learned.named_parameters())
+    seen = allowed.any(-1)[:, 0, :, None, None]
+    torch.testing.assert_close((output * seen).double(), expected * seen, rtol=0, atol=1e-5)
+    for tensor, other in zip(tensors, exact, strict=True):
+        torch.testing.assert_close(tensor.grad.double(), other.grad, rtol=1e-5, atol=1e-5)
+    for name, value in learned.items():
+        found = next(p for full, p in ours.items() if full.endswith(f".{name}"))
+        # These are sums over all pairs of tokens, so the float32 error is in proportion to the sum.
+        torch.testing.assert_close(found.grad.double(), value.grad, rtol=1e-4, atol=2e-4)
+    assert all(value.grad.abs().max() > 1e-2 for name, value in learned.items() if name in TELLING)
+
+
+TELLING = ("table", "r1", "r2", "weight2", "key_vectors", "value_vectors")
+"""Learned parameters that always have an effect; the others of FIRE may have none."""
+
+
+def stock_with_dense_bias(
+    model: PreTrainedModel, case: Any, learned: list[Mapping[str, Tensor]], input_ids: Tensor
+) -> Tensor:
+    """Stock Llama in float64, with all tokens at position 0 and a dense bias as its mask."""
+    length, heads = input_ids.shape[1], model.config.num_attention_heads
+    slots = torch.arange(length)[None]
+    exact = copy.deepcopy(model).double()
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    masks = [
+        dense(case, values, heads, slots, slots, model.config.max_position_embeddings).masked_fill(
+            later, -math.inf
+        )
+        for values in learned
+    ]
+    # Each layer has its own mask, but transformers gives one mask to all, so a hook replaces it.
+    handles = [
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}),
+            with_kwargs=True,
+        )
+        for layer, mask in zip(exact.model.layers, masks, strict=True)
+    ]
+    output: Tensor = exact(input_ids, position_ids=torch.zeros_like(slots), use_cache=False).logits
+    for handle in handles:
+        handle.remove()
+    return output
+
+
+@of_positions
+def test_logits_equal_stock_llama_with_a_dense_bias(case: Any, encoding: BiasEncoding) -> None:
+    """In every layer, with the learned parameters of that layer."""
+    model = grouped()
+    input_ids = tokens(1, LENGTH)
+    with rx.patch_model(model, encoding) as patch:
+        stir(patch)
+        actual = logits(model, input_ids)
+        learned = [
+            {} if patch.learned is None else {n: v.double() for n, v in patch.learned.of(i).items()}
+            for i in range(2)
+        ]
+    with torch.no_grad():
+        expected = stock_with_dense_bias(model, case, learned, input_ids)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=3e-5)
+
+
+FAMILIES = [
+    FamilyCase("llama", {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}),
+    FamilyCase("mistral", {"sliding_window": 24}),
+    FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 24}),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_every_cache_equals_one_forward(family: FamilyCase, encoding: BiasEncoding) -> None:
+    model, data = tiny_model(family), batch()
+    with rx.patch_model(model, encoding, target_length=TARGET) as patch:
+        stir(patch)
+        whole = logits(model, **data)
+        for stops in (ONE_BY_ONE, [20, 50, LENGTH]):
+            same(in_parts(model, data, stops, DynamicCache(config=model.config)), whole, data)
+            cache = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
+            same(in_parts(model, data, stops, cache), whole, data)
+        for row, width in enumerate((0, 17, 59)):
+            same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
+
+
+def test_sliding_windows_are_honoured(encoding: BiasEncoding) -> None:
+    """A token beyond the window has no effect; with one layer, none passes through other tokens."""
+    model = tiny_model(FamilyCase("mistral", {"sliding_window": 24, "num_hidden_layers": 1}))
+    one, other = tokens(1, LENGTH), tokens(1, LENGTH)
+    other[0, 30] = (other[0, 30] + 1) % 61 + 3
+    with rx.patch_model(model, encoding):
+        change = (logits(model, one) - logits(model, other)).abs().amax(dim=-1)[0]
+    assert change[30:54].min() > 0
+    assert change[54:].max() == 0
+
+
+def test_eager_equals_sdpa_and_gives_weights(encoding: BiasEncoding) -> None:
+    sdpa, eager, data = grouped(), grouped(), batch()
+    eager.set_attn_implementation("eager")
+    with rx.patch_model(sdpa, encoding), rx.patch_model(eager, encoding):
+        same(logits(eager, **data), logits(sdpa, **data), data)
+        output = eager(data["input_ids"], output_attentions=True)
+    for weights in output.attentions:
+        assert weights.shape == (3, 6, LENGTH, LENGTH)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(3, 6, LENGTH))
+        assert not weights.triu(1).any()
+
+
+def test_a_softcap_is_applied_before_the_bias() -> None:
+    """Gemma 2 caps its logits but not the bias; otherwise ALiBi would end at the cap."""
+    model = tiny_model(
+        FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 4096, "attn_logit_softcapping": 0.5})
+    )
+    model.set_attn_implementation("eager")
+    with rx.patch_model(model, rx.encoding("alibi")):
+        weights = model(tokens(1, 64), output_attentions=True).attentions[0]
+    assert (
+        weights[0, 0, -1, :32].sum() < 0.3
+    )  # a capped bias would leave all keys within exp(1) of each other
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"num_beams": 3},
+        {"cache_implementation": "static"},
+        {"prefill_chunk_size": 7},
+    ],
+    ids=["greedy", "beam", "static", "chunked"],
+)
+def test_generate_equals_generate_without_a_cache(encoding: BiasEncoding, how: dict[str, Any]) -> None:
+    model, data = grouped(), batch((0, 5, 20))
+    prompt = {name: value[:, :26] for name, value in data.items() if name != "position_ids"}
+    limits = {"max_new_tokens": 10, "min_new_tokens": 10, "pad_token_id": 0, "do_sample": False}
+    plain = {key: value for key, value in how.items() if key == "num_beams"}
+    with rx.patch_model(model, encoding, target_length=TARGET):
+        cached = model.generate(**prompt, **limits, **how)
+        expected = model.generate(**prompt, **limits, **plain, use_cache=False)
+    assert torch.equal(cached, expected)
+
+
+def test_packed_rows_equal_separate_rows(encoding: BiasEncoding) -> None:
+    model = grouped()
+    rows = [tokens(1, 50), tokens(1, 40, seed=2)]
+    positions = torch.cat([torch.arange(50), torch.arange(40)])[None]
+    with rx.patch_model(model, encoding):
+        together = logits(model, torch.cat(rows, dim=1), position_ids=positions)
+        same(together, torch.cat([logits(model, row) for row in rows], dim=1))
+
+
+def test_a_foreign_cache_is_refused() -> None:
+    model, data = grouped(), batch((0,))
+    cache = DynamicCache(config=model.config)
+    model(**data.part(0, 10), past_key_values=cache)
+    with (
+        rx.patch_model(model, rx.encoding("alibi")),
+        pytest.raises(PatchError, match="cached without the encoding"),
+    ):
+        model(**data.part(10, 20), past_key_values=cache)
+
+
+def test_gradients_under_checkpointing_are_the_same(encoding: BiasEncoding) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = grouped()
+        with rx.patch_model(model, encoding):
+            found.append(gradients(model, 300, checkpointing=checkpointing))
+            assert found[-1].keys() == dict(model.named_parameters()).keys()
+    for name, plain in found[0].items():
+        assert plain.abs().max() > 0 or name.endswith("bias2"), name
+        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_drawn_again_alike_in_the_backward_pass(encoding: BiasEncoding) -> None:
+    losses, gradients = [], []
+    for checkpointing in (False, True):
+        model = grouped(attention_dropout=0.4).train()
+        with rx.patch_model(model, encoding):
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            torch.manual_seed(0)
+            loss = model(tokens(1, 300), labels=tokens(1, 300), use_cache=False).loss
+            loss.backward()
+            losses.append(loss.item())
+            gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+            with torch.no_grad():
+                assert model.eval()(tokens(1, 300), labels=tokens(1, 300)).loss.item() != losses[-1]
+    assert losses[0] == losses[1]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_rounds_as_plain_attention_does(encoding: BiasEncoding) -> None:
+    for implementation in ("sdpa", "eager"):
+        errors = []
+        for patched in (encoding, rx.encoding("nope")):
+            model = grouped(max_position_embeddings=400)
+            model.set_attn_implementation(implementation)
+            with rx.patch_model(model, patched):
+                exact = logits(model, tokens(2, 400))
+                model.to(torch.bfloat16)
+                errors.append((logits(model, tokens(2, 400)).float() - exact).abs().mean())
+        assert errors[0] < 1.5 * errors[1]
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor made inside the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return result
+
+
+@pytest.mark.slow
+def test_memory_grows_with_the_length_and_not_its_square(encoding: BiasEncoding) -> None:
+    """From 1,024 to 4,096 tokens, the largest tensor and the saved tensors grow linearly."""
+    largest, kept = [], []
+    for length in (1024, 4096):
+        model = grouped(head_dim=8, num_hidden_layers=1, max_position_embeddings=1024).train()
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with rx.patch_model(model, encoding), Largest() as counter:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = model.model(tokens(1, length), use_cache=False).last_hidden_state.square().mean()
+            loss.backward()
+        largest.append(counter.numbers)
+        kept.append(sum(saved.values()))
+    assert largest[1] < 4096 * 4096 / 2  # a twelfth of a bias for all heads
+    assert math.log(kept[1] / kept[0], 4) < 1.1
+    assert math.log(largest[1] / largest[0], 4) < 1.2
+
+
+def test_a_patched_model_can_be_copied_and_pickled(encoding: BiasEncoding) -> None:
+    model, data = grouped(), batch()
+    with rx.patch_model(model, encoding) as patch:
+        stir(patch)
+        expected = logits(model, **data)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            cache = DynamicCache(config=model.config)
+            same(in_parts(twin, data, [40, LENGTH], cache), expected, data)
+            for name, value in learned_parameters(twin).items():
+                assert value is not learned_parameters(model)[name]
+                with torch.no_grad():
+                    value.zero_()
+        same(logits(model, **data), expected, data)
+
+
+def test_learned_parameters_are_the_models_until_the_patch_is_removed(encoding: BiasEncoding) -> None:
+    model = grouped()
+    names, state = [n for n, _ in model.named_parameters()], list(model.state_dict())
+    with rx.patch_model(model, encoding) as patch:
+        new = [name for name in model.state_dict() if name not in state]
+        assert new == [f"model.rope_extend_learned.{name}" for name in learned_parameters(model)]
+        assert bool(new) == bool(encoding.initial(SHAPE))
+        assert len(new) == len(encoding.initial(SHAPE)) * (2 if encoding.per_layer else 1)
+        assert all(parameter.requires_grad for parameter in learned_parameters(model).values())
+        model.to(torch.float64)
+        assert all(parameter.dtype == torch.float64 for parameter in learned_parameters(model).values())
+        with rx.extend(model, TARGET, "linear"):
+            assert list(model.state_dict()) == state
+            assert learned_parameters(model) == {}
+        assert sorted(model.state_dict()) == sorted([*state, *new])
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == state
+    assert (patch.learned is None) == (not new)  # the patch keeps the learned parameters
+
+
+def test_patches_nest_and_come_off_in_order(encoding: BiasEncoding) -> None:
+    model, data = grouped(), batch((0,))
+    before, implementation = logits(model, **data), model.config._attn_implementation
+    with rx.extend(model, TARGET, "dynamic_ntk"):
+        inside = logits(model, **data)
+        with rx.patch_model(model, encoding):
+            biased = logits(model, **data)
+            with rx.extend(model, TARGET, "dynamic_ntk"):
+                assert torch.equal(logits(model, **data), inside)
+            assert torch.equal(logits(model, **data), biased)
+        assert torch.equal(logits(model, **data), inside)
+    assert torch.equal(logits(model, **data), before)
+    assert model.config._attn_implementation == implementation
+    assert not model.base_model._forward_hooks
+
+
+def test_what_cannot_take_a_bias_is_refused() -> None:
+    model = grouped()
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(UnsupportedModelError, match=r"attn_implementation='sdpa' or 'eager'"):
+        rx.patch_model(model, rx.encoding("alibi"))
+    assert model.config._attn_implementation == "flex_attention"
+    falcon = tiny_model(FamilyCase("falcon"))
+    before = logits(falcon, tokens(1, 20))
+    with pytest.raises(UnsupportedModelError, match="falcon"):
+        rx.patch_model(falcon, rx.encoding("fire"))
+    assert torch.equal(logits(falcon, tokens(1, 20)), before)
+    assert not any("rope_extend" in name for name in falcon.state_dict())

@@ -1,0 +1,386 @@
+"""The attention implementation may change while an encoding acts inside attention: the handler follows."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
+from cases import FACTOR, FAMILIES, TARGET, llama, tiny_model
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.masking_utils import sdpa_mask
+
+import rope_extend as rx
+from rope_extend.attention.functions import handled_implementation
+from rope_extend.errors import PatchError, UnsupportedModelError
+
+ENCODINGS: dict[str, dict[str, Any]] = {
+    "dynamic_ntk": {"name": "dynamic_ntk", "factor": FACTOR},
+    "short_original(yarn)": {"name": "short_original", "inner": {"name": "yarn", "factor": FACTOR}},
+    "logn(linear)": {"name": "logn", "inner": {"name": "linear", "factor": FACTOR}},
+    "alibi": {"name": "alibi"},
+    "fire": {"name": "fire"},
+    "shaw": {"name": "shaw"},
+    "linear_attention": {"name": "linear_attention"},
+}
+CHANGES: dict[str, Callable[[Any, str], None]] = {
+    "method": lambda model, name: model.set_attn_implementation(name),
+    "config": lambda model, name: setattr(model.config, "_attn_implementation", name),
+    "dict": lambda model, name: model.set_attn_implementation({"": name}),
+}
+
+
+@pytest.fixture(params=ENCODINGS.values(), ids=ENCODINGS)
+def encoding(request: pytest.FixtureRequest) -> Any:
+    return rx.Encoding.from_dict(request.param)
+
+
+def family(model_type: str) -> PreTrainedModel:
+    return tiny_model(next(case for case in FAMILIES if case.model_type == model_type))
+
+
+def extended(model: PreTrainedModel, encoding: Any) -> rx.Patch:
+    return rx.patch_model(model, encoding, target_length=TARGET)
+
+
+@pytest.fixture(params=CHANGES.values(), ids=CHANGES)
+def change(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
+    return request.param
+
+
+def test_a_change_equals_a_patch_under_the_new_implementation(encoding: Any, change: Any) -> None:
+    model, data = llama(), batch((0, 17))
+    expected, plain = {}, {}
+    for name in ("sdpa", "eager"):
+        model.set_attn_implementation(name)
+        plain[name] = logits(model, **data)
+        with extended(model, encoding):
+            expected[name] = logits(model, **data)
+    assert not torch.equal(expected["sdpa"], expected["eager"]) or encoding.name == "linear_attention"
+    patch = extended(model, encoding)
+    for name in ("sdpa", "eager", "sdpa", "eager"):
+        change(model, name)
+        assert model.config._attn_implementation == name
+        assert torch.equal(logits(model, **data), expected[name])
+    patch.remove()
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(logits(model, **data), plain["eager"])
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "glm", "gpt_neox", "smollm3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["dynamic_ntk", "alibi"])
+def test_every_shape_of_family_follows(model_type: str, name: str) -> None:
+    model, data = family(model_type), batch((0, 17))
+    encoding = rx.Encoding.from_dict(ENCODINGS[name])
+    model.set_attn_implementation("eager")
+    with extended(model, encoding):
+        expected = logits(model, **data)
+    model.set_attn_implementation("sdpa")
+    with extended(model, encoding):
+        before = logits(model, **data)
+        model.set_attn_implementation("eager")
+        assert torch.equal(logits(model, **data), expected)
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(logits(model, **data), before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.set_attn_implementation("eager"),
+        lambda model: model.set_attn_implementation({"text_config": "eager"}),
+        lambda model: setattr(model.config, "_attn_implementation", "eager"),
+        lambda model: setattr(model.config.text_config, "_attn_implementation", "eager"),
+    ],
+    ids=["all", "text", "config", "text-config"],
+)
+@pytest.mark.parametrize("name", ["dynamic_ntk", "alibi"])
+def test_a_sub_config_is_followed(name: str, change: Any) -> None:
+    model, data = family("gemma3"), batch((0, 17))
+    encoding = rx.Encoding.from_dict(ENCODINGS[name])
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("eager")
+    with extended(model, encoding), extended(twin, encoding):
+        before = logits(model, **data)
+        change(model)
+        assert torch.equal(logits(model, **data), logits(twin, **data))
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(logits(model, **data), before)
+    assert model.config.text_config._attn_implementation == "sdpa"
+    assert twin.config.text_config._attn_implementation == "eager"
+
+
+def test_a_cache_outlives_the_change(encoding: Any) -> None:
+    model, data = llama(), batch((0, 17))
+    with extended(model, encoding), torch.no_grad():
+        whole = logits(model, **data)
+        cache = model(**data.part(0, 50), use_cache=True).past_key_values
+        model.set_attn_implementation("eager")
+        rest = model(**data.part(50, LENGTH), past_key_values=cache).logits
+        same(rest, whole[:, 50:])
+
+
+@pytest.mark.parametrize("name", ["dynamic_ntk", "logn(linear)", "alibi", "fire", "shaw"])
+def test_attentions_are_returned_under_eager(name: str) -> None:
+    model, input_ids = llama(), tokens(2, LENGTH)
+    encoding = rx.Encoding.from_dict(ENCODINGS[name])
+    with extended(model, encoding):
+        model.set_attn_implementation("eager")
+        model.config.output_attentions = True
+        output = model(input_ids)
+        with torch.no_grad():
+            asked = model(input_ids, output_attentions=True).attentions
+        generated = model.generate(
+            input_ids[:, :30],
+            max_new_tokens=5,
+            return_dict_in_generate=True,
+            output_attentions=True,
+            pad_token_id=0,
+        )
+    for weights, again in zip(output.attentions, asked, strict=True):
+        assert torch.equal(weights, again)
+        assert weights.shape == (2, 2, LENGTH, LENGTH)
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 2, LENGTH), rtol=0, atol=1e-5)
+        assert not weights.triu(1).any()
+    assert len(generated.attentions) == 5
+
+
+def test_gradients_reach_the_attentions_of_one_table() -> None:
+    """The returned weights are those that were used, as transformers' own tests require."""
+    model = llama()
+    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])):
+        model.set_attn_implementation("eager")
+        output = model(tokens(2, 20), output_attentions=True)
+        weights = output.attentions[0]
+        weights.retain_grad()
+        output.logits[0, -1, 7].backward()
+    assert weights.grad is not None
+
+
+def test_a_patch_leaves_no_trace_in_the_config(encoding: Any) -> None:
+    model = llama()
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    with extended(model, encoding):
+        assert model.config._attn_implementation == "sdpa"
+        other = AutoModelForCausalLM.from_config(model.config).eval()
+        assert other.config._attn_implementation == "sdpa"
+        assert not any("rope_extend" in str(module.config._attn_implementation) for module in layers(other))
+        for module in layers(model):
+            twin = pickle.loads(pickle.dumps(module.config))
+            assert twin._attn_implementation == module.config._attn_implementation
+            assert twin.hidden_size == model.config.hidden_size
+    after = [module.config for module in model.modules() if hasattr(module, "config")]
+    assert all(one is other for one, other in zip(configs, after, strict=True))
+
+
+def layers(model: PreTrainedModel) -> list[Any]:
+    return [layer.self_attn for layer in model.model.layers]
+
+
+def test_copies_follow_their_own_config(encoding: Any) -> None:
+    model, data = llama(), batch((0, 17))
+    with extended(model, encoding):
+        before = logits(model, **data)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            twin.set_attn_implementation("eager")
+            changed = logits(twin, **data)
+            assert torch.equal(logits(model, **data), before)
+            same(in_parts(twin, data, [40, LENGTH]), changed, data)
+            twin.set_attn_implementation("sdpa")
+            assert torch.equal(logits(twin, **data), before)
+
+
+def test_nested_patches_follow() -> None:
+    model, data = llama(), batch((0, 17))
+    inner = rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])
+    model.set_attn_implementation("eager")
+    with extended(model, inner):
+        expected = logits(model, **data)
+    model.set_attn_implementation("sdpa")
+    with extended(model, inner):
+        with extended(model, rx.encoding("alibi")):
+            model.set_attn_implementation("eager")
+        with rx.extend(model, TARGET, "linear"):
+            assert model.config._attn_implementation == "eager"
+        assert torch.equal(logits(model, **data), expected)
+
+
+def test_gradients_follow(encoding: Any) -> None:
+    found = []
+    for changed in (False, True):
+        model = llama()
+        if not changed:
+            model.set_attn_implementation("eager")
+        with extended(model, encoding):
+            model.set_attn_implementation("eager")
+            found.append(gradients(model, 60, checkpointing=changed))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["alibi", "fire", "linear_attention"])
+def test_a_change_to_what_does_not_work_is_refused_by_name(name: str) -> None:
+    model, data = llama(), batch((0,))
+    with extended(model, rx.Encoding.from_dict(ENCODINGS[name])):
+        before = logits(model, **data)
+        model.set_attn_implementation("flex_attention")
+        with pytest.raises(UnsupportedModelError, match=rf"^{name}.*flex_attention.*'sdpa' or 'eager'"):
+            model(**data)
+        model.set_attn_implementation("sdpa")
+        assert torch.equal(logits(model, **data), before)
+
+
+def test_an_implementation_without_a_mask_is_refused_by_name() -> None:
+    AttentionInterface.register("test_no_mask", lambda *args, **kwargs: pytest.fail("called"))
+    model = llama()
+    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])):
+        model.set_attn_implementation("test_no_mask")
+        with pytest.raises(UnsupportedModelError, match="'test_no_mask' has no mask function"):
+            model(tokens(1, 10))
+
+
+def test_the_inner_function_sees_its_own_name() -> None:
+    """Flash attention loads its kernels by the implementation in the module's config."""
+    seen = []
+
+    def attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        seen.append(module.config._attn_implementation)
+        return AttentionInterface()["sdpa"](module, *args, **kwargs)
+
+    AttentionInterface.register("test_named", attention)
+    AttentionMaskInterface.register("test_named", sdpa_mask)
+    model, input_ids = llama(), tokens(1, LENGTH)
+    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])):
+        expected = logits(model, input_ids)
+        names = {module.config._attn_implementation for module in layers(model)}
+        model.set_attn_implementation("test_named")
+        same(logits(model, input_ids), expected)
+        assert set(seen) == {"test_named"}
+        assert names.isdisjoint({module.config._attn_implementation for module in layers(model)})
+
+
+def test_positions_still_belong_to_a_forward() -> None:
+    """A change does not make a cache of another encoding usable."""
+    model, data = llama(), batch((0,))
+    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])):
+        cache = model(**data.part(0, 40), use_cache=True).past_key_values
+    with extended(model, rx.encoding("alibi")):
+        model.set_attn_implementation("eager")
+        with pytest.raises(PatchError, match="filled under dynamic_ntk"):
+            model(**data.part(40, 50), past_key_values=cache)
+
+
+@pytest.fixture
+def constructed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[LlamaForCausalLM]:
+    """Llama's class; each of its models is patched as soon as it is constructed."""
+    encoding = rx.encoding(request.param, factor=FACTOR)
+    construct = LlamaForCausalLM.__init__
+
+    def patched(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, config, *args, **kwargs)
+        rx.patch_model(self, encoding)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", patched)
+    return LlamaForCausalLM
+
+
+@pytest.mark.parametrize("constructed", ["dynamic_ntk", "linear"], indirect=True)
+def test_models_patched_at_construction_pass_the_checks_of_transformers(
+    constructed: type[LlamaForCausalLM], tmp_path: Path
+) -> None:
+    """What transformers' tests of every family do with attention implementations and attention weights."""
+    config, input_ids = llama().config, tokens(2, 9)
+    eager = constructed._from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    assert len(eager(input_ids, output_attentions=True).attentions) == 2
+    eager.config.output_attentions = True
+    eager.config.output_hidden_states = True
+    output = constructed._from_config(eager.config, attn_implementation="eager").eval()(input_ids)
+    assert [weights.shape for weights in output.attentions] == [(2, 2, 9, 9)] * 2
+    kept = [output.hidden_states[0], output.attentions[0]]
+    for tensor in kept:
+        tensor.retain_grad()
+    output.logits.flatten()[0].backward()
+    assert all(tensor.grad is not None for tensor in kept)
+
+    constructed(copy.deepcopy(config)).save_pretrained(tmp_path)
+    models = {
+        name: constructed.from_pretrained(tmp_path, attn_implementation=name).eval()
+        for name in ("eager", "sdpa")
+    }
+    expected = {name: logits(model, input_ids) for name, model in models.items()}
+    same(expected["eager"], expected["sdpa"])
+    for name, other in (("eager", "sdpa"), ("sdpa", "eager")):
+        models[name].set_attn_implementation(other)
+        parts = [part for part in models[name].modules() if isinstance(part, PreTrainedModel)]
+        assert {part.config._attn_implementation for part in parts} == {other}
+        assert torch.equal(logits(models[name], input_ids), expected[other])
+    with pytest.raises(ValueError, match="no_such_attention"):
+        models["sdpa"].set_attn_implementation("no_such_attention")
+    generated = eager.generate(
+        input_ids, max_new_tokens=3, min_new_tokens=3, output_attentions=True, return_dict_in_generate=True,
+        pad_token_id=0,
+    )  # fmt: skip
+    assert len(generated.attentions) == 3
+
+
+def test_the_own_name_is_not_seen_in_another_thread() -> None:
+    """Otherwise a forward in the other thread would skip the handler without an error."""
+    seen = []
+
+    def attention(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        thread = threading.Thread(target=lambda: seen.append(module.config._attn_implementation))
+        thread.start()
+        thread.join()
+        return AttentionInterface()["sdpa"](module, *args, **kwargs)
+
+    AttentionInterface.register("test_threads", attention)
+    AttentionMaskInterface.register("test_threads", sdpa_mask)
+    model = llama()
+    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])):
+        model.set_attn_implementation("test_threads")
+        expected = {module.config._attn_implementation for module in layers(model)}
+        logits(model, tokens(1, LENGTH))
+    assert expected == {handled_implementation("test_threads")}
+    assert set(seen) == expected
+
+
+def test_two_threads_use_one_model(encoding: Any) -> None:
+    """While a thread is inside a layer, another one runs whole forwards, with a cache of its own."""
+    model = llama()
+    first, second = batch((0,)), batch((0, 17))
+    stops, other_stops = [50, 70, 71, LENGTH], [40, 60, LENGTH]
+    inside = threading.local()
+
+    def in_another_thread(*arguments: Any) -> None:
+        if not hasattr(inside, "other"):
+            others.append(None)
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    def other() -> None:
+        inside.other = True
+        others[-1] = in_parts(model, second, other_stops)
+
+    with extended(model, encoding):
+        expected = [in_parts(model, data, cuts) for data, cuts in ((first, stops), (second, other_stops))]
+        others: list[Any] = []
+        hooks = [module.register_forward_pre_hook(in_another_thread) for module in layers(model)[1:]]
+        assert torch.equal(in_parts(model, first, stops), expected[0])
+        assert len(others) == 4
+        assert all(torch.equal(found, expected[1]) for found in others)
+        for hook in hooks:
+            hook.remove()

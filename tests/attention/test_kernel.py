@@ -1,0 +1,266 @@
+"""RoFormer's linear attention equals its formula in float64, with a state instead of a cache of keys."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
+from cases import TARGET, FamilyCase, llama, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import rope_extend as rx
+from rope_extend.attention.kernel import CHUNK, StateLayer, linear_attention
+from rope_extend.errors import PatchError, UnsupportedModelError
+
+YARN = {"name": "yarn", "factor": 8.0}
+
+
+def grouped(**changes: Any) -> PreTrainedModel:
+    return llama(num_attention_heads=4, num_key_value_heads=2, hidden_size=64, **changes)
+
+
+@pytest.fixture(params=["none", "yarn"])
+def encoding(request: pytest.FixtureRequest) -> Any:
+    inner = YARN if request.param == "yarn" else {"name": "none"}
+    return rx.encoding("linear_attention", inner=inner)
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, angles: Tensor) -> Tensor:
+    """Equation 19 of 2104.09864, one query at a time: `[heads, T, width]`, angles `[T, width/2]`, float64."""
+
+    def feature(x: Tensor) -> Tensor:
+        return torch.where(x > 0, x + 1, x.exp())
+
+    def turn(x: Tensor, at: int) -> Tensor:
+        half = x.shape[-1] // 2
+        both = torch.complex(x[..., :half], x[..., half:]) * torch.polar(
+            torch.ones(half).double(), angles[at]
+        )
+        return torch.cat([both.real, both.imag], dim=-1)
+
+    k, v = (t.repeat_interleave(len(q) // len(t), dim=0) for t in (k, v))
+    rows = []
+    for m in range(q.shape[1]):
+        above, below = 0.0, 0.0
+        for n in range(m + 1):
+            above = above + (turn(feature(q[:, m]), m) * turn(feature(k[:, n]), n)).sum(-1)[:, None] * v[:, n]
+            below = below + (feature(q[:, m]) * feature(k[:, n])).sum(-1)[:, None]
+        rows.append(above / below)
+    return torch.stack(rows, dim=1)
+
+
+def test_attention_equals_the_formula(encoding: Any) -> None:
+    """In one layer of Llama: the input of the output projection, and the gradients."""
+    model = grouped(num_hidden_layers=1)
+    seen: dict[str, Tensor] = {}
+    layer = model.model.layers[0].self_attn
+    layer.o_proj.register_forward_pre_hook(lambda module, args: seen.update(output=args[0]))
+    layer.q_proj.register_forward_hook(lambda module, args, output: seen.update(q=output))
+    layer.k_proj.register_forward_hook(lambda module, args, output: seen.update(k=output))
+    layer.v_proj.register_forward_hook(lambda module, args, output: seen.update(v=output))
+    with rx.patch_model(model, encoding, target_length=TARGET) as patch:
+        model(tokens(1, 40), position_ids=torch.arange(7, 47)[None])
+        angles = torch.arange(7, 47).double()[:, None] * encoding.inner.inv_freq(patch.shape)
+    states = [seen[name][0].detach().double().view(40, -1, 16).transpose(0, 1) for name in "qkv"]
+    states = [state.requires_grad_() for state in states]
+    expected = naive(*states, angles)
+    ours = seen["output"][0].view(40, 4, 16).transpose(0, 1)
+    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-5)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad((ours * upstream).sum(), [seen[name] for name in "qkv"])
+    (expected * upstream).sum().backward()
+    for gradient, state in zip(gradients, states, strict=True):
+        ours = gradient[0].view(40, -1, 16).transpose(0, 1).double()
+        torch.testing.assert_close(ours, state.grad, rtol=1e-5, atol=1e-5)
+
+
+@given(st.integers(1, 3 * CHUNK), st.lists(st.integers(0, 3 * CHUNK), max_size=4), st.integers(0, 5))
+@settings(max_examples=25, deadline=None)
+def test_any_cut_gives_the_same_sums(length: int, cuts: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, tq, tk, v = (torch.rand(2, h, length, 4, generator=generator) for h in (4, 2, 4, 2, 2))
+    whole, (products, sums) = linear_attention(q, k, tq, tk, v, None)
+    stops = sorted({min(cut, length) for cut in cuts} | {length} - {0})
+    state, parts = None, []
+    for start, stop in itertools.pairwise([0, *(stop for stop in stops if stop)]):
+        part, state = linear_attention(*(t[:, :, start:stop] for t in (q, k, tq, tk, v)), state)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, dim=2), whole, rtol=1e-5, atol=1e-5)
+    assert state is not None
+    torch.testing.assert_close(state[0], products, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(state[1], sums, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_parts_and_tokens_equal_one_forward(encoding: Any, implementation: str) -> None:
+    model, data = grouped(), batch()
+    model.set_attn_implementation(implementation)
+    with rx.patch_model(model, encoding, target_length=TARGET):
+        whole = logits(model, **data)
+        for stops in ([10, *range(11, LENGTH + 1)], [20, 50, LENGTH]):
+            same(in_parts(model, data, stops), whole, data)
+            same(in_parts(model, data, stops, DynamicCache()), whole, data)
+            same(in_parts(model, data, stops, DynamicCache(config=model.config)), whole, data)
+        for row, width in enumerate((0, 17, 59)):
+            alone = logits(model, data["input_ids"][row : row + 1, width:])
+            torch.testing.assert_close(whole[row : row + 1, width:], alone, rtol=0, atol=1e-4)
+
+
+def test_the_state_does_not_grow() -> None:
+    model = grouped()
+    with rx.patch_model(model, rx.encoding("linear_attention")), torch.no_grad():
+        sizes = []
+        for length in (50, 400):
+            cache = model(tokens(1, length), use_cache=True).past_key_values
+            assert cache.get_seq_length() == length
+            model(tokens(1, 1), past_key_values=cache)
+            assert all(isinstance(layer, StateLayer) for layer in cache.layers)
+            tensors = [each for layer in cache.layers for each in layer.state] + [cache.rope_extend_positions]
+            sizes.append(sum(tensor.numel() for tensor in tensors))
+    assert sizes[0] == sizes[1] == 2 * 2 * 16 * (16 + 1) + 1  # layers, heads of keys, and one position
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 3}, {"prefill_chunk_size": 7}], ids=["greedy", "beam", "chunked"]
+)
+def test_generate_equals_generate_without_a_cache(how: dict[str, Any]) -> None:
+    model, data = grouped(), batch((0, 5, 20))
+    prompt = {name: value[:, :26] for name, value in data.items() if name != "position_ids"}
+    limits = {"max_new_tokens": 20, "min_new_tokens": 20, "pad_token_id": 0, "do_sample": False}
+    plain = {key: value for key, value in how.items() if key == "num_beams"}
+    with rx.patch_model(model, rx.encoding("linear_attention"), target_length=TARGET):
+        cached = model.generate(**prompt, **limits, **how)
+        assert torch.equal(cached, model.generate(**prompt, **limits, **plain, use_cache=False))
+
+
+def test_a_cache_follows_changes_of_its_rows() -> None:
+    model, data, order = grouped(), batch(), torch.tensor([2, 0, 0])
+    turned = data.rows(order)
+    with rx.patch_model(model, rx.encoding("linear_attention")), torch.no_grad():
+        expected = logits(model, **turned)[:, 60:]
+        for change in ("reorder_cache", "batch_select_indices"):
+            cache = DynamicCache(config=model.config)
+            model(**data.part(0, 60), past_key_values=cache)
+            getattr(cache, change)(order)
+            actual = model(**turned.part(60, LENGTH), past_key_values=cache).logits
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+        twice = data.rows([2, 0])
+        cache = DynamicCache(config=model.config)
+        model(**twice.part(0, 60), past_key_values=cache)
+        cache.batch_repeat_interleave(2)
+        turned = data.rows([2, 2, 0, 0])
+        actual = model(**turned.part(60, LENGTH), past_key_values=cache).logits
+        torch.testing.assert_close(actual, logits(model, **turned)[:, 60:], rtol=0, atol=1e-4)
+        with pytest.raises(PatchError, match="no token can be removed"):
+            cache.crop(-1)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+
+
+def test_gradients_under_checkpointing_are_the_same(encoding: Any) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = grouped()
+        with rx.patch_model(model, encoding):
+            found.append(gradients(model, 150, checkpointing=checkpointing))
+    for name, plain in found[0].items():
+        torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
+        assert plain.abs().max() > 0, name
+
+
+def test_it_nests_and_comes_off_bit_for_bit(encoding: Any) -> None:
+    model, data = grouped(), batch((0,))
+    before = logits(model, **data)
+    with rx.patch_model(model, encoding) as patch:
+        assert patch.changed
+        linear = logits(model, **data)
+        assert (linear - before).abs().max() > 0.1
+        with rx.patch_model(model, rx.encoding("alibi")):
+            same(in_parts(model, data, [40, LENGTH]), logits(model, **data), data)
+        assert torch.equal(logits(model, **data), linear)
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            same(in_parts(twin, data, [40, LENGTH]), linear, data)
+    assert torch.equal(logits(model, **data), before)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_bfloat16_sums_in_float32() -> None:
+    model = grouped(max_position_embeddings=400)
+    with rx.patch_model(model, rx.encoding("linear_attention")):
+        exact = logits(model, tokens(2, 400))
+        model.to(torch.bfloat16)
+        error = (logits(model, tokens(2, 400)).float() - exact).abs().mean(dim=(0, 2))
+        cache = model(tokens(1, 10), use_cache=True).past_key_values
+    assert {each.dtype for layer in cache.layers for each in layer.state} == {torch.float32}
+    assert error[-50:].mean() < 1.5 * error[50:100].mean()  # no larger at far positions
+
+
+def test_what_has_no_meaning_is_refused() -> None:
+    model, data = grouped(), batch((0,))
+    cache = DynamicCache(config=model.config)
+    model(**data.part(0, 10), past_key_values=cache)
+    eager = grouped()
+    eager.set_attn_implementation("eager")
+    made, packed = rx.encoding("linear_attention"), torch.cat([torch.arange(50), torch.arange(40)])[None]
+    with rx.patch_model(model, made), rx.patch_model(eager, made):
+        with pytest.raises(PatchError, match="filled without the encoding"):
+            model(**data.part(10, 20), past_key_values=cache)
+        with pytest.raises(PatchError, match="cannot forget"):
+            logits(model, tokens(1, 90), position_ids=packed)
+        with pytest.raises(PatchError, match="output_attentions has no meaning"):
+            eager(tokens(1, 10), output_attentions=True)
+        fixed = StaticCache(config=model.config, max_cache_len=20)
+        model(tokens(1, 10), past_key_values=fixed)
+        with pytest.raises(PatchError, match="its StaticLayer cannot hold a state"):
+            model(tokens(1, 1), past_key_values=fixed)
+    dropped = grouped(attention_dropout=0.1).train()
+    with rx.patch_model(dropped, made), pytest.raises(PatchError, match="dropout has no meaning"):
+        dropped(tokens(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        (FamilyCase("mistral", {"sliding_window": 24}), "only to a window of them"),
+        (FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 24}), "only to a window of them"),
+        (FamilyCase("falcon"), "acts inside attention, which cannot be patched"),
+    ],
+    ids=["mistral", "gemma2", "falcon"],
+)
+def test_families_that_cannot_have_it_are_refused(family: FamilyCase, message: str) -> None:
+    model = tiny_model(family)
+    before = logits(model, tokens(1, 20))
+    with pytest.raises(UnsupportedModelError, match=message):
+        rx.patch_model(model, rx.encoding("linear_attention"))
+    assert torch.equal(logits(model, tokens(1, 20)), before)
+
+
+def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
+    """Differential attention needs two states."""
+    model = tiny_model(FamilyCase("diffllama", {"num_key_value_heads": 2}))
+    with rx.patch_model(model, rx.encoding("linear_attention")):
+        cache = model(tokens(1, 20), use_cache=True).past_key_values
+        with pytest.raises(PatchError, match=r"layer \d attends several times.*use_cache=False"):
+            model(tokens(1, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "inner", ["yarn", {"name": "dynamic_ntk", "factor": 8.0}, {"name": "xpos"}, {"name": "alibi"}]
+)
+def test_schedules_that_cannot_be_summed_are_refused(inner: Any) -> None:
+    with pytest.raises(rx.RopeExtendError, match="linear_attention: "):
+        rx.encoding("linear_attention", inner=inner)
+
+
+def test_it_travels_as_a_dictionary() -> None:
+    made = rx.encoding("linear_attention", inner=YARN)
+    assert rx.Encoding.from_dict(made.to_dict()) == made
+    assert str(made) == "linear_attention(yarn(factor=8))"

@@ -1,0 +1,214 @@
+"""Vectors added to the embeddings equal formulas and stock Llama on the same embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batches import LENGTH, gradients, logits, tokens
+from cases import ALTERNATIVES, GEMMA3N, TARGET, TRAINED, FamilyCase, llama, tiny_model
+
+import rope_extend as rx
+from rope_extend.encodings import AbsoluteEncoding, ModelShape
+from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.models.parameters import learned_parameters
+
+SHAPE = ModelShape(heads=2, hidden_size=32, trained_length=TRAINED)
+VECTORS = [case for case in ALTERNATIVES if case.vectors is not None]
+LEARNED = [case for case in VECTORS if case.name == "learned"]
+
+
+@pytest.fixture(params=VECTORS, ids=str)
+def case(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def encoding(case: Any) -> AbsoluteEncoding:
+    made = case.build()
+    assert isinstance(made, AbsoluteEncoding)
+    return made
+
+
+def test_vectors_equal_the_formulas(case: Any, encoding: AbsoluteEncoding) -> None:
+    learned = encoding.initial(SHAPE)
+    positions = [0, 1, 2, 31, 32, 33, 64, 150, 298, 299]
+    vectors = encoding.vectors(SHAPE, torch.tensor(positions), learned)
+    assert vectors.dtype == torch.float32
+    expected = case.vectors({name: value.double() for name, value in learned.items()}, 32, positions)
+    torch.testing.assert_close(vectors.double(), expected, rtol=0, atol=1e-6)
+    rows = encoding.vectors(SHAPE, torch.tensor([positions[:5], positions[5:]]), learned)
+    assert torch.equal(rows.flatten(0, 1), vectors)
+
+
+def test_far_positions_keep_their_precision() -> None:
+    made: Any = rx.encoding("sinusoidal")
+    row = made.vectors(SHAPE, torch.tensor([10_000_019]), {})[0]
+    assert row[0].item() == pytest.approx(
+        torch.tensor(10_000_019.0, dtype=torch.float64).sin().item(), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("first", [0, 100])
+def test_logits_equal_stock_llama_on_the_sum(case: Any, encoding: AbsoluteEncoding, first: int) -> None:
+    """Stock Llama with all tokens at position 0, on embeddings with the vectors added."""
+    model = llama()
+    input_ids, positions = tokens(2, LENGTH), torch.arange(first, first + LENGTH)
+    with rx.patch_model(model, encoding) as patch:
+        actual = logits(model, input_ids, position_ids=positions[None])
+        learned = {} if patch.learned is None else patch.learned.of()
+    embeddings = model.model.embed_tokens(input_ids).double()
+    embeddings += case.vectors({n: v.double() for n, v in learned.items()}, 32, positions.tolist())
+    with torch.no_grad():
+        zeros = torch.zeros(1, LENGTH, dtype=torch.long)
+        mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64)
+        mask.masked_fill_(torch.ones_like(mask).bool().triu(1), -torch.inf)
+        stock = model.double()(
+            inputs_embeds=embeddings, position_ids=zeros, attention_mask=mask[None, None], use_cache=False
+        ).logits
+    torch.testing.assert_close(actual.double(), stock, rtol=0, atol=2e-5)
+
+
+def test_given_embeddings_get_them_too(encoding: AbsoluteEncoding) -> None:
+    model, input_ids = llama(), tokens(1, LENGTH)
+    with rx.patch_model(model, encoding), torch.no_grad():
+        given = model(inputs_embeds=model.model.embed_tokens(input_ids)).logits
+        torch.testing.assert_close(given, logits(model, input_ids))
+
+
+def test_gradients_reach_the_table_also_under_checkpointing() -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = llama()
+        with rx.patch_model(model, rx.encoding("learned", rows=100)):
+            (table,) = learned_parameters(model).values()
+            gradients(model, 40, checkpointing=checkpointing)
+        found.append(table.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert (found[0][:59].abs().amax(dim=1) > 0).all()
+    assert not found[0][60:].any()
+
+
+def test_a_table_refuses_positions_past_its_end() -> None:
+    model = llama()
+    with rx.patch_model(model, rx.encoding("learned")) as patch:
+        assert patch.target_length == TRAINED
+        logits(model, tokens(1, TRAINED))
+        with pytest.raises(rx.RopeExtendError, match=r"position 32 is past the last, 31.*interpolate.*tile"):
+            logits(model, tokens(1, TRAINED + 1))
+    fresh = rx.encoding("learned", beyond="fresh", length=40)
+    past = pytest.raises(rx.RopeExtendError, match="position 40 is past the last, 39")
+    with rx.patch_model(model, fresh), past:
+        logits(model, tokens(1, 41))
+
+
+def test_a_trained_table_is_extended_by_each_rule() -> None:
+    """Parameters learned for one window are the start for a longer one."""
+    model = llama()
+    with rx.patch_model(model, rx.encoding("learned")) as patch:
+        assert patch.learned is not None
+        with torch.no_grad():
+            patch.learned.shared.table.normal_(generator=torch.Generator().manual_seed(4))
+        trained = logits(model, tokens(1, TRAINED))
+    table = patch.learned.state_dict()
+    for rule in ("tile", "fresh", "interpolate"):
+        with rx.extend(model, TARGET, "learned", beyond=rule) as longer:
+            assert longer.target_length == TARGET
+            start = None if longer.learned is None else longer.learned.shared.table.clone()
+        assert start is not None
+        made = longer.encoding
+        with rx.patch_model(model, made, target_length=TARGET, learned=table) as longer:
+            assert longer.learned is not None
+            assert torch.equal(longer.learned.shared.table, table["shared.table"])
+            assert not torch.equal(start, table["shared.table"])
+            within = logits(model, tokens(1, TRAINED))
+            assert logits(model, tokens(1, 200)).isfinite().all()
+            assert torch.equal(within, trained) == (rule != "interpolate")
+            if rule == "interpolate":
+                whole = made.vectors(SHAPE, torch.tensor([0, TARGET - 1]), longer.learned.of())  # type: ignore
+                assert torch.equal(whole, table["shared.table"][[0, -1]])
+
+
+def test_a_table_for_a_target_has_a_row_for_each_of_its_positions() -> None:
+    model = llama()
+    with rx.extend(model, TARGET, "learned") as patch:
+        assert patch.encoding.to_dict()["rows"] == TARGET
+        assert logits(model, tokens(1, TARGET)).isfinite().all()
+    with rx.extend(model, TARGET, "learned", rows=TARGET + 5) as patch:
+        assert patch.encoding.to_dict()["rows"] == TARGET + 5
+
+
+def test_values_that_do_not_fit_are_refused() -> None:
+    model = llama()
+    before = logits(model, tokens(1, 20))
+    for values, message in (
+        (
+            {"shared.table": torch.zeros(3, 32)},
+            r"'shared.table' has shape \(3, 32\) in the source, and has shape \(32, 32\)",
+        ),
+        ({"shared.rows": torch.zeros(32, 32)}, "'shared.rows'"),
+    ):
+        with pytest.raises(rx.RopeExtendError, match=message):
+            rx.patch_model(model, rx.encoding("learned"), learned=values)
+        assert torch.equal(logits(model, tokens(1, 20)), before)
+    with pytest.raises(rx.RopeExtendError, match="sinusoidal learns none"):
+        rx.patch_model(model, rx.encoding("sinusoidal"), learned={"shared.table": torch.zeros(32, 32)})
+    assert torch.equal(logits(model, tokens(1, 20)), before)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"beyond": "repeat"}, "beyond must be one of refuse, interpolate, tile, fresh, got 'repeat'"),
+        ({"beyond": "interpolate"}, "the window to extend to; got length=None"),
+        ({"length": 64}, "takes no length, which is for beyond='interpolate' and 'fresh'; got length=64"),
+        ({"rows": 64, "beyond": "fresh", "length": 64}, "length must exceed the 64 rows"),
+        ({"rows": 0}, "rows must be between 1"),
+        ({"rows": 2.5}, "rows must be a whole number"),
+        ({"start": "ones"}, "start must be 'normal' or 'zeros'"),
+    ],
+)
+def test_bad_parameters_are_refused(parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(rx.RopeExtendError, match=message):
+        rx.encoding("learned", **parameters)
+
+
+def test_a_length_within_the_trained_window_is_refused() -> None:
+    model = llama()
+    with pytest.raises(rx.RopeExtendError, match="must exceed the trained window of 32 tokens, got 16"):
+        rx.patch_model(model, rx.encoding("learned", beyond="interpolate", length=16))
+    assert "rope_extend_learned" not in dict(model.model.named_children())
+
+
+@pytest.mark.parametrize(("name", "value"), [("scale", 0), ("scale", True), ("base", 1)])
+def test_bad_numbers_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(rx.RopeExtendError, match=f"sinusoidal: {name} must be a finite number above"):
+        rx.encoding("sinusoidal", **{name: value})
+
+
+def test_patches_nest_and_come_off_in_order(encoding: AbsoluteEncoding) -> None:
+    model, input_ids = llama(), tokens(1, LENGTH)
+    before = logits(model, input_ids)
+    with rx.extend(model, TARGET, "dynamic_ntk"):
+        inside = logits(model, input_ids)
+        with rx.patch_model(model, encoding):
+            summed = logits(model, input_ids)
+            with rx.extend(model, TARGET, "dynamic_ntk"):
+                assert torch.equal(logits(model, input_ids), inside)
+            with rx.patch_model(model, rx.encoding("alibi")):
+                assert not torch.equal(logits(model, input_ids), summed)
+            assert torch.equal(logits(model, input_ids), summed)
+        assert torch.equal(logits(model, input_ids), inside)
+    assert torch.equal(logits(model, input_ids), before)
+    assert not model.model.layers[0]._forward_pre_hooks
+    assert not model.base_model._forward_hooks
+
+
+def test_layers_that_read_something_else_are_refused() -> None:
+    model = tiny_model(FamilyCase("hrm_text"))
+    with pytest.raises(UnsupportedModelError, match="does not find that layer in hrm_text"):
+        rx.patch_model(model, rx.encoding("sinusoidal"))
+    model = tiny_model(FamilyCase("gemma3n_text", GEMMA3N))
+    with rx.patch_model(model, rx.encoding("sinusoidal")), pytest.raises(PatchError, match="cannot be added"):
+        logits(model, tokens(1, 20))

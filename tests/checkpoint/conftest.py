@@ -1,0 +1,31 @@
+"""Checkpoints that the tests of damage share."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cases import llama
+from integrity import extended, with_lora
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`base`, and its checkpoints `full`, `sharded` and `adapter`. Tests only read them."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    llama().save_pretrained(directory / "base")
+    rx.save(extended(), directory / "full")
+    rx.save(extended(), directory / "sharded", max_shard_size="20KB")
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(directory / "base")))
+    rx.save(adapted, directory / "adapter")
+    return directory
+
+
+@pytest.fixture
+def directory(checkpoints: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A copy of one of them, which a test may damage."""
+    return Path(shutil.copytree(checkpoints / request.param, tmp_path / request.param))

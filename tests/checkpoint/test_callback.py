@@ -1,0 +1,214 @@
+"""transformers' Trainer with our callback: every checkpoint computes what the model did when it was saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import TARGET, llama
+from peft import LoraConfig, PeftModel, get_peft_model
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.model_type import MODEL_TYPE
+from rope_extend.checkpoint.record import read_record
+
+IDS = torch.arange(80).remainder(61)[None]
+DATA = [
+    {"input_ids": row, "labels": row}
+    for row in torch.randint(3, 64, (6, 48), generator=torch.Generator().manual_seed(1))
+]
+STEPS = 3
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    mode = model.training
+    found = model.eval()(IDS).logits
+    model.train(mode)
+    return found
+
+
+class Watching(TrainerCallback):
+    """The model's logits when each checkpoint was saved, by step."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.seen[state.global_step] = logits(model)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    llama().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def patched(base: Path, kind: str, method: str = "yarn", adapter_name: str = "default") -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    encoding = rx.encoding(method, **({} if method == "xpos" else {"factor": 8.0}))
+    rx.patch_model(model, encoding, target_length=TARGET)
+    if kind == "full":
+        return model
+    torch.manual_seed(1)
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(model, config, adapter_name=adapter_name)
+
+
+def trainer(model: Any, output: Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
+    arguments = TrainingArguments(
+        output_dir=str(output), max_steps=STEPS, save_steps=1, per_device_train_batch_size=1, use_cpu=True,
+        report_to=[], disable_tqdm=True, learning_rate=1e-2, seed=0, logging_strategy="no", **options,
+    )  # fmt: skip
+    return Trainer(
+        model=model, args=arguments, train_dataset=DATA, eval_dataset=DATA[:2], callbacks=list(callbacks)
+    )
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_every_checkpoint_reads_as_the_model_did_when_it_was_saved(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
+    model, watching = patched(base, kind), Watching()
+    run = trainer(model, tmp_path / "run", watching, rx.SaveEncodingCallback())
+    run.train()
+    assert sorted(watching.seen) == [1, 2, 3]
+    assert not torch.allclose(watching.seen[1], watching.seen[3], atol=1e-3)  # training changed the model
+    for step, expected in watching.seen.items():
+        checkpoint = tmp_path / "run" / f"checkpoint-{step}"
+        loaded = rx.load(checkpoint)
+        assert torch.equal(logits(loaded), expected)
+        assert isinstance(loaded, PeftModel) == (kind == "adapter")
+        record = read_record(checkpoint)
+        assert record.encoding == rx.current_patch(model).encoding
+        assert record.weights
+        assert (record.base_fingerprint is not None) == (kind == "adapter")
+    (file,) = (tmp_path / "run" / "checkpoint-2").glob("*model.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(RopeExtendError, match="is not what was saved"):
+        rx.load(tmp_path / "run" / "checkpoint-2")
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_what_is_saved_at_the_end_reads_as_the_model_does(base: Path, tmp_path: Path, kind: str) -> None:
+    model = patched(base, kind)
+    run = trainer(model, tmp_path / "run", rx.SaveEncodingCallback())
+    run.train()
+    run.save_model()
+    assert torch.equal(logits(rx.load(tmp_path / "run")), logits(model))
+    assert read_record(tmp_path / "run").weights == {}
+    rx.record_encoding(tmp_path / "run", model)  # now with digests
+    assert read_record(tmp_path / "run").weights
+    assert torch.equal(logits(rx.load(tmp_path / "run")), logits(model))
+    run.save_model(str(tmp_path / "elsewhere"))
+    with pytest.raises(RopeExtendError, match=f"no {RECORD_NAME}"):
+        rx.load(tmp_path / "elsewhere")
+    rx.record_encoding(tmp_path / "elsewhere", model)
+    assert torch.equal(logits(rx.load(tmp_path / "elsewhere")), logits(model))
+
+
+def test_peft_alone_is_caught_on_what_the_trainer_saved(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The adapter's own config has the mark, even if no callback was called."""
+    run = trainer(patched(base, "adapter"), tmp_path / "run", rx.SaveEncodingCallback())
+    run.train()
+    run.save_model(str(tmp_path / "elsewhere"))
+    for directory in (tmp_path / "run" / "checkpoint-1", tmp_path / "elsewhere"):
+        caplog.clear()
+        forgetful = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(directory))
+        assert rx.info(forgetful).unapplied == "yarn(factor=8)"
+        assert "its output cannot be trusted" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_a_model_without_a_patch_is_refused_before_the_first_step(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+    before = logits(model)
+    with pytest.raises(RopeExtendError, match="carries no patch"):
+        trainer(model, tmp_path / "run", rx.SaveEncodingCallback()).train()
+    assert torch.equal(logits(model), before)
+    assert not list(tmp_path.glob("run/*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(
+    base: Path, tmp_path: Path, kind: str
+) -> None:
+    whole = patched(base, kind)
+    trainer(whole, tmp_path / "whole", rx.SaveEncodingCallback()).train()
+    model, watching = patched(base, kind), Watching()
+    run = trainer(model, tmp_path / "whole", watching, rx.SaveEncodingCallback())
+    run.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-1"))
+    assert sorted(watching.seen) == [2, 3]
+    assert_same_but_rounding(logits(model), logits(whole))
+    for step, expected in watching.seen.items():
+        assert torch.equal(logits(rx.load(tmp_path / "whole" / f"checkpoint-{step}")), expected)
+    # Without this check, the same command with another encoding would resume and train garbage.
+    other = patched(base, kind, "linear")
+    with pytest.raises(RopeExtendError, match=r"checkpoint-3 was trained with yarn.* uses linear"):
+        trainer(other, tmp_path / "whole", rx.SaveEncodingCallback()).train(resume_from_checkpoint=True)
+    rx.current_patch(other).remove()
+    with pytest.raises(RopeExtendError, match="carries no patch"):
+        trainer(other, tmp_path / "whole", rx.SaveEncodingCallback()).train(resume_from_checkpoint=True)
+
+
+def test_what_has_no_stock_form_is_guarded_in_every_checkpoint(base: Path, tmp_path: Path) -> None:
+    model, watching = patched(base, "full", "xpos"), Watching()
+    run = trainer(model, tmp_path / "run", watching, rx.SaveEncodingCallback())
+    run.train()
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert json.loads((checkpoint / "config.json").read_text())["model_type"] == MODEL_TYPE
+    assert torch.equal(logits(rx.load(checkpoint)), watching.seen[2])
+    again = patched(base, "full", "xpos")
+    trainer(again, tmp_path / "run", rx.SaveEncodingCallback()).train(resume_from_checkpoint=str(checkpoint))
+    assert_same_but_rounding(logits(again), logits(model))
+    model.save_pretrained(tmp_path / "plain")
+    rx.record_encoding(tmp_path / "plain", model, guard=False)
+    assert json.loads((tmp_path / "plain" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_the_best_checkpoint_and_the_last_few(base: Path, tmp_path: Path) -> None:
+    """Options that move and remove checkpoints."""
+    model, watching = patched(base, "adapter"), Watching()
+    run = trainer(
+        model, tmp_path / "run", watching, rx.SaveEncodingCallback(),
+        save_total_limit=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+    )  # fmt: skip
+    run.train()
+    best = Path(run.state.best_model_checkpoint)
+    assert torch.equal(logits(rx.load(best)), watching.seen[int(best.name.rpartition("-")[2])])
+    run.save_model()
+    assert torch.equal(logits(rx.load(tmp_path / "run")), logits(model))
+    assert torch.equal(logits(model), logits(rx.load(best)))
+
+
+def test_a_loop_of_one_s_own(base: Path, tmp_path: Path) -> None:
+    """peft writes an adapter with a name one level down."""
+    model = patched(base, "adapter", adapter_name="long")
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for row in DATA[:2]:
+        model(row["input_ids"][None], labels=row["labels"][None]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path / "saved")
+    record = rx.record_encoding(tmp_path / "saved", model, base_model=str(base))
+    assert record.base_model == str(base)
+    assert read_record(tmp_path / "saved" / "long") == record
+    assert torch.equal(logits(rx.load(tmp_path / "saved" / "long")), logits(model))
+    with pytest.raises(RopeExtendError, match="carries no patch"):
+        rx.record_encoding(tmp_path / "saved", llama())

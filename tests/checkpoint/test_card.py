@@ -1,0 +1,209 @@
+"""The card agrees with the record, and all code on it runs and loads the encoding."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from cases import TARGET, TRAINED, llama
+from peft import LoraConfig, get_peft_model
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend.checkpoint.card import CARD_NAME, model_card, write_card
+from rope_extend.checkpoint.record import read_record, write_record
+from rope_extend.cli.main import main, parse
+from rope_extend.evaluation.perplexity_report import write_report
+from rope_extend.evaluation.results import EvaluationRow
+
+IDS = torch.arange(TARGET).remainder(61)[None]
+METHODS: dict[str, dict[str, Any]] = {
+    "yarn": {"factor": 8.0},
+    "linear": {"factor": 8.0},
+    "ntk": {"factor": 8.0},
+    "ntk_by_parts": {"factor": 8.0},
+    "clipped": {},
+    "dynamic_ntk": {"factor": 8.0},
+    "xpos": {},
+}
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(IDS).logits.float()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(params=METHODS)
+def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`base` and `run` (an adapter) in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    llama().save_pretrained("base")
+    model = AutoModelForCausalLM.from_pretrained("base")
+    rx.patch_model(model, rx.encoding(request.param, **METHODS[request.param]), target_length=TARGET)
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return rx.save(get_peft_model(model, config), "run")
+
+
+def test_python_lines_run_as_they_stand_and_read_with_the_encoding(run: Path) -> None:
+    expected = logits(rx.load(run))
+    write_card(run)
+    rx.merge(run, "merged")  # this also writes the card
+    plain = logits(AutoModelForCausalLM.from_pretrained("base"))
+    assert not torch.allclose(expected, plain, atol=1e-2)
+    for directory, count in ((run, 2), (Path("merged"), 1)):
+        text = (directory / CARD_NAME).read_text()
+        code = blocks(text, "python")
+        assert len(code) == count
+        for lines in code:
+            scope: dict[str, Any] = {}
+            exec(compile(lines, CARD_NAME, "exec"), scope)
+            assert_same_but_rounding(logits(scope["model"]), expected)
+
+
+def test_our_commands_parse_and_name_what_is_there(run: Path) -> None:
+    write_card(run)
+    rx.merge(run, "merged")
+    record = read_record(run)
+    for directory in (run, Path("merged")):
+        text = (directory / CARD_NAME).read_text()
+        commands = [shlex.split(line) for block in blocks(text, "bash") for line in block.splitlines()]
+        for words in commands:
+            if words[0] == "rope-extend":
+                parse(words[1:])
+            if "--max-model-len" in words or "-c" in words:
+                assert words[-1] == str(TARGET)
+        if directory == run:
+            main(commands[0][1:])
+            assert (Path("run-merged") / "config.json").exists()
+            assert "Serving an adapter on its base model" in text
+        servers = [words[0] for words in commands]
+        table = record.encoding.name not in ("dynamic_ntk", "xpos")
+        assert ("vllm" in servers) == ("llama-cli" in servers) == (table and directory != run)
+        if directory != run and not table:
+            assert "vLLM does not support this encoding" in text
+
+
+@pytest.mark.parametrize("run", ["yarn"], indirect=True)
+def test_an_adapter_warns_of_the_loader_that_forgets(run: Path) -> None:
+    text = model_card(run)
+    assert (
+        "Stock `PeftModel.from_pretrained` loads this adapter and **silently ignores its position encoding**"
+        in text
+    )
+    rx.merge(run, "merged")
+    assert "silently ignores" not in model_card("merged")
+
+
+@pytest.mark.parametrize("run", ["yarn"], indirect=True)
+def test_front_matter_names_a_base_of_the_hub_and_no_license(run: Path) -> None:
+    def front() -> dict[str, Any]:
+        return yaml.safe_load(model_card(run).split("---\n")[1])
+
+    assert front() == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["rope_extend", "long-context", "yarn", "lora"],
+    }
+    record = read_record(run)
+    write_record(run, type(record)(**{**vars(record), "base_model": "some-org/Model-7B"}))
+    assert front()["base_model"] == "some-org/Model-7B"
+    text = model_card(run)
+    assert "rx.load_adapter" in text  # the base model is not available to find stock settings
+    for fact in (
+        "`some-org/Model-7B`",
+        "arXiv 2309.00071",
+        f"{TRAINED} tokens",
+        f"{TARGET} tokens, 8×",
+        '"factor": 8.0',
+    ):
+        assert fact in text
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    result = rx.PerplexityResult(
+        ppl={32: 9.5, TARGET: 4.25}, tokens={32: 62, TARGET: 510}, nll_by_position=np.full(TARGET - 1, 0.5),
+        protocol="prefix", window=None, documents=2, dropped_documents=0, data="abc", passes=1,
+        forward_tokens=512, seconds=1.0, peak_memory_bytes=1,
+    )  # fmt: skip
+    row = EvaluationRow("yarn + LoRA", {"name": "yarn", "factor": 8.0}, "base", "run", result)
+    write_report([row], tmp_path / "report", trained_length=TRAINED)
+    return tmp_path / "report"
+
+
+@pytest.mark.parametrize("run", ["yarn"], indirect=True)
+def test_results_bring_the_table_and_the_picture(run: Path, results: Path) -> None:
+    assert "Not measured yet" in model_card(run)
+    main(
+        [
+            "card",
+            str(run),
+            "--results",
+            str(results / "results.jsonl"),
+            "--data",
+            "books",
+            "--name",
+            "org/name",
+        ]
+    )
+    text = (run / CARD_NAME).read_text()
+    assert "| yarn + LoRA | " in text
+    assert "4.25" in text
+    assert "| data | `books` |" in text
+    assert 'rx.load("org/name")' in text
+    assert "![Perplexity against length](perplexity.png)" in text
+    assert (run / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+    assert "has not been measured" not in text
+    assert "After training" in model_card(run, perplexity={32: 9.5, 256: 4.0})
+
+
+@pytest.mark.parametrize("run", ["yarn"], indirect=True)
+def test_what_somebody_wrote_stays(run: Path) -> None:
+    assert write_card(run) == run / CARD_NAME
+    assert write_card(run, data="books") == run / CARD_NAME  # our own card is replaced
+    text = (run / CARD_NAME).read_text()
+    for theirs in ("mine", text.replace("# run", "# My model"), text + "\nlicense: mit\n"):
+        (run / CARD_NAME).write_text(theirs)
+        assert write_card(run) is None
+        assert (run / CARD_NAME).read_text() == theirs
+    with pytest.raises(SystemExit):
+        main(["card", str(run)])
+
+
+@pytest.mark.parametrize("run", ["yarn"], indirect=True)
+def test_a_verification_is_told(run: Path) -> None:
+    digest = hashlib.sha256((run / "rope_extend.json").read_bytes()).hexdigest()
+    said = {"verdict": "equal", "reason": "it reads right", "record": digest}
+    (run / "verification.json").write_text(json.dumps(said))
+    assert "Verified in a separate process: equal (it reads right)." in model_card(run)
+    (run / "verification.json").write_text(json.dumps({**said, "record": "of another checkpoint"}))
+    assert "Verified" not in model_card(run)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_fine_tuning_writes_the_card(work: Path, tmp_path: Path) -> None:
+    recipe = rx.Recipe(
+        model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
+        target_length=64, steps=1, lora_rank=2, eval_data=str(work / "data"), eval_documents=1,
+    )  # fmt: skip
+    rx.finetune(recipe)
+    text = (tmp_path / "run" / CARD_NAME).read_text()
+    assert f"| data | `{work / 'data'}` |" in text
+    assert "1 steps" in text
+    assert "After training, on held-out text" in text
+    rx.merge(tmp_path / "run", tmp_path / "merged")
+    assert f"| data | `{work / 'data'}` |" in (tmp_path / "merged" / CARD_NAME).read_text()

@@ -1,0 +1,120 @@
+"""merge, export, verify, card and info on the command line: each mistake gives one clear line."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from cases import TARGET, llama
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Intact and damaged directories, and a file."""
+    where = tmp_path_factory.mktemp("made")
+    llama().save_pretrained(where / "base")
+    model = AutoModelForCausalLM.from_pretrained(where / "base")
+    rx.extend(model, TARGET)
+    rx.save(model, where / "full")
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    rx.save(get_peft_model(model, config), where / "adapter")
+    for name, source in (
+        ("flipped", "full"),
+        ("cut", "adapter"),
+        ("unrecorded", "adapter"),
+        ("newer", "adapter"),
+    ):
+        shutil.copytree(where / source, where / name)
+    weights = bytearray((where / "flipped" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (where / "flipped" / "model.safetensors").write_bytes(weights)
+    (where / "cut" / "adapter_model.safetensors").write_bytes(b"")
+    (where / "unrecorded" / "rope_extend.json").unlink()
+    (where / "newer" / "rope_extend.json").write_text('{"schema_version": 7}')
+    (where / "file").write_text("mine")
+    (where / "some.gguf").write_text("mine")
+    return where
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("info nowhere", "no directory 'nowhere'"),
+        ("info file", "cannot load the config of 'file'"),
+        ("info newer", "schema_version is 7"),
+        ("info unrecorded", "holds an adapter without rope_extend.json"),
+        ("info full --target-length 16", "must exceed the trained window"),
+        ("merge adapter", "--output"),
+        ("merge adapter --output full", "full already holds a checkpoint (config.json)"),
+        ("merge adapter --output adapter", "is the adapter itself"),
+        ("merge adapter --output file", "it is a file"),
+        ("merge adapter --output file/below", "cannot save to"),
+        ("merge adapter --output x --base-model nowhere", "cannot find the base model 'nowhere'"),
+        ("merge adapter --output x --base-model full --max-shard-size big", "not a size in memory: 'big'"),
+        ("merge adapter --output x --dtype int8", "invalid choice: 'int8'"),
+        ("merge full --output x", "holds no adapter"),
+        ("merge nowhere --output x", "cannot find the checkpoint 'nowhere'"),
+        ("merge cut --output x", "adapter_model.safetensors is truncated or damaged"),
+        ("merge unrecorded --output x", "no rope_extend.json in unrecorded"),
+        ("merge newer --output x", "a newer one may have written it"),
+        ("export", "needs a checkpoint's directory and --output"),
+        ("export full", "needs a checkpoint's directory and --output"),
+        ("export full --to ollama --output x", "invalid choice: 'ollama'"),
+        ("export full --to llama.cpp --output x", "convert the weights with its convert_hf_to_gguf.py"),
+        ("export full --to llama.cpp --output x --gguf nothing.gguf", "cannot read nothing.gguf as GGUF"),
+        ("export full --to llama.cpp --output x --gguf some.gguf", "cannot read some.gguf as GGUF"),
+        ("export full --to vllm --output x --gguf some.gguf", "--gguf is for llama.cpp"),
+        ("export full --output full --overwrite", "is the checkpoint itself"),
+        ("export full --output adapter", "adapter already holds a checkpoint"),
+        ("export flipped --output x", "is not what was saved"),
+        ("export nowhere --support", "there is no directory nowhere"),
+        ("verify nowhere", "there is no directory nowhere"),
+        ("verify file", "no rope_extend.json in file"),
+        ("verify base", "no rope_extend.json in base"),
+        ("verify flipped", "is not what was saved"),
+        ("verify full --tolerance -1", "must be above 0"),
+        ("verify full --tolerance much", "must be above 0"),
+        ("verify full --length 1q", "not a length in tokens"),
+        ("verify full --reference nowhere", "cannot find the checkpoint 'nowhere'"),
+        ("verify full --reference base", "no rope_extend.json in base"),
+        ("card nowhere", "there is no directory nowhere"),
+        ("card base", "no rope_extend.json in base"),
+        ("card full --results nowhere", "no results at 'nowhere'"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(
+    made: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    message: str,
+) -> None:
+    if "llama.cpp" in command:
+        pytest.importorskip("gguf", reason="the package gguf is not installed")
+    monkeypatch.chdir(made)
+    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    with pytest.raises(SystemExit) as error:
+        main(shlex.split(command))
+    assert error.value.code == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(said) == 1
+    assert message in said[0]
+    assert "Traceback" not in said[0]
+    assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+    assert not (made / "x").exists()
+
+
+@pytest.mark.parametrize("command", ["info", "merge", "export", "verify", "card"])
+def test_help_is_there(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: rope-extend {command}")
+    assert "\n    Reads the config" not in text  # the indentation of the docstring is removed

@@ -1,0 +1,98 @@
+"""No code of a checkpoint is ever run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from integrity import (
+    each,
+    extended,
+    rewritten,
+    unsealed,
+)
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.checkpoint.card import write_card
+from rope_extend.checkpoint.export.write import export
+from rope_extend.cli.main import main
+
+
+def test_trust_remote_code_is_never_true() -> None:
+    """In the source, every argument, key and default of that name is False."""
+    root = Path(rx.__file__).parents[1]
+    said = 0
+    for path in sorted(
+        [*root.glob("rope_extend/**/*.py"), *root.glob("patches/*.py"), *root.glob("scripts/*.py")]
+    ):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            values: list[Any] = []
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                values = [node.value]
+            elif isinstance(node, ast.Assign):
+                values = [node.value for t in node.targets if "trust_remote_code" in ast.unparse(t)]
+            elif isinstance(node, ast.Dict):
+                keyed = zip(node.keys, node.values, strict=True)
+                values = [
+                    v for k, v in keyed if isinstance(k, ast.Constant) and k.value == "trust_remote_code"
+                ]
+            elif isinstance(node, ast.Name | ast.arg):
+                name = node.id if isinstance(node, ast.Name) else node.arg
+                assert "remote_code" not in name, f"{path}:{node.lineno}"
+            said += len(values)
+            for value in values:
+                assert isinstance(value, ast.Constant), f"{path}:{value.lineno}"
+                assert value.value is False, f"{path}:{value.lineno}"
+    assert said >= 2
+
+
+@each("full", "adapter")
+@pytest.mark.parametrize("value", [True, 1, "yes"])
+def test_trust_remote_code_is_refused(directory: Path, value: Any) -> None:
+    with pytest.raises(RopeExtendError, match="trust_remote_code=True is refused"):
+        rx.load(directory, trust_remote_code=value)
+    rx.load(directory, trust_remote_code=False)
+
+
+@pytest.mark.usefixtures("checkpoints")
+def test_code_in_a_checkpoint_is_not_run_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    where, ran = tmp_path / "hostile", tmp_path / "ran"
+    rx.save(extended(), where)
+    (where / "hostile.py").write_text(f"open({str(ran)!r}, 'w')\nclass C: pass\n")
+
+    def hostile(data: dict[str, Any]) -> None:
+        data["model_type"] = "hostile"
+        data["auto_map"] = {"AutoConfig": "hostile.C", "AutoModelForCausalLM": "hostile.C"}
+
+    rewritten(where / "config.json", hostile)
+    unsealed(where)
+    for read in (rx.load, rx.info, lambda where: export(where, tmp_path / "out"), rx.verify, write_card):
+        with pytest.raises(RopeExtendError):
+            read(str(where))
+    with pytest.raises(SystemExit):
+        main(["info", str(where)])
+    assert not ran.exists()
+    assert capsys.readouterr().err.startswith("rope-extend: error: ")
+
+
+def test_a_tokenizer_s_code_is_not_run(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    adapter, ran = Path(shutil.copytree(checkpoints / "adapter", tmp_path / "adapter")), tmp_path / "ran"
+    (adapter / "hostile.py").write_text(f"open({str(ran)!r}, 'w')\nclass C: pass\n")
+    (adapter / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "C", "auto_map": {"AutoTokenizer": ["hostile.C", None]}})
+    )
+    with pytest.raises(RopeExtendError):
+        rx.merge(adapter, tmp_path / "merged")
+    assert not ran.exists()
+    assert not (tmp_path / "merged").exists()

@@ -1,0 +1,164 @@
+"""Encodings in six families: saved, sharded, adapted, merged, exported and verified, with the same logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import ENCODINGS, FAMILIES, TARGET, EncodingCase, FamilyCase, tiny_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.checkpoint import verifying
+from rope_extend.checkpoint.export.support import support
+from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.model_type import MODEL_TYPE
+from rope_extend.checkpoint.record import read_record
+from rope_extend.models.view import shape_of
+
+IDS = torch.randint(3, 64, (1, 80), generator=torch.Generator().manual_seed(1))
+SIX = [
+    case
+    for case in FAMILIES
+    if case.model_type in ("llama", "qwen3", "gpt_neox", "gemma3_text", "glm", "phi3")
+]
+"""With a table for each kind of layer, neighbouring pairs, some of the channels, plain, a config class that
+refuses most `rope_type`s, and normalised queries and keys."""
+RUNS = {0: (), 3: pytest.mark.slow}
+"""Marks of a pair, by the number of its family less the number of its encoding, modulo six."""
+PAIRS = [
+    pytest.param(
+        family,
+        case,
+        id=f"{family}-{case}",
+        marks=RUNS.get((number - index) % len(SIX), pytest.mark.full),
+    )
+    for number, family in enumerate(SIX)
+    for index, case in enumerate(ENCODINGS)
+]
+"""Each encoding in one family by default, in another one of the slow tests, and in all six with `--full`."""
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(IDS).logits.float()
+
+
+def same(model: Any, expected: torch.Tensor) -> None:
+    assert_same_but_rounding(logits(model), expected)
+
+
+def patched(model: Any, case: EncodingCase) -> Any:
+    rx.patch_model(model, case.build(shape_of(model)), target_length=TARGET)
+    return model
+
+
+def adapted(base: Path, family: FamilyCase, case: EncodingCase) -> Any:
+    """A LoRA adapter with random weights on the model of a directory."""
+    model = patched(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), case)
+    targets = {"gpt_neox": ["query_key_value"], "phi3": ["qkv_proj", "down_proj"]}
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=2, init_lora_weights=False,
+        target_modules=targets.get(family.model_type, ["q_proj", "down_proj"]),
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return get_peft_model(model, config).eval()
+
+
+def guarded(directory: Path) -> bool:
+    return json.loads((directory / "config.json").read_text())["model_type"] == MODEL_TYPE
+
+
+@pytest.mark.parametrize(("family", "case"), PAIRS)
+def test_logits_survive_every_way_of_saving(family: FamilyCase, case: EncodingCase, tmp_path: Path) -> None:
+    model = patched(tiny_model(family), case)
+    expected, encoding = logits(model), rx.current_patch(model).encoding
+
+    full = rx.save(model, tmp_path / "full")
+    sharded = rx.save(model, tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list(sharded.glob("model-*.safetensors"))) > 1
+    for directory in (full, sharded):
+        loaded = rx.load(directory)
+        same(loaded, expected)
+        assert rx.current_patch(loaded).encoding == encoding
+        # Stock transformers would load this with the old window, so only the plugin loads it.
+        if guarded(directory):
+            same(AutoModelForCausalLM.from_pretrained(directory), expected)
+
+    tiny_model(family).save_pretrained(tmp_path / "base")
+    live = adapted(tmp_path / "base", family, case)
+    tuned = logits(live)
+    assert not torch.allclose(tuned, expected, atol=1e-2)
+    adapter = rx.save(live, tmp_path / "adapter")
+    loaded = rx.load(adapter)
+    assert isinstance(loaded, PeftModel)
+    same(loaded, tuned)
+    same(rx.load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), adapter), tuned)
+
+    merged = rx.merge(adapter, tmp_path / "merged", max_shard_size="20KB")
+    assert guarded(merged) == guarded(full)
+    same(rx.load(merged), logits(live.merge_and_unload()))
+    same(rx.load(merged), tuned)
+
+    for source, reads in ((full, expected), (merged, tuned)):
+        output = tmp_path / f"{source.name}-exported"
+        record = read_record(source)
+        found = support(encoding, record.shape, "transformers", family.model_type, target_length=TARGET)
+        refusal = ""
+        try:
+            export(source, output, verify=False)
+        except RopeExtendError as error:
+            refusal = str(error)
+        if refusal:  # of the encoding, or of a config class of this family
+            assert found.reason in refusal
+            assert not output.exists()
+            assert not found.possible or guarded(source)
+            continue
+        assert found.possible
+        stock = AutoModelForCausalLM.from_pretrained(output)
+        assert rx.current_patch(stock) is None
+        same(stock, reads)
+        same(rx.load(output), reads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SIX, ids=str)
+def test_every_encoding_is_verified(
+    family: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`verify` of each encoding, in two processes for all: one without rope_extend, and one with it."""
+    directories = {}
+    for number, case in enumerate(ENCODINGS):
+        model = patched(tiny_model(family), case)
+        directories[rx.save(model, tmp_path / f"{number}")] = case
+    record = read_record(tmp_path / "0")
+    inputs = verifying.pieces(record.shape.trained_length, TARGET, 64)
+    answers: dict[tuple[Path, bool], Any] = {}
+    for plugin in (False, True):
+        found, versions = verifying._logits_elsewhere([(d, None) for d in directories], inputs, plugin=plugin)
+        answers |= {(d, plugin): answer for d, answer in zip(directories, found, strict=True)}
+    monkeypatch.setattr(
+        verifying,
+        "_logits_elsewhere",
+        lambda asked, _, *, plugin: ([answers[d, plugin] for d, _ in asked], versions),
+    )
+    verdicts = []
+    for directory, case in directories.items():
+        found = rx.verify(directory)
+        if guarded(directory):
+            allowed = {"needs rope_extend"}
+        elif read_record(
+            directory
+        ).encoding.depends_on_length:  # stock transformers goes by the longest row of a batch
+            allowed = {"equal", "needs rope_extend"}
+        else:
+            allowed = {"equal"}
+        assert found.verdict in allowed, (str(case), str(found))
+        verdicts.append(found.verdict)
+    assert verdicts.count("equal") >= 20

@@ -1,0 +1,82 @@
+"""A record, config or index that is damaged or incomplete is refused, and left as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import llama
+from integrity import (
+    INDEX,
+    RECORD,
+    each,
+    each_with,
+    extended,
+    logits,
+    refused,
+    rewritten,
+    unsealed,
+    with_lora,
+)
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+
+
+@each("full")
+@pytest.mark.parametrize(
+    "key",
+    ["rope_parameters", "max_position_embeddings", "hidden_size", "num_hidden_layers", "vocab_size",
+     "num_attention_heads", "head_dim", "intermediate_size", "model_type"],
+)  # fmt: skip
+def test_a_config_without_a_key_is_refused(directory: Path, key: str) -> None:
+    rewritten(directory / "config.json", lambda data: {**{k: v for k, v in data.items() if k != key}})
+    refused(directory, r"config 'config.json' .* is not what was saved")
+    unsealed(directory)
+    if key in (
+        "rope_parameters",
+        "max_position_embeddings",
+        "head_dim",
+    ):  # the record has it, or it has a default
+        assert torch.equal(logits(rx.load(directory)), logits(extended()))
+        return
+    refused(directory, "", by="load")
+
+
+@each("full")
+def test_a_config_without_theta_is_refused(directory: Path) -> None:
+    def without(data: dict[str, Any]) -> None:
+        del data["rope_parameters"]["rope_theta"]
+
+    rewritten(directory / "config.json", without)
+    refused(directory, r"config 'config.json' .* is not what was saved")
+
+
+def test_a_base_model_without_theta_is_refused(tmp_path: Path) -> None:
+    """transformers silently fills in 10,000, but this model was pretrained with another base."""
+    theta = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    llama(**theta).save_pretrained(tmp_path / "base")
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
+    adapter = rx.save(adapted, tmp_path / "adapter")
+    rx.load(adapter)
+    rewritten(
+        tmp_path / "base" / "config.json", lambda data: data["rope_parameters"].pop("rope_theta") and None
+    )
+    for name in ("load", "merge", "export", "verify"):
+        refused(adapter, r"rope_theta|theta=500000.0.*this one has", by=name)
+
+
+@each_with("config.json", "adapter_config.json", RECORD, INDEX)
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe{}", b'{"a": ' * 5000], ids=str)
+def test_json_that_is_damaged_is_refused(directory: Path, name: str, text: bytes) -> None:
+    (directory / name).write_bytes(text)
+    refused(directory, name)
+
+
+@each("full", "adapter")
+@pytest.mark.parametrize("version", [0, 3, 99, -1, "2", 2.0, None, True, [2], {}], ids=repr)
+def test_an_unknown_schema_is_refused(directory: Path, version: Any) -> None:
+    rewritten(directory / RECORD, lambda data: {**data, "schema_version": version})
+    refused(directory, r"schema_version is .* reads 1, 2; a newer one may have written it")

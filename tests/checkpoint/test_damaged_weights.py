@@ -1,0 +1,139 @@
+"""Weight files that are damaged, exchanged, pickled or not finite are refused, and left as they are."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from integrity import (
+    each,
+    extended,
+    logits,
+    refused,
+    weights_of,
+    with_lora,
+)
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.checkpoint.record import read_record, seal
+
+
+@each()
+@pytest.mark.parametrize("keep", [0, 7, 8, 100, 0.5, -1], ids=str)
+def test_a_truncated_file_is_refused(directory: Path, keep: float) -> None:
+    path = weights_of(directory)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)] if 0 < keep < 1 else data[: int(keep)])
+    refused(directory, rf"{path.name} is truncated or damaged")
+
+
+@each()
+def test_bytes_behind_the_end_are_refused(directory: Path) -> None:
+    with weights_of(directory).open("ab") as file:
+        file.write(b"\0" * 8)
+    refused(directory, "is truncated or damaged")
+
+
+@each()
+@pytest.mark.parametrize("where", [0.0, 0.5, 1.0], ids=["first", "middle", "last"])
+def test_a_flipped_bit_of_data_is_refused_although_transformers_loads_it(
+    directory: Path, where: float
+) -> None:
+    path = weights_of(directory)
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start + int(where * (len(data) - 1 - start))] ^= 0b1000
+    path.write_bytes(data)
+    AutoModelForCausalLM.from_pretrained(directory)  # stock transformers does not notice
+    refused(directory, rf"weight file '{path.name}' in .* is not what was saved")
+
+
+@each("full", "adapter")
+def test_a_flipped_bit_of_the_header_is_refused(directory: Path) -> None:
+    """The bit may belong to the header's length, a name, a dtype, a shape or an offset."""
+    path = weights_of(directory)
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    for bit in range(0, 8 * start, 37):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(flipped)
+        with pytest.raises(RopeExtendError, match=rf"{path.name}.* is (truncated or damaged|not what was)"):
+            rx.load(directory)
+    path.write_bytes(data)
+    rx.load(directory)
+
+
+@each()
+@pytest.mark.parametrize("change", ["missing", "added", "exchanged", "renamed"])
+def test_files_that_are_not_those_that_were_saved_are_refused(directory: Path, change: str) -> None:
+    path = weights_of(directory)
+    if change == "missing":
+        path.unlink()
+    elif change == "added":
+        shutil.copy(path, directory / "model-00009-of-00009.safetensors")
+    elif change == "renamed":
+        path.rename(directory / f"model-old-{path.name}")
+    else:
+        tensors = load_file(path)
+        save_file({name: tensor + 1 for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    refused(directory, "is missing|holds no|was added later|is not what was saved")
+
+
+@each()
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin", "adapter_model.bin", "model.pt", "MODEL.PTH", "x.ckpt", "x.pkl", "x.pickle"],
+)
+def test_pickles_are_refused(directory: Path, name: str) -> None:
+    (directory / name).write_bytes(b"\x80\x04.")
+    refused(directory, rf"{name} is a pickle")
+
+
+@each("full", "adapter")
+def test_the_state_of_a_training_run_is_not_taken_for_weights(directory: Path) -> None:
+    expected = logits(rx.load(directory))
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "scaler.pt"):
+        (directory / name).write_bytes(b"\x80\x04.")
+    assert torch.equal(logits(rx.load(directory)), expected)
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+@each("full", "adapter")
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float8_e4m3fn, float("nan")), *itertools.product(DTYPES, map(float, ("nan", "inf", "-inf")))],
+    ids=str,
+)
+def test_weights_that_are_not_finite_are_refused_when_they_are_read(
+    directory: Path, dtype: torch.dtype, value: float
+) -> None:
+    path = weights_of(directory)
+    tensors = load_file(path)
+    name = sorted(tensors)[-1]
+    tensors[name].view(-1)[-1] = value
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, path, metadata={"format": "pt"})
+    seal(directory, read_record(directory))  # with digests that agree
+    refused(directory, rf"{name} holds values that are NaN or infinite")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_weights_that_are_not_finite_are_not_saved(checkpoints: Path, tmp_path: Path, value: float) -> None:
+    full = extended()
+    full.model.layers[1].mlp.up_proj.weight.data[3, 5] = value
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(checkpoints / "base")))
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    layer.lora_B["default"].weight.data[1, 1] = value
+    for model, name in ((full, "model.layers.1.mlp.up_proj"), (adapted, "q_proj.lora_B.weight")):
+        with pytest.raises(RopeExtendError, match=rf"{name}.* holds values that are NaN or infinite"):
+            rx.save(model, tmp_path / "a" / "new")
+        assert list(tmp_path.iterdir()) == []  # no parent directory is left behind

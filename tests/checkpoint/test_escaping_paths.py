@@ -1,0 +1,188 @@
+"""Names and links that lead out of a checkpoint's directory are refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import TARGET, llama
+from integrity import (
+    INDEX,
+    RECORD,
+    WEIGHTS,
+    each,
+    each_with,
+    extended,
+    in_hub_cache,
+    logits,
+    named,
+    refused,
+    rewritten,
+    unsealed,
+    watching,
+    weights_of,
+)
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.record import read_record
+
+ESCAPES = [
+    "../secret.safetensors", "/etc/secret.safetensors", "sub/secret.safetensors", "..\\secret.safetensors",
+    "C:secret.safetensors", "./secret.safetensors", "secret.safetensors/", "..", "", "model.bin",
+    "a\0.safetensors", "\ud800.safetensors", "x" * 5000 + ".safetensors", None, 5, ["model.safetensors"], {},
+]  # fmt: skip
+
+
+@each("sharded")
+@pytest.mark.parametrize("name", ESCAPES, ids=lambda name: repr(name)[:20])
+def test_an_index_that_leads_elsewhere_is_refused(directory: Path, name: Any) -> None:
+    secret = directory.parent / "secret.safetensors"
+    shutil.copy(weights_of(directory), secret)
+    rewritten(
+        directory / INDEX, lambda data: data["weight_map"].update({next(iter(data["weight_map"])): name})
+    )
+    opened: list[str] = []
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            opened.append(str(arguments[0]))
+
+    for unseal in (False, True):
+        if unseal:
+            unsealed(directory)
+        with watching(watch):
+            refused(
+                directory,
+                r"names .* which is not a safetensors file of this directory|is missing or cannot be",
+            )
+    assert not [path for path in opened if "secret" in path]
+
+
+@each("full", "adapter")
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a\0b", "\ud800"], ids=repr)
+@pytest.mark.parametrize("key", ["weights", "configs"])
+def test_a_record_that_leads_elsewhere_is_refused(directory: Path, name: str, key: str) -> None:
+    (directory.parent / "secret.safetensors").write_bytes(b"secret")
+    rewritten(directory / RECORD, lambda data: data[key].update({name: "0" * 64}))
+    refused(directory, "is missing, according to the digests in")
+
+
+def moved_outside(path: Path) -> None:
+    """Move a file out of its directory and leave a link to it."""
+    outside = path.parent.parent / "outside"
+    outside.mkdir()
+    path.rename(outside / path.name)
+    path.symlink_to(outside / path.name)
+
+
+@each_with("weights", "config.json", "adapter_config.json", RECORD, INDEX)
+def test_a_link_that_leads_elsewhere_is_refused(directory: Path, name: str) -> None:
+    moved_outside(named(directory, name))
+    refused(directory, "outside the checkpoint, and is not read")
+
+
+@each("full")
+def test_a_link_that_leads_elsewhere_is_not_exported(directory: Path) -> None:
+    """An export may be published, so it must not contain other files."""
+    (directory / "notes.txt").write_text("secret")
+    moved_outside(directory / "notes.txt")
+    refused(directory, "outside the checkpoint, and is not read", by="export")
+
+
+@each_with("weights", RECORD, "config.json", "adapter_config.json", INDEX)
+@pytest.mark.parametrize("kind", ["circle", "dangling", "directory", "pipe"])
+def test_what_is_no_file_is_refused(directory: Path, kind: str, name: str) -> None:
+    path = named(directory, name)
+    path.unlink()
+    if kind == "circle":
+        path.symlink_to(path.with_name("other"))
+        path.with_name("other").symlink_to(path)
+    elif kind == "dangling":
+        path.symlink_to("nowhere")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)  # reading it would block
+    refused(directory, f"{path.name}.* (is missing or cannot be|is not a regular)|no {RECORD} in|cannot read")
+
+
+@each()
+def test_links_inside_the_directory_are_followed(directory: Path) -> None:
+    expected = logits(rx.load(directory))
+    (directory / "blobs").mkdir()
+    for path in [path for path in directory.iterdir() if path.is_file()]:
+        path.rename(directory / "blobs" / path.name)
+        path.symlink_to(Path("blobs") / path.name)
+    assert torch.equal(logits(rx.load(directory)), expected)
+    output = export(directory, directory.parent / "output", verify=False)
+    assert_same_but_rounding(logits(rx.load(output)), expected)
+
+
+@each()
+def test_a_directory_may_itself_be_a_link(directory: Path) -> None:
+    link = directory.parent / "link"
+    link.symlink_to(directory, target_is_directory=True)
+    assert torch.equal(logits(rx.load(link)), logits(rx.load(directory)))
+    rx.save(extended("linear"), link, overwrite=True)
+    assert link.is_symlink()
+    assert read_record(directory).encoding.name == "linear"
+
+
+@each()
+def test_a_checkpoint_in_the_hub_s_cache_is_read_by_path_and_by_name(
+    directory: Path, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    snapshot = in_hub_cache(directory, cache, "org/name")
+    expected = logits(rx.load(directory))
+    for name in (snapshot, "org/name"):
+        assert torch.equal(logits(rx.load(name)), expected)
+    if directory.name == "adapter":
+        base = AutoModelForCausalLM.from_pretrained(checkpoints / "base")
+        assert torch.equal(logits(rx.load_adapter(base, "org/name")), expected)
+        rx.merge("org/name", tmp_path / "merged")
+    export("org/name", tmp_path / "output", verify=False)
+    # A link from the snapshot to any other place is not followed.
+    path = snapshot / weights_of(directory).name
+    path.unlink()
+    path.symlink_to(weights_of(directory))
+    with pytest.raises(RopeExtendError, match="outside the checkpoint"):
+        rx.load("org/name")
+
+
+def test_a_name_that_is_nowhere_is_refused(tmp_path: Path) -> None:
+    for name in ("org/nothing", tmp_path / "nothing", "", "a\0b", "\ud800", "x" * 5000, "../.."):
+        for read in (
+            rx.load,
+            lambda name: rx.load_adapter(llama(), name),
+            lambda name: rx.merge(name, tmp_path),
+        ):
+            with pytest.raises(RopeExtendError):
+                read(name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_guarded_checkpoint_is_checked_by_the_auto_class_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama()
+    rx.patch_model(model, rx.encoding("xpos"), target_length=TARGET)
+    directory = rx.save(model, tmp_path / "full")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    in_hub_cache(directory, tmp_path / "cache", "org/name")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("org/name")), logits(model))
+    data = bytearray((directory / WEIGHTS).read_bytes())
+    data[-1] ^= 1
+    (directory / WEIGHTS).write_bytes(data)
+    with pytest.raises(RopeExtendError, match="is not what was saved"):
+        AutoModelForCausalLM.from_pretrained(directory)

@@ -1,0 +1,416 @@
+"""Exports keep their promises: each verdict is proven in stock transformers, or the export is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import ENCODINGS, FACTOR, FAMILIES, TARGET, TRAINED, EncodingCase, FamilyCase, tiny_model
+from peft import LoraConfig, get_peft_model
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend import RopeExtendError, RopeShape
+from rope_extend.checkpoint.export.support import (
+    FACTORS,
+    IMPOSSIBLE,
+    NATIVE,
+    PLUGIN,
+    Support,
+    examples,
+    support,
+    support_table,
+)
+from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.record import read_record
+from rope_extend.checkpoint.restoring import load
+from rope_extend.checkpoint.saving import save
+from rope_extend.cli.main import main
+from rope_extend.models.view import rotary_part, shape_of
+
+SHAPE = RopeShape(16, 10_000.0, TRAINED)
+ROWS = {str(case): case for case in ENCODINGS}
+FAMILY = {case.model_type: case for case in FAMILIES}
+NAMED = ["llama", "qwen3", "gpt_neox", "gemma2", "phi3", "glm"]
+"""One family of each shape: plain, normed, partial, soft-capped, with a strict config, with neighbours."""
+IDS = torch.randint(3, 64, (1, 80), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(IDS).logits
+
+
+def verdicts(name: str, model_type: str | None = None) -> dict[str, str]:
+    return {to: support(ROWS[name].build(SHAPE), SHAPE, to, model_type).verdict for to in TARGETS}
+
+
+def saved(directory: Path, case: EncodingCase, model_type: str = "llama") -> tuple[Path, torch.Tensor]:
+    """A checkpoint, and the logits of the model that was saved."""
+    model = tiny_model(FAMILY[model_type])
+    with rx.patch_model(model, case.build(shape_of(model)), target_length=TARGET):
+        return save(model, directory), logits(model)
+
+
+@pytest.mark.parametrize("case", ENCODINGS, ids=str)
+def test_every_encoding_has_a_verdict_and_a_reason_for_every_target(case: EncodingCase) -> None:
+    for to in TARGETS:
+        found = support(case.build(SHAPE), SHAPE, to)
+        assert found.verdict in (NATIVE, FACTORS, PLUGIN, IMPOSSIBLE)
+        assert found.possible == (found.verdict in (NATIVE, FACTORS)) == (found.form is not None)
+        assert found.reason
+        if case.reloads and not case.build(SHAPE).depends_on_length:
+            assert found.possible  # if stock transformers supports it, all targets do
+    with pytest.raises(FrozenInstanceError):
+        found.verdict = NATIVE  # type: ignore[misc]
+
+
+def test_verdicts_are_those_of_the_sources() -> None:
+    everywhere = dict.fromkeys(TARGETS, NATIVE)
+    for name in ("none", "linear", "ntk", "abf"):
+        assert verdicts(name) == everywhere
+    for name in ("yarn", "llama3"):
+        assert verdicts(name) == everywhere | {"llama.cpp": FACTORS}
+    for name in ("yarn-attention", "yarn-options"):
+        assert verdicts(name) == dict.fromkeys(TARGETS, FACTORS) | {"transformers": NATIVE}
+    for name in ("yarn-turns", "ntk_by_parts", "resonance", "power", "p_rope", "clipped", "nope"):
+        assert verdicts(name) == dict.fromkeys(TARGETS, FACTORS)
+    for name in ("logn(ntk)", "xpos", "drope", "longrope-start", "short_original(yarn)", "dynamic_yarn"):
+        assert verdicts(name) == dict.fromkeys(TARGETS, IMPOSSIBLE) | {"transformers": PLUGIN}
+    assert verdicts("dynamic_ntk") == verdicts("xpos")
+    assert verdicts("longrope-row") == dict.fromkeys(TARGETS, IMPOSSIBLE) | {"transformers": NATIVE}
+
+
+def test_verdicts_follow_the_family() -> None:
+    assert verdicts("yarn", "phi3") == {
+        "transformers": FACTORS, "vllm": FACTORS, "sglang": FACTORS, "llama.cpp": FACTORS,
+    }  # fmt: skip
+    # vLLM's and SGLang's longrope does not rotate neighbours; llama.cpp reads no table for GLM.
+    assert verdicts("yarn-turns", "glm") == {
+        "transformers": FACTORS, "vllm": IMPOSSIBLE, "sglang": IMPOSSIBLE, "llama.cpp": IMPOSSIBLE,
+    }  # fmt: skip
+    for name in ("yarn", "abf"):  # we do not know how others read one table per kind of layer
+        assert verdicts(name, "gemma3_text") == {**verdicts("dynamic_ntk"), "transformers": NATIVE}
+    assert verdicts("abf", "deepseek_v3")["vllm"] == NATIVE
+    assert verdicts("yarn", "deepseek_v3")["vllm"] == IMPOSSIBLE
+
+
+def test_what_servers_multiply_is_given_undivided() -> None:
+    """vLLM and SGLang multiply the stated window by `linear`'s factor."""
+    for to in ("vllm", "sglang"):
+        form = support(ROWS["linear"].build(SHAPE), SHAPE, to).form
+        assert form is not None
+        assert form["max_position_embeddings"] * form["rope_parameters"]["factor"] == TARGET
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    "name", ["yarn-attention", "yarn-options", "ntk_by_parts", "longrope-static", "p_rope"]
+)
+def test_servers_compute_the_table_from_the_form(name: str, to: str) -> None:
+    """`Phi3LongRoPEScaledRotaryEmbedding`, which both servers have: tables by position, and lookups."""
+    found = support(ROWS[name].build(SHAPE), SHAPE, to, target_length=TARGET)
+    assert found.form is not None
+    p, window = found.form["rope_parameters"], found.form["max_position_embeddings"]
+    original = p["original_max_position_embeddings"]
+    scale = window / original
+    default = 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
+    caches = []
+    for rows, which in ((original, "short"), (window, "long")):
+        base = p["rope_theta"] ** (torch.arange(0, SHAPE.dim, 2, dtype=torch.float) / SHAPE.dim)
+        inv_freq = 1.0 / (torch.tensor(p[f"{which}_factor"], dtype=torch.float32) * base)
+        angles = torch.arange(rows, dtype=torch.float)[:, None] * inv_freq
+        caches.append(torch.polar(torch.tensor(p.get(f"{which}_mscale", default)), angles))
+    cache = torch.cat(caches)
+    table, factor = ROWS[name].oracle(SHAPE, TARGET)
+    for positions in (torch.arange(TARGET), torch.tensor([TRAINED]), torch.tensor([TARGET - 1])):
+        if to == "vllm":  # the long list, because the window exceeds the original one
+            index = positions + original * (window > original)
+        else:
+            index = positions + original * bool((positions > original).any())
+        angles = positions[:, None].double() * torch.tensor(table, dtype=torch.float64)
+        expected = torch.polar(torch.tensor(factor, dtype=torch.float64), angles)
+        torch.testing.assert_close(cache[index].to(expected.dtype), expected, rtol=0, atol=1e-4)
+
+
+def test_an_unknown_target_is_refused() -> None:
+    with pytest.raises(RopeExtendError, match=r"vllm, sglang, llama\.cpp, got 'ollama'"):
+        support(ROWS["yarn"].build(SHAPE), SHAPE, "ollama")
+
+
+def test_the_documentation_is_what_the_code_says() -> None:
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    root = Path(__file__).parents[2]
+    spec = spec_from_file_location("export_support", root / "scripts" / "write_export_support.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (root / "docs" / "export.md").read_text(encoding="utf-8") == script.page(), (
+        "run python scripts/write_export_support.py"
+    )
+    assert {encoding.name for encoding in examples(SHAPE, TARGET)} == set(rx.encoding_names())
+    assert support_table([ROWS["nope"].build(SHAPE)], SHAPE, targets=["vllm"]).count("\n") == 4
+
+
+def check_export(path: Path, case: EncodingCase, model_type: str, to: str) -> None:
+    """The verdict is true: stock transformers computes the original's logits, or nothing is written."""
+    directory, expected = saved(path / "saved", case, model_type)
+    record = read_record(directory)
+    found = support(record.encoding, record.shape, to, model_type, target_length=TARGET)
+    output = path / to
+    if not found.possible:
+        with pytest.raises(RopeExtendError) as error:
+            export(directory, output, to, verify=False)
+        assert found.reason in str(error.value)
+        assert not output.exists()
+        return
+    assert export(directory, output, to, verify=False) == output
+    stock = AutoModelForCausalLM.from_pretrained(output).eval()
+    assert not any("rope_extend" in type(module).__module__ for module in stock.modules())
+    assert_same_but_rounding(logits(stock), expected)
+    again = load(output)
+    assert torch.equal(logits(again), expected)
+    assert rx.current_patch(again).shape == record.shape
+    config, parameters = rotary_part(stock.config)
+    assert parameters["rope_type"] == found.form["rope_parameters"]["rope_type"]
+    assert config.max_position_embeddings == found.form["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    "name", ["yarn", "yarn-options", "linear", "ntk_by_parts", "p_rope", "longrope-row", "logn(ntk)"]
+)
+@pytest.mark.parametrize("model_type", NAMED)
+def test_an_export_reads_in_stock_transformers(tmp_path: Path, model_type: str, name: str) -> None:
+    check_export(tmp_path, ROWS[name], model_type, "transformers")
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["yarn-attention", "linear", "p_rope", "xpos"])
+def test_what_servers_read_means_the_same_in_transformers(tmp_path: Path, name: str, to: str) -> None:
+    for model_type in ("llama", "phi3"):
+        check_export(tmp_path / model_type, ROWS[name], model_type, to)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ENCODINGS, ids=str)
+@pytest.mark.parametrize("model_type", NAMED)
+@pytest.mark.parametrize("to", ["transformers", "vllm", "sglang"])
+def test_every_verdict_is_true(tmp_path: Path, model_type: str, case: EncodingCase, to: str) -> None:
+    check_export(tmp_path, case, model_type, to)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["yarn", *(pytest.param(name, marks=pytest.mark.full) for name in ("ntk_by_parts", "p_rope"))]
+)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_no_family_is_exported_to_something_else(tmp_path: Path, family: FamilyCase, name: str) -> None:
+    """In every family, the export computes the original's logits, or is refused with a reason."""
+    if not family.auto_reloads:
+        pytest.skip("AutoModelForCausalLM does not load it")
+    directory, expected = saved(tmp_path / "saved", ROWS[name], family.model_type)
+    try:
+        export(directory, tmp_path / "out", verify=False)
+    except RopeExtendError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert "cannot be exported" in refusal
+        assert not (tmp_path / "out").exists()
+        return
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert_same_but_rounding(logits(stock), expected)
+
+
+def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    directory, _ = saved(tmp_path / "saved", ROWS["p_rope"])
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "optimizer.pt").write_bytes(b"state")
+    (directory / "verification.json").write_text("{}")
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    output = export(directory, tmp_path / "out", verify=False)
+    assert {path.name for path in output.iterdir()} == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", RECORD_NAME,
+    }  # fmt: skip
+    assert os.path.samefile(output / "model.safetensors", directory / "model.safetensors")
+    assert not os.path.samefile(output / "tokenizer.json", directory / "tokenizer.json")
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    assert read_record(output).weights == read_record(directory).weights
+
+
+def test_weights_are_copied_where_they_cannot_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = saved(tmp_path / "saved", ROWS["yarn"])
+
+    def other_disk(*_: Any, **__: Any) -> None:
+        raise OSError("Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", other_disk)
+    output = export(directory, tmp_path / "out", verify=False)
+    assert not os.path.samefile(output / "model.safetensors", directory / "model.safetensors")
+    assert (output / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
+
+
+def test_an_export_is_verified(tmp_path: Path) -> None:
+    directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
+    output = export(directory, tmp_path / "out")
+    assert json.loads((output / "verification.json").read_text())["verdict"] == "equal"
+
+
+@pytest.mark.slow
+def test_an_export_that_reads_otherwise_does_not_appear(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+    monkeypatch.setattr("rope_extend.checkpoint.export.write._stock_computes", lambda *_, **__: True)
+    monkeypatch.setattr("rope_extend.checkpoint.export.write.plain_config", lambda data: {**data, **plain})
+    with pytest.raises(RopeExtendError, match="computes other logits than the original"):
+        export(directory, tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_an_adapter_is_merged_first(tmp_path: Path) -> None:
+    tiny_model(FAMILY["llama"]).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rx.extend(model, TARGET, "ntk_by_parts")
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(model, config).eval()
+    expected = logits(model)
+    adapter = save(model, tmp_path / "adapter")
+    output = export(adapter, tmp_path / "out", verify=False)
+    stock = AutoModelForCausalLM.from_pretrained(output).eval()
+    assert_same_but_rounding(logits(stock), expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    directory, _ = saved(tmp_path / "saved", ROWS["yarn"])
+    output, _ = saved(tmp_path / "out", ROWS["linear"])
+    (output / "notes.txt").write_text("mine")
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    for arguments in ({}, {"overwrite": True, "to": "llama.cpp", "gguf": tmp_path / "none.gguf"}):
+        with pytest.raises(RopeExtendError):
+            export(directory, output, verify=False, **arguments)
+        assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    with pytest.raises(RopeExtendError, match="is the checkpoint itself"):
+        export(directory, directory, overwrite=True)
+    export(directory, output, verify=False, overwrite=True)
+    assert read_record(output).encoding == ROWS["yarn"].build(SHAPE)
+    assert (output / "notes.txt").read_text() == "mine"
+
+
+def test_a_refusal_says_what_would_work(tmp_path: Path) -> None:
+    directory, _ = saved(tmp_path / "saved", ROWS["logn(ntk)"])
+    with pytest.raises(
+        RopeExtendError, match=r"logn\(ntk.* scales attention logits .*load it with rope_extend.load"
+    ):
+        export(directory, tmp_path / "out", "vllm")
+    directory, _ = saved(tmp_path / "row", ROWS["longrope-row"])
+    with pytest.raises(
+        RopeExtendError, match="depends on the length of the text; it can be exported to transformers"
+    ):
+        export(directory, tmp_path / "out", "sglang")
+    directory, _ = saved(tmp_path / "yarn", ROWS["yarn"])
+    with pytest.raises(RopeExtendError, match=r"convert the weights with its convert_hf_to_gguf.py"):
+        export(directory, tmp_path / "out", "llama.cpp")
+    with pytest.raises(RopeExtendError, match="gguf= is for llama"):
+        export(directory, tmp_path / "out", "vllm", gguf=tmp_path / "some.gguf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_live_model_is_exported(tmp_path: Path) -> None:
+    model = tiny_model(FAMILY["llama"])
+    with rx.patch_model(model, ROWS["yarn-turns"].build(shape_of(model)), target_length=TARGET):
+        expected = logits(model)
+        output = tmp_path / "deep" / "out"
+        assert rx.export(model, output, to="vllm", verify=False) == output
+        with pytest.raises(RopeExtendError, match="already holds a checkpoint"):
+            rx.export(model, output)
+        torch.testing.assert_close(logits(model), expected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep"]
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["out"]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "deep" / "out").eval()
+    assert_same_but_rounding(logits(stock), expected)
+
+
+def test_a_live_model_with_an_adapter_is_merged_and_exported(tmp_path: Path) -> None:
+    tiny_model(FAMILY["llama"]).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rx.extend(model, TARGET)
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(model, config).eval()
+    rx.export(adapted, tmp_path / "out", verify=False)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert_same_but_rounding(logits(stock), logits(adapted))
+
+
+def test_a_live_model_that_cannot_be_exported_writes_nothing(tmp_path: Path) -> None:
+    model = tiny_model(FAMILY["llama"])
+    with pytest.raises(RopeExtendError, match="carries no patch"):
+        rx.export(model, tmp_path / "out")
+    with (
+        rx.patch_model(model, ROWS["xpos"].build(shape_of(model)), target_length=TARGET),
+        pytest.raises(RopeExtendError, match="cannot be exported to transformers"),
+    ):
+        rx.export(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_weights_are_not_exported(tmp_path: Path) -> None:
+    directory, _ = saved(tmp_path / "saved", ROWS["yarn"])
+    path = directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RopeExtendError, match="is not what was saved"):
+        export(directory, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_support_is_a_plain_record() -> None:
+    assert Support("vllm", IMPOSSIBLE, "why") == Support("vllm", IMPOSSIBLE, "why")
+    assert FACTOR == TARGET / TRAINED
+
+
+def test_the_command_exports_or_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, expected = saved(tmp_path / "saved", ROWS["p_rope"])
+    output = tmp_path / "out"
+    main(["export", str(directory), "--to", "vllm", "--output", str(output), "--no-verify"])
+    assert capsys.readouterr().out == f"written: {output}\n"
+    stock = AutoModelForCausalLM.from_pretrained(output).eval()
+    assert_same_but_rounding(logits(stock), expected)
+    for arguments, message in (
+        ([str(directory), "--output", str(output)], "already holds a checkpoint"),
+        ([str(directory), "--output", str(tmp_path / "new"), "--to", "ollama"], "invalid choice: 'ollama'"),
+        ([str(directory)], "needs a checkpoint's directory and --output, or --support"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["export", *arguments])
+        assert message in capsys.readouterr().err
+
+
+def test_the_command_prints_what_is_possible(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["export", "--support"])
+    table = capsys.readouterr().out
+    assert all(f"`{name}" in table for name in rx.encoding_names())
+    directory, _ = saved(tmp_path / "saved", ROWS["yarn-turns"], "glm")
+    capsys.readouterr()
+    main(["export", str(directory), "--support"])
+    table = capsys.readouterr().out
+    assert f"exact by factors (1) | {IMPOSSIBLE} (2) | {IMPOSSIBLE} (2) | {IMPOSSIBLE} (3) |" in table
+    assert "llama.cpp reads none for the architecture 'glm'" in table

@@ -1,0 +1,415 @@
+"""GGUF files with our schedule: their contents, what is refused, and what llama.cpp computes."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import ENCODINGS, FACTOR, TARGET, TRAINED, EncodingCase, FamilyCase, divisors, llama, tiny_model
+from cases import plain as plain_table
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend import RopeExtendError, RopeShape
+from rope_extend.checkpoint.export.gguf import (
+    ZERO_FREQUENCY_FACTOR,
+    annotate,
+    is_float32,
+    llama_cpp_logits,
+    schedule,
+    verify_gguf,
+)
+from rope_extend.checkpoint.export.support import FACTORS, IMPOSSIBLE, NATIVE, support
+from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.record import Record, read_record
+from rope_extend.checkpoint.saving import save
+from rope_extend.data.bundled import MODEL_DIR
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+SHAPE = RopeShape(16, 10_000.0, TRAINED)
+ROWS = {str(case): case for case in ENCODINGS}
+LONG = EncodingCase(
+    "longrope",
+    lambda shape, n: (
+        [f / d for f, d in zip(plain_table(shape), divisors(shape, 1.25 * FACTOR), strict=True)],
+        math.sqrt(1 + math.log(FACTOR) / math.log(TRAINED)),
+    ),
+    lambda shape: {
+        "factor": FACTOR,
+        "long_factor": divisors(shape, 1.25 * FACTOR),
+        "short_factor": divisors(shape, 1.25 * FACTOR),
+    },
+    label="longrope-long",
+)
+"""LongRoPE's long list, for texts of all lengths."""
+CARRIED = [c for c in (*ENCODINGS, LONG) if support(c.build(SHAPE), SHAPE, "llama.cpp").possible]
+
+
+def converted(model: Any, path: Path, **keys: Any) -> Path:
+    """The file that llama.cpp's converter writes for a Llama, Qwen3 or Phi-3 model without scaling.
+
+    The weights are float32. Llama's queries and keys are stored with the two channels of a pair side by side.
+    """
+    config = model.config
+    arch = config.model_type
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(TRAINED)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    if "rope.freq_base" not in keys:
+        writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_token_scores([0.0] * config.vocab_size)
+    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
+    for key, value in keys.items():
+        writer.add_key_value(
+            f"{arch}.{key}" if key[0] != "+" else key[1:],
+            value,
+            gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value),
+        )
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+        "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    }  # fmt: skip
+    for name, weight in model.state_dict().items():
+        data = weight.float().numpy()
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            count = heads if "q_proj" in name else kv
+            data = data.reshape(count, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        if name.startswith("model.layers."):
+            _, _, layer, inner = name.split(".", 3)
+            name = f"blk.{layer}.{names[inner.removesuffix('.weight')]}.weight"
+        else:
+            name = {
+                "model.embed_tokens.weight": "token_embd.weight",
+                "model.norm.weight": "output_norm.weight",
+                "lm_head.weight": "output.weight",
+            }[name]
+        writer.add_tensor(name, np.ascontiguousarray(data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Llama, converted."""
+    return converted(llama(), tmp_path_factory.mktemp("gguf") / "plain.gguf")
+
+
+def record(case: EncodingCase, model_type: str = "llama") -> Record:
+    return Record(case.build(SHAPE), SHAPE, TARGET, model_type, None)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    reader = gguf.GGUFReader(path)
+    keys = {name: entry.contents() for name, entry in reader.fields.items() if not name.startswith("GGUF.")}
+    return keys, {tensor.name: tensor.data for tensor in reader.tensors}
+
+
+@pytest.mark.parametrize("case", CARRIED, ids=str)
+def test_the_file_says_the_schedule(plain: Path, tmp_path: Path, case: EncodingCase) -> None:
+    """Frequencies and factor computed from the file, as `ggml_rope_cache_init` does."""
+    path = annotate(plain, tmp_path / "ours.gguf", record(case))
+    keys, tensors = read(path)
+    index = np.arange(SHAPE.dim // 2)
+    table = keys["llama.rope.freq_base"] ** (-2.0 * index / SHAPE.dim)
+    kind = keys["llama.rope.scaling.type"]
+    table /= keys["llama.rope.scaling.factor"] if kind == "linear" else 1.0
+    if "rope_freqs.weight" in tensors:
+        assert tensors["rope_freqs.weight"].shape == (SHAPE.dim // 2,)
+        assert tensors["rope_freqs.weight"].dtype == np.float32
+        table /= tensors["rope_freqs.weight"]
+    expected, factor = case.oracle(SHAPE, TARGET)
+    np.testing.assert_allclose(table, expected, rtol=2e-6, atol=1e-29)
+    assert keys.get("llama.rope.scaling.attn_factor", 1.0) == pytest.approx(factor, rel=1e-6)
+    assert (keys["llama.context_length"], keys["llama.rope.scaling.original_context_length"]) == (
+        TARGET,
+        TRAINED,
+    )
+
+
+def test_all_else_is_as_it_was(plain: Path, tmp_path: Path) -> None:
+    before = plain.read_bytes()
+    keys, tensors = read(plain)
+    written, ours = read(annotate(plain, tmp_path / "ours.gguf", record(ROWS["yarn"])))
+    assert plain.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["ours.gguf"]
+    assert set(ours) - set(tensors) == {"rope_freqs.weight"}
+    for name, data in tensors.items():
+        assert data.dtype == ours[name].dtype
+        np.testing.assert_array_equal(data, ours[name])
+    rewritten = {"llama.context_length", "llama.rope.freq_base"}
+    assert {k: v for k, v in keys.items() if k not in rewritten}.items() <= written.items()
+
+
+def test_what_a_converter_said_before_is_replaced(tmp_path: Path) -> None:
+    stale = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 0.1}
+    path = converted(llama(), tmp_path / "yarn.gguf", **stale)
+    twice = annotate(path, tmp_path / "once.gguf", record(ROWS["yarn-turns"]))
+    keys, tensors = read(annotate(twice, tmp_path / "twice.gguf", record(ROWS["linear"])))
+    assert "rope_freqs.weight" not in tensors
+    assert {key: value for key, value in keys.items() if ".rope.scaling." in key} == {
+        "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": FACTOR,
+        "llama.rope.scaling.original_context_length": TRAINED,
+    }
+
+
+def test_pairs_that_do_not_turn_are_held(plain: Path, tmp_path: Path) -> None:
+    _, tensors = read(annotate(plain, tmp_path / "ours.gguf", record(ROWS["p_rope"])))
+    assert tensors["rope_freqs.weight"].tolist() == [1.0] * 6 + [pytest.approx(ZERO_FREQUENCY_FACTOR)] * 2
+
+
+def test_architectures_are_given_what_they_read() -> None:
+    def names(case: str, architecture: str) -> set[str]:
+        return set(schedule(ROWS[case].build(SHAPE), SHAPE, TARGET, architecture).tensors)
+
+    assert names("ntk_by_parts", "granite") == {"rope_freqs.weight"}
+    assert names("ntk_by_parts", "phi3") == {"rope_factors_long.weight", "rope_factors_short.weight"}
+    for case in ("none", "linear", "ntk", "abf"):
+        assert names(case, "qwen3") == names(case, "llama") == set()
+    # Without a table, only plain YaRN is possible, with its attention factor; its ramp cannot be set.
+    keys = schedule(ROWS["yarn-attention"].build(SHAPE), SHAPE, TARGET, "qwen3").keys
+    assert keys["rope.scaling.type"] == "yarn"
+    assert keys["rope.scaling.attn_factor"] == pytest.approx(1.25 / (0.1 * np.log(FACTOR) + 1))
+    for case in ("yarn-options", "yarn-turns", "llama3", "longrope-static", "p_rope"):
+        with pytest.raises(RopeExtendError, match=r"llama.cpp reads none for the architecture 'qwen3'"):
+            names(case, "qwen3")
+
+
+def test_verdicts_follow_the_architecture() -> None:
+    yarn = ROWS["yarn-turns"].build(SHAPE)
+    found = {name: support(yarn, SHAPE, "llama.cpp", name).verdict for name in ("llama", "mistral", "qwen3")}
+    assert found == {"llama": FACTORS, "mistral": FACTORS, "qwen3": IMPOSSIBLE}
+    assert support(ROWS["ntk"].build(SHAPE), SHAPE, "llama.cpp", "qwen3").verdict == NATIVE
+
+
+def test_nothing_is_overwritten_unasked(plain: Path, tmp_path: Path) -> None:
+    path = annotate(plain, tmp_path / "ours.gguf", record(ROWS["yarn"]))
+    before = path.read_bytes()
+    with pytest.raises(RopeExtendError, match="exists; choose another file"):
+        annotate(plain, path, record(ROWS["linear"]))
+    with pytest.raises(RopeExtendError, match="is the source itself"):
+        annotate(plain, plain, record(ROWS["linear"]), overwrite=True)
+    assert path.read_bytes() == before
+    annotate(plain, path, record(ROWS["linear"]), overwrite=True)
+    assert path.read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"not a model at all", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64]
+)
+def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "bad.gguf").write_bytes(content)
+    with pytest.raises(RopeExtendError, match=r"cannot read .*bad.gguf as GGUF"):
+        annotate(tmp_path / "bad.gguf", tmp_path / "ours.gguf", record(ROWS["yarn"]))
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "message"),
+    [
+        ({"head_dim": 32}, {}, "rotates 32 channels of each head, but the checkpoint 16"),
+        ({}, {"rope.freq_base": 5e5}, "has the RoPE base 500000, but the model was pretrained with 10000"),
+        ({}, {"+split.count": 2}, "is one of 2 parts"),
+    ],
+    ids=["channels", "base", "split"],
+)
+def test_a_file_of_another_model_is_refused(
+    tmp_path: Path, model: dict[str, Any], keys: dict[str, Any], message: str
+) -> None:
+    path = converted(llama(**model), tmp_path / "other.gguf", **keys)
+    with pytest.raises(RopeExtendError, match=message):
+        annotate(path, tmp_path / "ours.gguf", record(ROWS["yarn"]))
+    assert [path.name for path in tmp_path.iterdir()] == ["other.gguf"]
+
+
+def test_without_the_package_it_says_which(
+    monkeypatch: pytest.MonkeyPatch, plain: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    with pytest.raises(RopeExtendError, match=r"pip install 'rope_extend\[gguf\]'"):
+        annotate(plain, tmp_path / "ours.gguf", record(ROWS["yarn"]))
+
+
+def checkpoint(path: Path) -> tuple[Path, Path]:
+    """A saved checkpoint, and the converter's file of its weights."""
+    model = llama()
+    source = converted(model, path / "plain.gguf")
+    with rx.patch_model(model, ROWS["yarn-options"].build(SHAPE), target_length=TARGET):
+        return save(model, path / "saved"), source
+
+
+def test_an_export_is_a_directory_with_the_file_and_the_record(tmp_path: Path) -> None:
+    directory, source = checkpoint(tmp_path)
+    output = export(directory, tmp_path / "out", "llama.cpp", gguf=source, verify=False)
+    assert sorted(path.name for path in output.iterdir()) == ["plain.gguf", "rope_extend.json"]
+    assert read(output / "plain.gguf")[0]["llama.rope.scaling.attn_factor"] == pytest.approx(
+        ROWS["yarn-options"].oracle(SHAPE, TARGET)[1]
+    )
+    assert read_record(output).encoding == ROWS["yarn-options"].build(SHAPE)
+    with pytest.raises(RopeExtendError, match="already holds"):
+        export(directory, output, "llama.cpp", gguf=source, verify=False)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "plain.gguf").write_bytes(b"mine")
+    with pytest.raises(RopeExtendError, match=r"already holds plain\.gguf"):
+        export(directory, tmp_path / "used", "llama.cpp", gguf=source, verify=False)
+    before = source.read_bytes()
+    with pytest.raises(RopeExtendError, match="is the source itself"):
+        export(directory, tmp_path, "llama.cpp", gguf=source, verify=False, overwrite=True)
+    assert source.read_bytes() == before
+
+
+def test_only_full_precision_is_compared(tmp_path: Path) -> None:
+    path = converted(llama().bfloat16().float(), tmp_path / "plain.gguf")
+    assert is_float32(path)
+    half = tmp_path / "half.gguf"
+    reader, writer = gguf.GGUFReader(path), gguf.GGUFWriter(half, "llama")
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data.astype(np.float16 if tensor.data.ndim > 1 else np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert not is_float32(half)
+
+
+needs_llama_cpp = pytest.mark.skipif(
+    find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
+)
+
+
+def converter_keys(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The keys that llama.cpp's `conversion/base.py` writes, without Llama 3's tensor."""
+    keys = {"rope.freq_base": parameters["rope_theta"]}
+    kind = parameters["rope_type"]
+    if kind in ("linear", "yarn", "longrope"):
+        keys["rope.scaling.type"] = kind
+    if kind in ("linear", "yarn"):
+        keys["rope.scaling.factor"] = parameters["factor"]
+    if kind == "yarn":
+        keys["rope.scaling.original_context_length"] = parameters["original_max_position_embeddings"]
+        for name in ("beta_fast", "beta_slow"):
+            keys[f"rope.scaling.yarn_{name}"] = parameters[name]
+        if "attention_factor" in parameters:
+            keys["rope.scaling.yarn_attn_factor"] = parameters["attention_factor"]
+    return keys
+
+
+def compared(path: Path, case: EncodingCase, model_type: str = "llama", **config: Any) -> tuple[float, float]:
+    """Largest differences of logits: llama.cpp with our schedule, and with its own converter's keys."""
+    model = tiny_model(FamilyCase(model_type, config))
+    with torch.no_grad(), rx.patch_model(model, case.build(SHAPE), target_length=TARGET) as patch:
+        source = converted(model, path / "plain.gguf", **converter_keys(model.config.rope_parameters))
+        ours = Record(patch.encoding, patch.shape, TARGET, model_type, None)
+        ids = torch.randint(3, 64, (1, TARGET), generator=torch.Generator().manual_seed(1))
+        expected = model(ids).logits[0]
+        file = annotate(source, path / "ours.gguf", ours)
+        gaps = [(llama_cpp_logits(f, ids[0].tolist()) - expected).abs().max().item() for f in (file, source)]
+        assert verify_gguf(file, model, ours) < 1e-3
+        if gaps[1] > 0.1:
+            with pytest.raises(RopeExtendError, match="logits that differ by"):
+                verify_gguf(source, model, ours)
+    print(f"\n| `{case}` | {model_type} | {gaps[0]:.1e} | {gaps[1]:.1e} |")
+    return gaps[0], gaps[1]
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+@pytest.mark.parametrize("case", CARRIED, ids=str)
+def test_llama_cpp_reads_as_we_do(tmp_path: Path, case: EncodingCase) -> None:
+    """Logits at all positions of a text eight times as long as the trained window."""
+    gap, alone = compared(tmp_path, case)
+    assert gap < 1e-3
+    if str(case) in ("none", "linear", "ntk", "abf", "yarn"):
+        assert alone < 1e-3
+    elif case.name != "llama3":  # for which the converter writes the same tensor
+        assert alone > 0.1  # the converter alone is wrong
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+@pytest.mark.parametrize(
+    "case", [ROWS[name] for name in ("linear", "ntk", "yarn", "yarn-attention")], ids=str
+)
+def test_llama_cpp_reads_the_simple_forms_without_a_table(tmp_path: Path, case: EncodingCase) -> None:
+    assert compared(tmp_path, case, "qwen3", head_dim=16)[0] < 1e-3
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+@pytest.mark.parametrize("case", [ROWS[name] for name in ("yarn-options", "ntk_by_parts", "p_rope")], ids=str)
+def test_llama_cpp_reads_two_lists_where_it_reads_no_other(tmp_path: Path, case: EncodingCase) -> None:
+    config = {"original_max_position_embeddings": TRAINED, "pad_token_id": 0}
+    assert compared(tmp_path, case, "phi3", **config)[0] < 1e-3
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+def test_an_export_is_verified_in_llama_cpp(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory, path = checkpoint(tmp_path)
+    with caplog.at_level("INFO", "rope_extend"):
+        export(directory, tmp_path / "out", "llama.cpp", gguf=path)
+    assert "llama.cpp computes the original's logits from plain.gguf" in caplog.text
+    model = llama()
+    model.lm_head.weight.data.neg_()
+    other = converted(model, tmp_path / "other.gguf")
+    with pytest.raises(RopeExtendError, match="logits that differ by"):
+        export(directory, tmp_path / "wrong", "llama.cpp", gguf=other)
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+def test_an_adapter_is_compared_with_the_file_of_its_merged_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with rx.patch_model(model, ROWS["yarn-turns"].build(SHAPE), target_length=TARGET):
+        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+        wrapped = get_peft_model(model, lora).eval()
+        adapter = save(wrapped, tmp_path / "adapter")
+        source = converted(wrapped.merge_and_unload(), tmp_path / "merged.gguf")
+    with caplog.at_level("INFO", "rope_extend"):
+        export(adapter, tmp_path / "out", "llama.cpp", gguf=source)
+    assert "llama.cpp computes the original's logits from merged.gguf" in caplog.text
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+@pytest.mark.parametrize("method", ["yarn", "ntk_by_parts", "linear"])
+def test_the_bundled_model_reads_in_llama_cpp(tmp_path: Path, method: str) -> None:
+    """Trained weights, at 256 positions beyond their trained window."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    source = converted(model, tmp_path / "plain.gguf")
+    with rx.extend(model, 2048, method) as patch:
+        record = Record(patch.encoding, patch.shape, 2048, "llama", None)
+        gap = verify_gguf(annotate(source, tmp_path / "ours.gguf", record), model, record)
+        with pytest.raises(RopeExtendError, match="logits that differ by"):
+            verify_gguf(source, model, record)
+    print(f"\n{method} of the bundled model: {gap:.1e}")

@@ -1,0 +1,421 @@
+"""A merge equals peft's own merge in float32, rounded once; it appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import COMMON, ENCODINGS, FAMILIES, TARGET, EncodingCase, FamilyCase, llama, tiny_llama, tiny_model
+from covering import few
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from tolerances import assert_same_but_rounding
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import rope_extend as rx
+from rope_extend.checkpoint import merging
+from rope_extend.checkpoint.model_type import MODEL_TYPE
+from rope_extend.checkpoint.record import read_record, write_record
+from rope_extend.cli.main import main
+from rope_extend.models.view import shape_of
+from rope_extend.training.lora import lora_config
+
+IDS = torch.arange(160).remainder(61)[None]
+BY_NAME = {case.model_type: case for case in FAMILIES}
+TARGETS = {"gpt_neox": ["query_key_value", "dense_h_to_4h"]}
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(IDS).logits.float()
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a checkpoint's files."""
+    return {k: v for path in directory.glob("model*.safetensors") for k, v in load_file(path).items()}
+
+
+def adapted(
+    base: PreTrainedModel,
+    where: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    encoding: Any = None,
+    **lora: Any,
+) -> PeftModel:
+    """Save a base model to `base/` and a float32 adapter of it to `adapter/`; returns the live model."""
+    base.to(dtype).save_pretrained(where / "base")
+    model = AutoModelForCausalLM.from_pretrained(where / "base", dtype=torch.float32)
+    if encoding is None:
+        rx.extend(model, TARGET)
+    else:
+        rx.patch_model(model, encoding, target_length=TARGET)
+    torch.manual_seed(1)
+    lora.setdefault("target_modules", TARGETS.get(model.config.model_type, ["q_proj", "down_proj"]))
+    config = LoraConfig(task_type="CAUSAL_LM", **{"r": 2, "init_lora_weights": False, **lora})
+    peft = get_peft_model(model, config).eval()
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if parameter.requires_grad and ("modules_to_save" in name or "bias" in name):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "magnitude" in name:
+                parameter.mul_(1.2)
+    rx.save(peft, where / "adapter")
+    return peft
+
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "lora": ({}, {}),
+    "rslora": ({}, {"use_rslora": True, "r": 4}),
+    "dora": ({}, {"use_dora": True}),
+    "patterns": ({}, {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"down_proj": 5}}),
+    "lora_bias": ({"attention_bias": True}, {"lora_bias": True, "target_modules": ["q_proj"]}),
+    "bias": ({"attention_bias": True}, {"bias": "all"}),
+    "modules_to_save": ({}, {"modules_to_save": ["norm", "lm_head"]}),
+    "embeddings": ({}, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    "embeddings-dora": ({}, {"target_modules": ["embed_tokens"], "use_dora": True}),
+    "tied, saved": (
+        {"tie_word_embeddings": True},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), few(product(KINDS, (torch.float32, torch.bfloat16)), 3), ids=str)
+def test_weights_are_those_of_pefts_own_merge_rounded_once(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    config, lora = KINDS[kind]
+    live = adapted(llama(**config), tmp_path, dtype=dtype, **lora)
+    expected = logits(live)
+    rx.merge(tmp_path / "adapter", tmp_path / "merged")
+    found, base = weights(tmp_path / "merged"), weights(tmp_path / "base")
+    oracle = live.merge_and_unload().state_dict()
+    assert found.keys() == base.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == dtype, name
+        assert torch.equal(tensor, oracle[name].to(dtype)), name
+        if torch.equal(oracle[name], base[name].float()):
+            assert torch.equal(tensor, base[name]), name
+    assert any(not torch.equal(tensor, base[name]) for name, tensor in found.items())
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert type(stock.model.rotary_emb).__module__.startswith("transformers.")
+    if dtype == torch.float32:
+        assert_same_but_rounding(logits(stock), expected)
+    assert stock.config.tie_word_embeddings == config.get("tie_word_embeddings", False)
+
+
+def test_the_product_is_lora_s_formula(tmp_path: Path) -> None:
+    """W + alpha/r B A in float64, computed from the two files without peft."""
+    adapted(llama(), tmp_path, target_modules=["q_proj"], lora_alpha=6, r=3)
+    rx.merge(tmp_path / "adapter", tmp_path / "merged")
+    lora = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    base, found = weights(tmp_path / "base"), weights(tmp_path / "merged")
+    for layer in (0, 1):
+        path = f"model.layers.{layer}.self_attn.q_proj"
+        a, b = (lora[f"base_model.model.{path}.lora_{part}.weight"].double() for part in "AB")
+        expected = base[f"{path}.weight"].double() + 2.0 * b @ a
+        torch.testing.assert_close(found[f"{path}.weight"].double(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"]], ids=str)
+def test_one_half_of_tied_embeddings_is_untied(tmp_path: Path, targets: list[str]) -> None:
+    """peft's merge would change both tied matrices; the adapter changes one."""
+    live = adapted(llama(tie_word_embeddings=True), tmp_path, target_modules=targets)
+    rx.merge(tmp_path / "adapter", tmp_path / "merged")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not stock.config.tie_word_embeddings
+    assert_same_but_rounding(logits(stock), logits(live))
+    with pytest.raises(rx.RopeExtendError, match=r"is tied to .*; a merge in memory"):
+        rx.merge(tmp_path / "adapter", tmp_path / "other", in_memory=True)
+    assert not (tmp_path / "other").exists()
+
+
+SOME = ("linear", "yarn", "ntk", "llama3", "ntk_by_parts", "clipped", "dynamic_ntk")
+MATRIX = [("llama", case) for case in ENCODINGS] + [
+    (family, case)
+    for family in ("qwen3", "gpt_neox", "gemma2", "mistral")
+    for case in ENCODINGS
+    if str(case) in SOME
+]
+# It allocates some weights on the CPU even for a model without weights.
+MATRIX += [("diffllama", case) for case in ENCODINGS if str(case) == "linear"]
+
+
+@pytest.mark.parametrize(("family", "case"), few(MATRIX, 5), ids=str)
+def test_a_merge_reads_in_stock_transformers_as_the_adapter_did(
+    tmp_path: Path, family: str, case: EncodingCase
+) -> None:
+    base = tiny_model(BY_NAME[family])
+    encoding = case.build(shape_of(base))
+    live = adapted(base, tmp_path, encoding=encoding)
+    expected = logits(live)
+    rx.merge(tmp_path / "adapter", tmp_path / "merged")
+    assert_same_but_rounding(logits(rx.load(tmp_path / "merged")), expected)
+    assert read_record(tmp_path / "merged").encoding == read_record(tmp_path / "adapter").encoding
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    # If stock transformers does not support the encoding, AutoModel returns our model; others cannot load it.
+    assert (config["model_type"] == MODEL_TYPE) == (not case.reloads)
+    auto = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (rx.current_patch(auto) is None) == case.reloads
+    if encoding.per_row or not (case.reloads and encoding.depends_on_length):
+        assert_same_but_rounding(logits(auto), expected)
+
+
+def test_a_guard_can_be_left_out(tmp_path: Path) -> None:
+    adapted(llama(), tmp_path, encoding=rx.encoding("drope", factor=8.0))
+    rx.merge(tmp_path / "adapter", tmp_path / "merged", guard=False)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_cast_is_one_rounding_of_the_float32_merge(tmp_path: Path) -> None:
+    live = adapted(llama(), tmp_path)
+    rx.merge(tmp_path / "adapter", tmp_path / "merged", dtype=torch.bfloat16)
+    oracle = live.merge_and_unload().state_dict()
+    found = weights(tmp_path / "merged")
+    assert all(torch.equal(tensor, oracle[name].bfloat16()) for name, tensor in found.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").dtype == torch.bfloat16
+
+
+def test_shards_are_small_and_so_is_what_memory_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of live tensors are at most one shard, a layer in float32 and a copy of it."""
+    adapted(llama(num_hidden_layers=6), tmp_path, dtype=torch.bfloat16)
+    total = sum(t.nbytes for t in weights(tmp_path / "base").values())
+    live = {"now": 0, "most": 0, "read": 0}
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.nbytes
+        live["now"] += size
+        live["most"] = max(live["most"], live["now"])
+        weakref.finalize(tensor, lambda: live.__setitem__("now", live["now"] - size))
+        return tensor
+
+    read, merged, save = merging._read, merging._merged, merging.save_file
+    shards: list[int] = []
+
+    def reading(path: Path, key: str) -> torch.Tensor:
+        tensor = read(path, key).clone()
+        live["read"] += tensor.nbytes
+        return counted(tensor)
+
+    def saving(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        shards.append(sum(tensor.nbytes for tensor in tensors.values()))
+        save(tensors, *args, **kwargs)
+
+    monkeypatch.setattr(merging, "_check_base", lambda *_: None)  # it would read the files again
+    monkeypatch.setattr(merging, "_read", reading)
+    monkeypatch.setattr(
+        merging, "_merged", lambda *a: {part: counted(tensor) for part, tensor in merged(*a).items()}
+    )
+    monkeypatch.setattr(merging, "save_file", saving)
+    limit = 12_000
+    rx.merge(tmp_path / "adapter", tmp_path / "merged", max_shard_size=limit)
+    assert live["read"] == total == sum(shards)
+    assert max(shards) <= limit < total / 4
+    largest = 48 * 32 * 4  # one weight in float32
+    assert live["most"] <= limit + 2 * largest
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == total
+    assert set(index["weight_map"].values()) == {p.name for p in (tmp_path / "merged").glob("model-*")}
+    rx.load(tmp_path / "merged")  # every digest agrees
+
+
+def test_a_sharded_base_gives_the_same_weights(tmp_path: Path) -> None:
+    adapted(llama(), tmp_path)
+    rx.merge(tmp_path / "adapter", tmp_path / "one")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(
+        tmp_path / "sharded", max_shard_size="20KB"
+    )
+    assert (tmp_path / "sharded" / "model.safetensors.index.json").exists()
+    rx.merge(tmp_path / "adapter", tmp_path / "two", base_model=str(tmp_path / "sharded"))
+    one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_what_transformers_converts_on_loading_is_refused_by_name_or_merged_in_memory(tmp_path: Path) -> None:
+    """Mixtral's files have one tensor per expert, but its module has one for all of them."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mixtral", **COMMON, num_local_experts=4)
+    base = AutoModelForCausalLM.from_config(config)
+    live = adapted(base, tmp_path, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
+    expected = logits(live)
+    assert any("experts.0" in name for name in weights(tmp_path / "base"))
+    with pytest.raises(rx.RopeExtendError, match=r"experts.* from files.*in_memory=True"):
+        rx.merge(tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    rx.merge(tmp_path / "adapter", tmp_path / "merged", in_memory=True)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert_same_but_rounding(logits(stock), expected)
+    assert weights(tmp_path / "merged").keys() == weights(tmp_path / "base").keys()
+
+
+def test_attention_of_such_a_model_is_merged_from_files(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **COMMON, num_local_experts=4))
+    live = adapted(base, tmp_path, target_modules=["q_proj"])
+    rx.merge(tmp_path / "adapter", tmp_path / "merged")
+    assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(live))
+
+
+@pytest.fixture
+def adapter(work: Path, tmp_path: Path) -> Path:
+    """An adapter on the tiny model with a tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(work / "model")
+    rx.extend(model, TARGET)
+    torch.manual_seed(1)
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return rx.save(get_peft_model(model, config), tmp_path / "adapter")
+
+
+def test_the_directory_has_all_that_a_loader_needs(adapter: Path, tmp_path: Path) -> None:
+    rx.merge(adapter, tmp_path / "merged")
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "rope_extend.json",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    tokenizer = json.loads((tmp_path / "merged" / "tokenizer_config.json").read_text())
+    assert tokenizer["model_max_length"] == TARGET
+    config = AutoConfig.from_pretrained(tmp_path / "merged")
+    assert (config.max_position_embeddings, config.architectures) == (TARGET, ["LlamaForCausalLM"])
+    rx.merge(adapter, tmp_path / "without", tokenizer=False)
+    assert not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+def test_nothing_is_overwritten_unasked_and_other_files_stay(adapter: Path, tmp_path: Path) -> None:
+    merged = rx.merge(adapter, tmp_path / "merged", max_shard_size="50KB")
+    (merged / "README.md").write_text("mine")
+    (merged / "notes.txt").write_text("mine too")
+    before = {path.name: path.read_bytes() for path in merged.iterdir()}
+    with pytest.raises(rx.RopeExtendError, match=r"already holds a checkpoint .*overwrite=True"):
+        rx.merge(adapter, merged)
+    assert {path.name: path.read_bytes() for path in merged.iterdir()} == before
+    rx.merge(adapter, merged, overwrite=True)
+    assert (merged / "README.md").read_text() == "mine"
+    assert (merged / "notes.txt").read_text() == "mine too"
+    assert [path.name for path in merged.glob("model*")] == ["model.safetensors"]
+    rx.load(merged)
+    with pytest.raises(rx.RopeExtendError, match="is the adapter itself"):
+        rx.merge(adapter, adapter, overwrite=True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("no space left on device")], ids=str)
+@pytest.mark.parametrize("there", [False, True], ids=["new", "over another"])
+def test_an_interruption_leaves_what_was_there(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, there: bool
+) -> None:
+    merged = tmp_path / "merged"
+    if there:
+        rx.merge(adapter, merged)
+    before = {path.name: path.read_bytes() for path in merged.iterdir()} if there else None
+    calls = 0
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise error
+        save_file(*args, **kwargs)
+
+    monkeypatch.setattr(merging, "save_file", failing)
+    with pytest.raises((KeyboardInterrupt, rx.RopeExtendError)):
+        rx.merge(adapter, merged, overwrite=there, max_shard_size="20KB")
+    assert calls == 2
+    assert ({path.name: path.read_bytes() for path in merged.iterdir()} if there else None) == before
+    assert merged.exists() == there
+
+
+def test_another_base_is_refused(adapter: Path, tmp_path: Path, work: Path) -> None:
+    other = AutoModelForCausalLM.from_pretrained(work / "model")
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(rx.RopeExtendError, match=r"was trained on .* has other weights"):
+        rx.merge(adapter, tmp_path / "merged", base_model=str(tmp_path / "other"))
+    with pytest.raises(rx.RopeExtendError, match="cannot find the base model 'no/such'"):
+        rx.merge(adapter, tmp_path / "merged", base_model="no/such")
+    # Without a fingerprint, as in records of schema 1, only the shapes are compared.
+    write_record(adapter, replace(read_record(adapter), base_fingerprint=None))
+    tiny_llama(num_hidden_layers=1).save_pretrained(tmp_path / "small")
+    with pytest.raises(rx.RopeExtendError, match="does not fit"):
+        rx.merge(adapter, tmp_path / "merged", base_model=str(tmp_path / "small"))
+    assert not (tmp_path / "merged").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    adapted(llama(), tmp_path, target_modules=["q_proj"])
+    with pytest.raises(rx.RopeExtendError, match="max_shard_size is a size"):
+        rx.merge(tmp_path / "adapter", tmp_path / "merged", max_shard_size="big")
+    base = weights(tmp_path / "base")
+    base["model.norm.weight"][0] = 1e6
+    save_file(base, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(rx.RopeExtendError, match=r"model.norm.weight does not fit into torch.float16"):
+        rx.merge(tmp_path / "adapter", tmp_path / "merged", dtype=torch.float16)
+    base["model.norm.weight"][0] = float("nan")
+    save_file(base, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(rx.RopeExtendError, match=r"model.norm.weight holds values that are NaN"):
+        rx.merge(tmp_path / "adapter", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_other_kinds_of_adapters_and_pickled_bases_are_refused_by_name(
+    adapter: Path, tmp_path: Path, work: Path
+) -> None:
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "rope_extend.json").write_text(
+        json.dumps({**json.loads((adapter / "rope_extend.json").read_text()), "configs": {}})
+    )
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({**config, "peft_type": "IA3", "feedforward_modules": []})
+    )
+    with pytest.raises(rx.RopeExtendError, match="IA3 adapter and only LoRA is merged"):
+        rx.merge(adapter, tmp_path / "merged")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "config.json").write_bytes((work / "model" / "config.json").read_bytes())
+    torch.save({}, pickled / "pytorch_model.bin")
+    with pytest.raises(rx.RopeExtendError, match="pickles are not read"):
+        rx.merge(adapter, tmp_path / "merged", base_model=str(pickled))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [case for case in FAMILIES if case.auto_reloads], ids=str)
+def test_every_family_merges_from_files_or_says_why_not(tmp_path: Path, family: FamilyCase) -> None:
+    """With the default target modules of a recipe."""
+    tiny_model(family).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    rx.extend(model, TARGET, "linear")
+    recipe = rx.Recipe(model="unused", data="unused", output_dir="unused", target_length=TARGET, lora_rank=2)
+    live = get_peft_model(model, lora_config(model, recipe)).eval()
+    torch.manual_seed(1)
+    for name, parameter in live.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    expected = logits(live)
+    rx.save(live, tmp_path / "adapter")
+    in_memory = family.model_type == "hrm_text"  # its two stacks of layers are renamed on loading
+    if in_memory:
+        with pytest.raises(rx.RopeExtendError, match=r"merge with in_memory=True"):
+            rx.merge(tmp_path / "adapter", tmp_path / "merged")
+    rx.merge(tmp_path / "adapter", tmp_path / "merged", in_memory=in_memory)
+    merged = rx.load(tmp_path / "merged", dtype=torch.float32).eval()
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-2)  # hrm_text is recurrent
+
+
+def test_from_the_command_line(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    merged = tmp_path / "merged"
+    main(["merge", str(adapter), "--output", str(merged), "--dtype", "bfloat16", "--max-shard-size", "1MB"])
+    assert f"verify it: rope-extend verify {merged}" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(merged, dtype="auto").dtype == torch.bfloat16
+    with pytest.raises(SystemExit):
+        main(["merge", str(adapter), "--output", str(merged)])
+    assert "already holds a checkpoint" in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""A checkpoint's directory may have any name that the file system allows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from covering import few
+from integrity import (
+    extended,
+    logits,
+    with_lora,
+)
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.checkpoint.card import write_card
+from rope_extend.checkpoint.export.write import export
+
+ODD = [
+    "two words", " leading", "trailing ", "tab\there", "line\nbreak", "über-模型-🪢", "[a-z]*?", "{brace}",
+    "'single'", '"double"', "back\\slash", "$HOME", "%41", "#hash", "-dash", "...", "~", "a" * 200, "c:d",
+    "e\u0301",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", few(ODD, 4))
+def test_a_directory_may_have_any_name(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    where = tmp_path / name
+    base = Path(shutil.copytree(checkpoints / "base", where / f"base {name}"))
+    model = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(base)))
+    expected = logits(model)
+    adapter = rx.save(model, where / name)
+    assert torch.equal(logits(rx.load(adapter)), expected)
+    assert torch.equal(logits(rx.load_adapter(AutoModelForCausalLM.from_pretrained(base), adapter)), expected)
+    assert rx.info(str(adapter)).encoding == "yarn(factor=8)"
+    merged = rx.merge(adapter, where / f"merged {name}")
+    assert_same_but_rounding(logits(rx.load(merged)), expected)
+    output = export(merged, where / f"out {name}", verify=False)
+    assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(output)), expected)
+    rx.save(model, adapter, overwrite=True)
+    assert torch.equal(logits(rx.load(adapter)), expected)
+
+
+def test_the_card_of_an_oddly_named_directory_has_lines_that_run(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = 'it\'s "odd"\n[x] $(y) 模型'
+    shutil.copytree(checkpoints / "adapter", name)
+    card = write_card(name)
+    assert card is not None
+    text = card.read_text(encoding="utf-8")
+    python = text.split("```python\n")[1].split("```")[0]
+    scope: dict[str, Any] = {}
+    exec(compile(python, "card", "exec"), scope)
+    assert torch.equal(logits(scope["model"]), logits(rx.load(checkpoints / "adapter")))
+    bash = text.split("```bash\n")[1].split("```")[0]
+    listed = subprocess.run(
+        ["bash", "-c", f'rope-extend() {{ printf "%s|" "$@"; }}\n{bash}'],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    merged = f"{name}-merged"
+    assert listed == "|".join(["merge", name, "--output", merged, "verify", merged, ""])
+
+
+@pytest.mark.slow
+def test_an_oddly_named_directory_is_verified(checkpoints: Path, tmp_path: Path) -> None:
+    """The directory is passed to another process."""
+    directory = Path(shutil.copytree(checkpoints / "full", tmp_path / 'it\'s "odd"\n[x] $(y) 模型'))
+    assert rx.verify(directory).verdict == "equal"
+
+
+def test_a_name_that_the_libraries_cannot_read_is_refused(tmp_path: Path) -> None:
+    """Not UTF-8: safetensors cannot open such a file."""
+    where = Path(os.fsdecode(bytes(tmp_path) + b"/\xff\xfe"))
+    try:
+        where.mkdir()
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    with pytest.raises(RopeExtendError, match="cannot save to"):
+        rx.save(extended(), where)
+    assert list(where.iterdir()) == []

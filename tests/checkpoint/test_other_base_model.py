@@ -1,0 +1,107 @@
+"""An adapter is only put on the base model that it was trained on."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from cases import TARGET, TRAINED, llama
+from integrity import (
+    extended,
+    logits,
+    refused,
+    with_lora,
+)
+from peft import LoraConfig, get_peft_model
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.checkpoint.record import read_record, write_record
+
+
+def test_a_base_model_that_was_exchanged_under_its_name_is_refused(checkpoints: Path, tmp_path: Path) -> None:
+    where = Path(shutil.copytree(checkpoints, tmp_path / "there"))
+    adapter = where / "adapter"
+    write_record(adapter, replace(read_record(adapter), base_model=str(where / "base")))
+    expected = logits(rx.load(checkpoints / "adapter"))
+    assert torch.equal(logits(rx.load(adapter)), expected)
+    other = llama()
+    other.model.layers[0].mlp.gate_proj.weight.data.mul_(1.5)
+    other.save_pretrained(where / "base")
+    for name in ("load", "merge", "export", "verify"):
+        refused(adapter, r"was trained on .* has other weights", by=name)
+    assert not torch.equal(logits(rx.load(adapter, check_base=False)), expected)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "gaussian"])
+def test_an_adapter_that_changes_its_base_model_is_put_on_the_unchanged_one(
+    checkpoints: Path, tmp_path: Path, init: str
+) -> None:
+    """peft subtracts such adapters from the base model's weights, also on loading."""
+    model = extended(model=AutoModelForCausalLM.from_pretrained(checkpoints / "base"))
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=init)
+    model = get_peft_model(model, config).eval()
+    torch.manual_seed(1)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.add_(0.1 * torch.randn_like(weight))
+    adapter, expected = rx.save(model, tmp_path / "adapter"), logits(model)
+    assert_same_but_rounding(logits(rx.load(adapter)), expected)
+    if init != "gaussian":
+        refused(adapter, rf"\({init}\), so it cannot be merged from the files.*in_memory", by="merge")
+    merged = rx.merge(adapter, tmp_path / "merged", in_memory=init != "gaussian")
+    assert_same_but_rounding(logits(rx.load(merged)), expected)
+    # The refusal comes after peft has changed the weights; they are restored.
+    other = llama()
+    other.model.layers[0].self_attn.q_proj.weight.data.mul_(1.5)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(RopeExtendError, match="has other weights"):
+        rx.load_adapter(other, adapter)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_base_model_may_be_in_another_precision(
+    checkpoints: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    rx.load(checkpoints / "adapter", dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "base", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    # A base model that is rounded to bfloat16 on disk has the same fingerprint.
+    rx.load(checkpoints / "adapter", base_model=str(tmp_path / "half"), dtype=dtype)
+
+
+def test_a_base_model_in_float16_is_compared_as_far_as_that_goes(
+    checkpoints: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    unchecked = "so it cannot be checked which base model an adapter belongs to"
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(checkpoints / "base", dtype=torch.float16).save_pretrained(half)
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(half, dtype=torch.float32)))
+    adapter = rx.save(adapted, tmp_path / "adapter")
+    # If the base model itself is in float16, it is recognised in any dtype.
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        rx.load(adapter, dtype=dtype)
+    rx.merge(adapter, tmp_path / "merged")
+    assert unchecked not in caplog.text
+    # A model that was rounded to float16 may be the right one; a merge needs the original.
+    rx.load(checkpoints / "adapter", base_model=str(half), dtype=torch.float16)
+    assert caplog.text.count(unchecked) == 1
+    with pytest.raises(RopeExtendError, match=r"has other weights .*or the same rounded to float16"):
+        rx.merge(checkpoints / "adapter", tmp_path / "other", base_model=str(half))
+    other = AutoModelForCausalLM.from_pretrained(half, dtype=torch.float16)
+    other.model.layers[0].mlp.up_proj.weight.data.mul_(1.5)
+    other.save_pretrained(half)
+    refused(adapter, "has other weights", by="merge")
+    with pytest.raises(RopeExtendError, match="has other weights"):
+        rx.load(adapter, dtype=torch.float32)
+
+
+def test_the_window_is_the_one_that_the_tests_assume(checkpoints: Path) -> None:
+    record = read_record(checkpoints / "adapter")
+    assert (record.shape.trained_length, record.target_length) == (TRAINED, TARGET)

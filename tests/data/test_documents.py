@@ -1,0 +1,314 @@
+"""Documents from every kind of source, tokenised once; blocks of one document each; lengths as text."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rope_extend.data.blocks import cut_blocks
+from rope_extend.data.documents import Document, fingerprint, load_documents
+from rope_extend.errors import RopeExtendError
+from rope_extend.units import format_length, parse_length
+
+BOS = 256
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, after a BOS: so the expected ids can be written down."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    by_byte = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(alphabet))}, merges=[]))
+    by_byte.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    by_byte.add_special_tokens(["<s>"])
+    by_byte.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=by_byte, bos_token="<s>", pad_token="<s>", model_max_length=8
+    )
+
+
+Load = Callable[..., list[Document]]
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
+    return lambda source, **options: load_documents(
+        source, tokenizer, **{"cache_dir": tmp_path / ".cache", **options}
+    )
+
+
+def lengths(documents: list[Document]) -> dict[str, int]:
+    return {document.name: len(document) - 1 for document in documents}  # without the BOS
+
+
+def write_library(directory: Path) -> Path:
+    (directory / "sub" / "deeper").mkdir(parents=True)
+    (directory / ".git").mkdir()
+    (directory / "a[1].txt").write_text("one\r\ntwo\n\n" * 10, newline="")  # a bracket is no pattern here
+    (directory / "sub" / "__init__.py").write_text("x = 1\n" * 5)
+    (directory / "sub" / "deeper" / "latin1.md").write_bytes(b"caf\xe9" * 4)
+    (directory / "empty.txt").write_text("")
+    (directory / ".git" / "hidden.txt").write_text("no" * 50)
+    (directory / "picture.png").write_bytes(b"\x89PNG")
+    rows = [{"text": "q" * n, "id": n} for n in (7, 0, 9)]
+    (directory / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    datasets.Dataset.from_list([{"text": "p" * 5, "n": 1}]).to_parquet(directory / "rows.parquet")
+    return directory
+
+
+def test_a_directory_gives_every_text_in_it_in_order(load: Load, tmp_path: Path) -> None:
+    library = write_library(tmp_path / "library")
+    documents = load(library)
+    assert lengths(documents) == {
+        "a[1].txt": 90,  # line ends are read as \n, and kept
+        "sub/__init__.py": 30,
+        "sub/deeper/latin1.md": 4 * (3 + 3),  # the stray byte is read as U+FFFD, three bytes
+        "rows.parquet#0": 5,
+        "rows.jsonl#0": 7,
+        "rows.jsonl#2": 9,
+    }
+    for document in documents:
+        assert document.input_ids.dtype == torch.int64
+        assert document.input_ids[0] == BOS
+        assert (document.input_ids[1:] != BOS).all()
+
+
+def test_the_tokens_are_the_tokenizers_own(
+    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("def f():\n\treturn 'é'\n")
+    (document,) = load(tmp_path / "a.txt")
+    assert document.name == "a.txt"
+    assert document.input_ids.tolist() == tokenizer("def f():\n\treturn 'é'\n")["input_ids"]
+
+
+def test_files_globs_and_lists_of_them(load: Load, tmp_path: Path) -> None:
+    library = write_library(tmp_path / "library")
+    assert lengths(load(str(library / "**" / "*.py"))) == {str(library / "sub/__init__.py"): 30}
+    assert list(lengths(load([library / "rows.jsonl", library / "sub"]))) == [
+        "__init__.py",
+        "deeper/latin1.md",
+        "rows.jsonl#0",
+        "rows.jsonl#2",
+    ]
+    (library / "only.json").write_text(json.dumps([{"body": "abc"}]))
+    assert lengths(load(library / "only.json", text_column="body")) == {"only.json#0": 3}
+
+
+def test_a_hub_dataset_is_asked_for_by_id_config_and_split(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {}
+
+    def hub(path: str, name: str | None, **options: object) -> datasets.Dataset:
+        asked.update(path=path, name=name, split=options["split"])
+        return datasets.Dataset.from_dict({"book": ["abc", "de"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", hub)
+    documents = load("owner/books:long", split="test", text_column="book")
+    assert asked == {"path": "owner/books", "name": "long", "split": "test"}
+    assert lengths(documents) == {"owner/books:long#0": 3, "owner/books:long#1": 2}
+
+
+def test_limits(load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for i in range(150):
+        (tmp_path / f"{i:03}.txt").write_text("x" * i)
+    with caplog.at_level(logging.INFO):
+        documents = load(tmp_path, min_tokens=101, max_tokens=20)
+    assert len(documents) == 50
+    assert {len(document) for document in documents} == {20}
+    assert "100 of 150 documents" in caplog.text
+    # Documents 0 to 69 are too short, so the tenth that is not is number 79: read on until it is found.
+    assert list(lengths(load(tmp_path, min_tokens=71, max_documents=10))) == [
+        f"{i:03}.txt" for i in range(70, 80)
+    ]
+
+
+def test_no_more_is_tokenised_than_asked_for(
+    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": "abc"}) for _ in range(500)))
+    seen: list[str] = []
+    encode = PreTrainedTokenizerFast.__call__
+    monkeypatch.setattr(
+        PreTrainedTokenizerFast,
+        "__call__",
+        lambda self, texts, **kw: seen.extend(texts) or encode(self, texts, **kw),
+    )
+    assert len(load(tmp_path, max_documents=3)) == 3
+    assert len(seen) == 3
+    seen.clear()
+    assert len(load(tmp_path, max_documents=3)) == 3
+    assert not seen
+    assert len(load(tmp_path, max_documents=10, min_tokens=4)) == 10
+    assert len(seen) == 10
+
+
+@pytest.mark.slow
+def test_a_second_process_reads_the_cache_instead_of_tokenising(
+    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    write_library(tmp_path / "library")
+    tokenizer(["used before"], truncation=True, max_length=3, padding="max_length")  # leaves state behind
+    here = load(tmp_path / "library")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    script = f"""
+from transformers import PreTrainedTokenizerFast
+from rope_extend.data.documents import fingerprint, load_documents
+tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tmp_path / "tokenizer")!r})
+calls, encode = [], PreTrainedTokenizerFast.__call__
+PreTrainedTokenizerFast.__call__ = lambda self, *a, **k: calls.append(1) or encode(self, *a, **k)
+def load():
+    return load_documents({str(tmp_path / "library")!r}, tokenizer, cache_dir={str(tmp_path / ".cache")!r})
+print(fingerprint(load()), len(calls))
+tokenizer.backend_tokenizer.post_processor = None  # another tokenizer: no BOS
+print(fingerprint(load()), len(calls) > 0)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    first, second = (line.split() for line in run.stdout.splitlines())
+    assert first == [fingerprint(here), "0"], run.stderr
+    assert second[0] != fingerprint(here)
+    assert second[1] == "True"
+
+
+def test_a_changed_file_is_read_again(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    assert lengths(load(tmp_path)) == {"a.txt": 3}
+    (tmp_path / "a.txt").write_text("three")
+    assert lengths(load(tmp_path)) == {"a.txt": 5}
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("missing.txt", {}, "no file matches"),
+        ("none/of/*.md", {}, "no file matches"),
+        ("pictures", {}, r"holds no file that ends in .*\.txt"),
+        ([], {}, "the list of sources is empty"),
+        (["library", "missing.txt"], {}, "missing.txt"),
+        ("library/rows.jsonl", {"text_column": "body"}, r"'body' does not exist .* \['text', 'id'\]"),
+        ("library/rows.jsonl", {"text_column": "id"}, r"'id' holds no text .* are \['text'\]"),
+        ("library/empty.txt", {}, r"is empty \(1 read\)"),
+        ("library", {"min_tokens": 1000}, r"'a\[1\].txt', has 91.* Lower min_tokens to 91"),
+        ("library", {"max_documents": 0}, "max_documents must be at least 1"),
+        ("library", {"max_tokens": -1}, "max_tokens must be at least 1"),
+        ("nobody/no-such-dataset", {}, "'owner/name'"),
+    ],
+)
+def test_mistakes_are_explained(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: object, options: dict, message: str
+) -> None:
+    write_library(tmp_path / "library")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RopeExtendError, match=message):
+        load(source, **options)
+
+
+def test_the_fingerprint_names_the_tokens_and_their_division_into_documents() -> None:
+    def of(*texts: list[int]) -> str:
+        return fingerprint(Document("", torch.tensor(text)) for text in texts)
+
+    assert of([1, 2], [3]) == of([1, 2], [3])
+    assert len({of([1, 2], [3]), of([1], [2, 3]), of([3], [1, 2]), of([1, 2, 3]), of([1, 2])}) == 5
+
+
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=6), length=st.integers(2, 25))
+def test_blocks_come_from_one_document_each_and_use_nearly_all_text(sizes: list[int], length: int) -> None:
+    # The id of each token is unique: document × 1000 + position.
+    documents = [Document(str(i), torch.arange(size) + 1000 * i) for i, size in enumerate(sizes)]
+    if max(sizes) < length:
+        with pytest.raises(RopeExtendError, match=f"has {max(sizes)}"):
+            cut_blocks(documents, length)
+        return
+    made = cut_blocks(documents, length)
+    counts: dict[int, int] = {}
+    for index in range(len(made)):
+        ids = made[index]["input_ids"]
+        assert ids.shape == (length,)
+        assert torch.equal(made[index]["labels"], ids)
+        name, start = made.origin(index)
+        assert ids.tolist() == list(range(1000 * int(name) + start, 1000 * int(name) + start + length))
+        for token in ids.tolist():
+            counts[token] = counts.get(token, 0) + 1
+    for i, size in enumerate(sizes):
+        unused = sum(1000 * i + p not in counts for p in range(size))
+        repeated = sum(counts.get(1000 * i + p, 0) > 1 for p in range(size))
+        assert unused == size if size < length else 2 * unused < length
+        assert 2 * repeated <= length
+    assert max(counts.values()) <= 2
+    assert made.dropped_documents == sum(size < length for size in sizes)
+
+
+def test_blocks_are_in_order_and_a_long_rest_gets_one_that_overlaps() -> None:
+    blocks = cut_blocks([Document("a", torch.arange(35)), Document("b", torch.arange(14))], 10)
+    assert [blocks.origin(index) for index in range(len(blocks))] == [
+        ("a", 0), ("a", 10), ("a", 20), ("a", 25), ("b", 0),
+    ]  # fmt: skip
+
+
+def test_share_beyond_counts_positions_inside_the_block() -> None:
+    made = cut_blocks([Document("a", torch.arange(64))], "32")
+    positions = torch.arange(32).repeat(len(made))
+    for window in (0, 1, 8, 31, 32, 100):
+        assert made.share_beyond(window) == pytest.approx((positions >= window).float().mean().item())
+
+
+def test_blocks_batch_in_a_data_loader() -> None:
+    made = cut_blocks([Document("a", torch.arange(64))], 16)
+    (batch,) = torch.utils.data.DataLoader(made, batch_size=4)
+    assert batch["input_ids"].shape == batch["labels"].shape == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"length": 65}, r"'b', has 64\. Use a length of 64 or less"),
+        ({"length": 1}, "at least 2 tokens"),
+        ({"length": 16, "documents": []}, "no documents"),
+    ],
+)
+def test_blocks_refuse_what_cannot_work(arguments: dict, message: str) -> None:
+    documents = [Document("a", torch.arange(20)), Document("b", torch.arange(64))]
+    with pytest.raises(RopeExtendError, match=message):
+        cut_blocks(**{"documents": documents, **arguments})
+
+
+@given(st.integers(1, 2**31))
+def test_lengths_survive_being_written_and_read(tokens: int) -> None:
+    assert parse_length(format_length(tokens)) == parse_length(tokens) == parse_length(str(tokens)) == tokens
+
+
+@given(st.integers(1, 4096))
+def test_units_are_powers_of_1024(count: int) -> None:
+    assert parse_length(f"{count}k") == parse_length(f" {count} K ") == 1024 * count
+    assert parse_length(f"{count}M") == parse_length(f"{count}m") == 1024 * 1024 * count
+
+
+def test_lengths_as_people_write_them() -> None:
+    assert [format_length(n) for n in (256, 1000, 1024, 1536, 32768, 2**20, 3 * 2**19)] == [
+        "256", "1000", "1k", "1536", "32k", "1M", "1536k",
+    ]  # fmt: skip
+    assert (parse_length("1.5k"), parse_length("0.5M"), parse_length("32_768")) == (1536, 2**19, 32768)
+    assert parse_length(torch.tensor(7)) == 7
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    ["", "k", "0", "0k", "-1", "-4k", "1.3k", "1e5", "32kb", "32 k b", "0x10", "٣", "1__0", "nan", "inf",
+     0, -1, True, False, 4096.0, float("nan"), None, [4096], b"4k"],
+)  # fmt: skip
+def test_nonsense_is_no_length(nonsense: object) -> None:
+    with pytest.raises(RopeExtendError, match="not a length in tokens"):
+        parse_length(nonsense)

@@ -1,0 +1,201 @@
+"""Sources are mixed by weight, in an order that follows from position and seed alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from rope_extend import RopeExtendError
+from rope_extend.data.blocks import Blocks, cut_blocks
+from rope_extend.data.documents import Document
+from rope_extend.data.mixing import Mixture, block_index
+from rope_extend.training.finetune import Recipe, finetune
+
+
+def source(number: int, count: int, length: int = 8) -> Blocks:
+    """A source of `count` blocks whose tokens say where they are from: 1,000,000 times the source."""
+    tokens = torch.arange(count * length) + 1_000_000 * number
+    return cut_blocks([Document(str(number), tokens)], length)
+
+
+def firsts(mixture: Mixture, positions: range) -> list[int]:
+    return [int(mixture[position]["input_ids"][0]) for position in positions]
+
+
+def test_one_source_comes_in_the_order_that_it_always_had() -> None:
+    """Runs from before there were mixtures keep their order."""
+    made = Mixture([source(0, 50)], seed=3)
+    for epoch in range(3):
+        expected = np.random.default_rng([3, epoch]).permutation(50)
+        assert firsts(made, range(50 * epoch, 50 * epoch + 50)) == [8 * int(index) for index in expected]
+    assert made.epochs(125) == [2.5]
+
+
+@given(
+    st.lists(st.floats(0.01, 100), min_size=2, max_size=5),
+    st.integers(0, 2**31),
+    st.integers(0, 20_000),
+)
+def test_locations_and_counts_agree_with_a_count_from_the_start(
+    weights: list[float], seed: int, position: int
+) -> None:
+    made = Mixture([source(i, 3) for i in range(len(weights))], weights, seed=seed)
+    chosen = [made.locate(p)[0] for p in range(max(0, position - 20), position)]
+    before = made.counts(max(0, position - 20))
+    assert before.sum() == max(0, position - 20)
+    for offset, number in enumerate(chosen):
+        assert made.locate(max(0, position - 20) + offset) == (number, before[number])
+        before[number] += 1
+    assert made.counts(position).tolist() == before.tolist()
+
+
+@pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 1, 2), (0.98, 0.02)])
+def test_shares_are_within_the_expected_error(weights: tuple[float, ...]) -> None:
+    n = 40_000
+    made = Mixture([source(i, 5) for i in range(len(weights))], weights, seed=1)
+    for count, weight in zip(made.counts(n), weights, strict=True):
+        share = weight / sum(weights)
+        assert abs(count / n - share) < 4 * math.sqrt(share * (1 - share) / n)
+
+
+def test_each_source_is_read_whole_before_it_repeats_in_another_order() -> None:
+    sizes = (7, 7, 40)
+    made = Mixture([source(i, size) for i, size in enumerate(sizes)], (1, 1, 1), seed=5)
+    read: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for first in firsts(made, range(400)):
+        read[first // 1_000_000].append(first % 1_000_000 // 8)
+    for number, size in enumerate(sizes):
+        epochs = [read[number][i : i + size] for i in range(0, len(read[number]) - size, size)]
+        assert len(epochs) >= 2
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert epochs[0] != epochs[1]
+    assert read[0][:7] != read[1][:7]  # sources of one size have orders of their own
+    assert made.epochs(400) == [len(read[i]) / size for i, size in enumerate(sizes)]
+
+
+def test_the_order_does_not_depend_on_who_asks_first() -> None:
+    """Processes read positions in any order."""
+    sources = [source(0, 11), source(1, 4)]
+    whole = firsts(Mixture(sources, (0.6, 0.4), seed=2), range(9000))
+    for processes in (2, 3):
+        readers = [Mixture(sources, (0.6, 0.4), seed=2) for _ in range(processes)]
+        assert [firsts(readers[p % processes], range(p, p + 1))[0] for p in range(9000)] == whole
+    late = Mixture(sources, (0.6, 0.4), seed=2)
+    assert firsts(late, range(8990, 9000)) == whole[8990:]  # as in a resumed run
+    assert firsts(Mixture(sources, (0.6, 0.4), seed=3), range(9000)) != whole
+
+
+def test_a_block_index_is_a_permutation_each_epoch_for_each_source() -> None:
+    orders = {
+        (number, epoch): tuple(block_index(20 * epoch + i, 7, 20, number) for i in range(20))
+        for number in range(3)
+        for epoch in range(3)
+    }
+    assert all(sorted(order) == list(range(20)) for order in orders.values())
+    assert len(set(orders.values())) == 9
+
+
+def test_share_beyond_is_weighted() -> None:
+    made = Mixture([source(0, 5, 8), source(1, 5, 8)], (3, 1))
+    assert made.share_beyond(6) == pytest.approx(0.25)
+    assert repr(made).startswith("Mixture(75 % Blocks(5 of 8")
+
+
+@pytest.fixture
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
+    return Recipe(
+        model=str(work / "model"), data=(str(work / "data" / "a.txt"), str(work / "data" / "b.txt")),
+        data_weights=(3, 2), output_dir=str(tmp_path / "run"), target_length=128, steps=6,
+        gradient_accumulation=2, learning_rate=1e-2, lora_rank=4, save_every=2, gradient_checkpointing=False,
+    )  # fmt: skip
+
+
+def test_a_mixed_run_reads_by_weight_logs_epochs_and_resumes_bit_for_bit(
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: Counter[int] = Counter()
+    original = Mixture.locate
+
+    def locate(self: Mixture, position: int) -> tuple[int, int]:
+        found = original(self, position)
+        read[found[0]] += 1
+        return found
+
+    monkeypatch.setattr(Mixture, "locate", locate)
+    with caplog.at_level(logging.INFO):
+        finetune(recipe)
+    assert "60 % Blocks(" in caplog.text
+    assert "epochs by the last step: " in caplog.text
+    lines = [
+        json.loads(line) for line in (Path(recipe.output_dir) / "metrics.jsonl").read_text().splitlines()
+    ]
+    for number, name in enumerate(recipe.data):
+        assert lines[-1][f"epochs/{name}"] > 0
+        total = lines[-1][f"epochs/{name}"] * len(_blocks_of(recipe, number))
+        assert total == pytest.approx(read[number], abs=0.1)
+
+    other = replace(recipe, output_dir=str(tmp_path / "other"))
+    finetune(replace(other, steps=3))
+    finetune(other, resume=True)
+    ours, theirs = (load_file(Path(r.output_dir) / "adapter_model.safetensors") for r in (recipe, other))
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    with pytest.raises(RopeExtendError, match=r"data_weights was \[3.0, 2.0\] and is \[1.0, 1.0\]"):
+        finetune(replace(other, data_weights=(1, 1)), resume=True)
+
+
+def _blocks_of(recipe: Recipe, number: int) -> Blocks:
+    from transformers import PreTrainedTokenizerFast
+
+    from rope_extend.data.documents import load_documents
+
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(recipe.model)
+    return cut_blocks(load_documents(recipe.data[number], tokenizer), recipe.length)
+
+
+def test_text_that_moves_from_one_source_to_the_other_is_another_run(recipe: Recipe, work: Path) -> None:
+    finetune(replace(recipe, steps=2))
+    a, b = (work / "data" / f"{name}.txt" for name in "ab")
+    was = a.read_text(), b.read_text()
+    try:
+        a.write_text(was[1])
+        b.write_text(was[0])
+        with pytest.raises(RopeExtendError, match=r"the documents of .* are not those of"):
+            finetune(recipe, resume=True)
+    finally:
+        a.write_text(was[0])
+        b.write_text(was[1])
+
+
+@pytest.mark.parametrize(
+    ("data", "weights", "message"),
+    [
+        (("a", "b"), (1,), "data_weights has 1 numbers and data has 2 entries"),
+        (("a", "b"), (1, 2, 3), "data_weights has 3 numbers and data has 2 entries"),
+        ("a", (1,), "a list of two sources or more"),
+        (("a", "b"), (1, 0), "data_weights must be a list of numbers above 0"),
+        (("a", "b"), (1, math.nan), "data_weights must be a list of numbers above 0"),
+        (("a", "b"), "much", "data_weights must be a list of numbers above 0"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    recipe: Recipe, data: str | tuple[str, ...], weights: tuple[float, ...], message: str
+) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        replace(recipe, data=data, data_weights=weights)
+
+
+def test_a_source_without_one_block_is_named(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    with pytest.raises(RopeExtendError, match=r"the source '.*short.txt' of data: no document of at least"):
+        finetune(replace(recipe, data=(recipe.data[0], str(tmp_path / "short.txt"))))

@@ -1,0 +1,410 @@
+"""Packed documents train as they would alone: equal loss and gradients, no attention across borders."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import FAMILIES, TRAINED, FamilyCase, tiny_config, tiny_llama, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import flash_attention_mask
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.attention.packed import (
+    check_packed_attention,
+    document_attention,
+    document_inputs,
+    packed_attention,
+    takes_no_mask,
+)
+from rope_extend.data.documents import Document
+from rope_extend.data.packing import CONTINUE, RESTART, check_packing, packed, packed_blocks
+from rope_extend.encodings import RopeShape
+from rope_extend.loss import IGNORED, next_token_loss
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.meta_device import DirectKernelCalls, MetaBytes
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.memory_options import set_gradient_checkpointing
+
+BY_TYPE = {case.model_type: case for case in FAMILIES}
+SIZES = (13, 1, 9, 40, 17)
+"""Lengths of the documents of a block: one longer than the window, and one in which nothing is predicted."""
+
+
+def documents(sizes: tuple[int, ...] = SIZES) -> list[Tensor]:
+    return [
+        torch.randint(3, 60, (size,), generator=torch.Generator().manual_seed(i))
+        for i, size in enumerate(sizes)
+    ]
+
+
+def apart(model: PreTrainedModel, texts: list[Tensor]) -> Tensor:
+    """The loss of documents that run separately, by transformers' own loss on full logits."""
+    losses = [model(text[None], labels=text[None]).loss * (len(text) - 1) for text in texts if len(text) > 1]
+    return torch.stack(losses).sum() / sum(len(text) - 1 for text in texts)
+
+
+def together(model: PreTrainedModel, *rows: list[Tensor], restarts: bool, mask: bool = True) -> Tensor:
+    """The loss of rows of documents, with a mask or without one."""
+    batch = {
+        name: torch.stack([packed(row)[name] for row in rows])
+        for name in ("input_ids", "labels", "document_positions")
+    }
+    with nullcontext() if mask else packed_attention(model):
+        inputs = document_inputs(model, batch["document_positions"], restarts=restarts)
+        return next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
+
+
+def assert_equal_losses_and_gradients(
+    model: PreTrainedModel, one: Callable[[], Tensor], other: Callable[[], Tensor]
+) -> None:
+    results = []
+    for loss in (one, other):
+        model.zero_grad()
+        value = loss()
+        value.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        results.append((value.detach(), gradients))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-5)
+    assert results[0][1].keys() == results[1][1].keys()
+    for name, gradient in results[0][1].items():
+        scale = max(1.0, float(gradient.abs().max()))
+        torch.testing.assert_close(results[1][1][name], gradient, rtol=0, atol=1e-5 * scale, msg=name)
+
+
+PLAIN = ("llama", "gpt_neox", "qwen3", "glm", "phi3", "deepseek_v3")
+"""Families with plain causal attention, which needs no mask; in deepseek, values are narrower than keys."""
+MASKED = ("gemma3_text", "gpt_oss", "llama4_text", "stablelm")
+"""Families that need a mask. The last one does not pass the lengths to its layers."""
+
+
+@pytest.mark.parametrize("mode", [RESTART, CONTINUE])
+@pytest.mark.parametrize(
+    ("family", "mask"), [(name, True) for name in PLAIN + MASKED] + [(name, False) for name in PLAIN]
+)
+def test_a_packed_block_equals_its_documents_apart(family: str, mask: bool, mode: str) -> None:
+    """Positions are relative, so loss and gradients are those of the documents in both modes."""
+    model = tiny_model(BY_TYPE[family])
+    texts = documents()
+    with rx.patch_model(model, rx.encoding("yarn", factor=8.0)):
+        assert takes_no_mask(model) == (family in PLAIN)
+        assert_equal_losses_and_gradients(
+            model, lambda: apart(model, texts),
+            lambda: together(model, texts, restarts=mode == RESTART, mask=mask),
+        )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in FAMILIES if case.model_type != "jetmoe"], ids=str)
+def test_a_model_on_the_meta_device_shows_whether_a_mask_is_needed(case: FamilyCase) -> None:
+    """For the plan of a run. JetMoE does not run on the meta device."""
+    model = tiny_model(case)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    with DirectKernelCalls(), MetaBytes(scored=2):
+        found = takes_no_mask(empty)
+    assert found == takes_no_mask(model)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3),
+    st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    st.integers(0, 2**31),
+)
+def test_attention_within_documents_equals_naive_attention_in_float64(
+    sizes: list[list[int]], heads: tuple[int, int], seed: int
+) -> None:
+    tokens = max(map(sum, sizes))
+    rows = [row + [tokens - sum(row)] * (sum(row) < tokens) for row in sizes]
+    number = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (
+        torch.randn(len(rows), count, tokens, width, generator=generator, dtype=torch.float64)
+        for count, width in zip((heads[0], heads[1], heads[1]), (8, 8, 4), strict=True)
+    )
+    edges = torch.tensor([0, *(size for row in rows for size in row)]).cumsum(0)
+    ours = document_attention(query, key, value, edges, scale=0.3)
+    allowed = (number[:, :, None] == number[:, None, :]).tril()[:, None]
+    wide = heads[0] // heads[1]
+    scores = 0.3 * query @ key.repeat_interleave(wide, 1).mT
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    torch.testing.assert_close(ours, (weights @ value.repeat_interleave(wide, 1)).transpose(1, 2))
+
+
+def test_without_a_mask_memory_is_not_quadratic() -> None:
+    model, tokens = tiny_llama(), 8192
+    peaks = []
+    for mask in (True, False):
+        with LiveBytes() as memory, torch.no_grad():
+            together(model, documents((tokens // 2,) * 2), restarts=True, mask=mask)
+        peaks.append(memory.peak)
+    assert peaks[0] > tokens**2 > 2 * peaks[1]
+
+
+def test_the_models_attention_is_restored(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: Any, **__: Any) -> None:
+        raise AssertionError("a mask was made")
+
+    monkeypatch.setattr("rope_extend.attention.packed.create_masks_for_generate", allocate)
+    result = finetune(replace(recipe, steps=1))
+    assert result.model.config._attn_implementation == "sdpa"
+    with pytest.raises(AssertionError, match="a mask was made"):
+        together(result.model, documents(), restarts=True)
+
+
+ENCODINGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "none": ({}, (RESTART, CONTINUE)),
+    "dynamic_ntk": ({"factor": 8.0, "per": "query"}, (RESTART,)),
+    "logn": ({"inner": {"name": "ntk", "factor": 8.0}}, (RESTART,)),
+    "xpos": ({}, (RESTART, CONTINUE)),
+    "alibi": ({}, (RESTART, CONTINUE)),
+    "t5_bias": ({}, (RESTART, CONTINUE)),
+    "sinusoidal": ({}, (RESTART,)),
+}
+"""Encodings, with the packings in which a document gives the same results as alone."""
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"), [(n, mode) for n, (_, modes) in ENCODINGS.items() for mode in modes]
+)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_every_kind_of_encoding_treats_a_packed_document_as_alone(
+    name: str, mode: str, implementation: str
+) -> None:
+    model = tiny_model(BY_TYPE["llama"])
+    model.set_attn_implementation(implementation)
+    texts = documents()
+    with rx.patch_model(model, rx.encoding(name, **ENCODINGS[name][0])):
+        assert_equal_losses_and_gradients(
+            model, lambda: apart(model, texts), lambda: together(model, texts, restarts=mode == RESTART)
+        )
+
+
+def test_rows_of_a_batch_have_different_borders() -> None:
+    model = tiny_model(BY_TYPE["qwen3"])
+    rows = [documents((20, 30, 14)), documents((5, 59))]
+    for mask in (True, False):
+        ours = together(model, *rows, restarts=True, mask=mask)
+        torch.testing.assert_close(ours, apart(model, rows[0] + rows[1]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [RESTART, CONTINUE])
+def test_gradient_checkpointing_changes_nothing(mode: str) -> None:
+    model = tiny_model(BY_TYPE["llama"]).train()
+    with rx.patch_model(model, rx.encoding("dynamic_ntk", factor=8.0, per="query")):
+
+        def loss(enabled: bool) -> Tensor:
+            if enabled:
+                set_gradient_checkpointing(model, True)
+            return together(model, documents(), restarts=mode == RESTART)
+
+        assert_equal_losses_and_gradients(model, lambda: loss(False), lambda: loss(True))
+
+
+def test_flash_attention_gets_the_borders_of_documents() -> None:
+    """A plain function under the name of flash attention, which cuts by the cumulative lengths."""
+    seen: list[Tensor] = []
+
+    def varlen(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        assert attention_mask is None
+        edges = kwargs["cu_seq_lens_q"]
+        seen.append(edges)
+        assert kwargs["max_length_k"] == int(edges.diff().max())
+        flat = [
+            part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)
+        ]  # the layout of flash attention
+        out = torch.empty_like(flat[0])
+        groups = query.shape[1] // key.shape[1]
+        for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+            q, k, v = (part[start:stop].transpose(0, 1) for part in flat)
+            k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+            scores = (q @ k.mT * kwargs["scaling"]).masked_fill(
+                torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1), -torch.inf
+            )
+            out[start:stop] = (scores.softmax(-1) @ v).transpose(0, 1)
+        return out.view(len(query), -1, *out.shape[1:]), None
+
+    AttentionInterface.register("test_flash", varlen)
+    AttentionMaskInterface.register("test_flash", flash_attention_mask)
+    model = tiny_model(BY_TYPE["llama"])
+    rows = [documents((20, 30, 14)), documents((5, 59))]
+    expected = apart(model, rows[0] + rows[1])
+    model.config._attn_implementation_internal = "test_flash"
+    batch = {
+        name: torch.stack([packed(row)[name] for row in rows])
+        for name in ("input_ids", "labels", "document_positions")
+    }
+    for restarts in (True, False):
+        inputs = document_inputs(model, batch["document_positions"], restarts=restarts)
+        ours = next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    assert seen[0].tolist() == [0, 20, 50, 64, 69, 128]
+
+
+def test_a_mask_that_does_not_fit_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("rope_extend.attention.packed.create_masks_for_generate", allocate)
+    with pytest.raises(RopeExtendError, match=r"2 × 64² numbers; use a shorter block_length"):
+        document_inputs(tiny_llama(), torch.arange(64).expand(2, -1), restarts=True)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(2, 30))
+def test_blocks_hold_every_token_once_in_order(sizes: list[int], length: int) -> None:
+    texts = [Document(str(i), torch.arange(size) + 1000 * i) for i, size in enumerate(sizes)]
+    if sum(sizes) < length:
+        with pytest.raises(RopeExtendError, match="together, but a packed block needs"):
+            packed_blocks(texts, length, restarts=True)
+        return
+    made = packed_blocks(texts, length, restarts=True)
+    items = [made[i] for i in range(len(made))]
+    ids = torch.cat([item["input_ids"] for item in items])
+    assert torch.equal(ids, torch.cat([text.input_ids for text in texts])[: len(ids)])
+    assert len(ids) + made.tokens_left_over == sum(sizes)
+    assert made.tokens_left_over < length
+    for item in items:
+        assert all(len(value) == length for value in item.values())
+        before: tuple[int, int] | None = None
+        for token, label, place in zip(
+            *(item[k].tolist() for k in ("input_ids", "labels", "document_positions")), strict=True
+        ):
+            follows = before is not None and token == before[0] + 1
+            assert place == (before[1] + 1 if follows and before else 0)
+            assert label == (token if follows else IGNORED)
+            before = (token, place)
+    with pytest.raises(IndexError):
+        made[len(made)]
+
+
+def test_share_beyond_counts_positions_that_restart() -> None:
+    texts = [Document(str(i), text) for i, text in enumerate(documents((10, 30, 24)))]
+    restarting = packed_blocks(texts, 64, restarts=True)
+    assert restarting.share_beyond(16) == (14 + 8) / 64
+    assert restarting.share_beyond(30) == 0
+    assert packed_blocks(texts, 64, restarts=False).share_beyond(16) == 48 / 64
+
+
+@pytest.mark.parametrize("family", ["lfm2", "bamba", "blt", "qwen3_next", "zaya"])
+def test_families_that_ignore_the_mask_are_found_by_a_trial(family: str) -> None:
+    if family not in BY_TYPE:
+        pytest.skip("younger than the installed transformers")
+    model = tiny_model(BY_TYPE[family])
+    with pytest.raises(RopeExtendError, match=f"packing does not work with {family}"):
+        check_packed_attention(model, restarts=True)
+
+
+@pytest.mark.parametrize(
+    "case", [BY_TYPE[name] for name in ("llama", "gemma3_text", "glm", "gpt_oss")], ids=str
+)
+def test_the_trial_accepts_families_that_separate_documents(case: FamilyCase) -> None:
+    model = tiny_model(case)
+    for training in (True, False):
+        model.train(training)
+        with packed_attention(model) if training else nullcontext():
+            check_packed_attention(model, restarts=True)
+            check_packed_attention(model, restarts=False)
+        assert model.training == training
+    check_packed_attention(model.to(torch.bfloat16), restarts=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "parameters", "reason"),
+    [
+        (RESTART, "linear_attention", {}, "carries sums from token to token"),
+        (CONTINUE, "linear_attention", {}, "carries sums from token to token"),
+        (RESTART, "dynamic_ntk", {"factor": 8.0, "per": "row"}, "with per='query' it can be packed"),
+        (CONTINUE, "logn", {"inner": {"name": "ntk", "factor": 8.0}}, "use packing restart"),
+    ],
+)
+def test_encodings_that_cannot_be_packed_are_refused(
+    mode: str, name: str, parameters: dict[str, Any], reason: str
+) -> None:
+    shape = RopeShape(dim=8, theta=10_000.0, trained_length=32)
+    with pytest.raises(
+        RopeExtendError, match=rf"packing {mode} cannot be combined with .*{reason}.*packing: none"
+    ):
+        check_packing(mode, rx.encoding(name, **parameters), shape, tiny_llama().config)
+
+
+def test_layers_with_a_state_are_refused_before_weights_are_loaded() -> None:
+    shape = RopeShape(dim=8, theta=10_000.0, trained_length=32)
+    with pytest.raises(RopeExtendError, match="layers of type conv carry a state"):
+        check_packing(RESTART, rx.encoding("yarn", factor=8.0), shape, tiny_config(BY_TYPE["lfm2"]))
+
+
+@pytest.fixture
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
+    short = tmp_path / "short"
+    short.mkdir()
+    text = (work / "data" / "a.txt").read_text()
+    for number, end in enumerate((40, 300, 900, 150, 500)):
+        (short / f"{number}.txt").write_text(text[:end])
+    return Recipe(
+        model=str(work / "model"), data=str(short), output_dir=str(tmp_path / "run"), target_length=128,
+        packing=RESTART, steps=4, gradient_accumulation=2, learning_rate=1e-2, warmup_steps=2, lora_rank=4,
+        save_every=2, lora_dropout=0.1,
+    )  # fmt: skip
+
+
+def weights(recipe: Recipe) -> dict[str, Tensor]:
+    return load_file(Path(recipe.output_dir) / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("mode", [RESTART, CONTINUE])
+def test_a_packed_run_trains_resumes_and_logs_its_data(
+    recipe: Recipe, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = replace(recipe, packing=mode)
+    with caplog.at_level(logging.INFO):
+        result = finetune(recipe)
+    assert "PackedBlocks(9 of 128 tokens, from 5 documents" in caplog.text
+    assert 0 < result.share_beyond < 1
+    card = (Path(recipe.output_dir) / "README.md").read_text()
+    assert f"several short documents in a block, with no attention between them; positions {mode}" in card
+    other = replace(recipe, output_dir=str(tmp_path / "other"))
+    finetune(replace(other, steps=2))
+    finetune(other, resume=True)
+    ours, theirs = weights(recipe), weights(other)
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    with pytest.raises(RopeExtendError, match=f"cannot resume: .*packing was '{mode}' and is 'none'"):
+        finetune(replace(other, packing="none", block_length=TRAINED), resume=True)
+
+
+def test_accumulation_equals_a_larger_batch_token_by_token(recipe: Recipe, tmp_path: Path) -> None:
+    """Blocks predict different numbers of tokens; each token has the same weight in every forward pass."""
+    recipe = replace(recipe, lora_dropout=0, steps=2)
+    finetune(recipe)
+    other = replace(recipe, batch_size=2, gradient_accumulation=1, output_dir=str(tmp_path / "other"))
+    finetune(other)
+    ours, theirs = weights(recipe), weights(other)
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], atol=1e-6, rtol=1e-4)
+
+
+def test_a_run_without_positions_beyond_the_window_logs_a_warning(
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(40):
+        (tmp_path / "short" / f"{number}.txt").write_text("a few words only")
+    result = finetune(replace(recipe, steps=1))
+    assert result.share_beyond == 0
+    assert "no document is longer than the pretrained window" in caplog.text
+
+
+def test_sampled_positions_and_packing_are_refused_by_name(recipe: Recipe) -> None:
+    with pytest.raises(RopeExtendError, match="positions pose and packing restart cannot be combined"):
+        replace(recipe, positions="pose", block_length=64)

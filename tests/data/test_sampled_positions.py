@@ -1,0 +1,394 @@
+"""Sampled positions follow their papers, reach the model, and cover the distances."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import TRAINED, tiny_llama
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.data.blocks import cut_blocks
+from rope_extend.data.documents import Document
+from rope_extend.data.sampled_positions import (
+    CREAM,
+    SAMPLERS,
+    Coverage,
+    PoSE,
+    PositionCollator,
+    RandomPositions,
+    check_meaning,
+)
+from rope_extend.encodings import RopeShape
+from rope_extend.loss import next_token_loss
+from rope_extend.models.rotary import ExtendedRotaryEmbedding
+from rope_extend.plots.training_curves import plot_distances
+from rope_extend.training.finetune import Recipe, finetune
+
+SHAPE = RopeShape(dim=8, theta=10_000.0, trained_length=32)
+
+
+@st.composite
+def windows(draw: st.DrawFn) -> tuple[int, int]:
+    length = draw(st.integers(3, 60))
+    return length, draw(st.integers(length, 60 * length))
+
+
+def runs(positions: np.ndarray) -> list[tuple[int, int]]:
+    """First and last of each run of consecutive positions."""
+    cuts = np.flatnonzero(np.diff(positions) > 1) + 1
+    return [(int(part[0]), int(part[-1])) for part in np.split(positions, cuts)]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """All position ids that a patched rotary module receives."""
+    positions: list[torch.Tensor] = []
+    original = ExtendedRotaryEmbedding.forward
+
+    def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor, *rest: Any) -> Any:
+        if not position_ids.is_meta:  # those of the dry run before the training
+            positions.append(position_ids.clone())
+        return original(self, x, position_ids, *rest)
+
+    monkeypatch.setattr(ExtendedRotaryEmbedding, "forward", forward)
+    return positions
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@given(window=windows(), seed=st.integers(0, 2**31), number=st.integers(0, 2**40))
+def test_positions_increase_within_the_window_and_follow_from_seed_and_number(
+    name: str, window: tuple[int, int], seed: int, number: int
+) -> None:
+    length, target = window
+    collator = PositionCollator(name, target, seed=seed)
+    positions = collator.positions(length, number)
+    assert positions.dtype == np.int64
+    assert positions.shape == (length,)
+    assert (np.diff(positions) > 0).all()
+    assert positions[0] >= 0
+    assert positions[-1] < target
+    again = PositionCollator(name, target, seed=seed, drawn=7).positions(length, number)
+    assert np.array_equal(positions, again)
+    if target == length:
+        assert np.array_equal(positions, np.arange(length))
+
+
+@given(window=windows(), seed=st.integers(0, 2**31))
+def test_pose_is_two_chunks_of_which_the_first_stays(window: tuple[int, int], seed: int) -> None:
+    length, target = window
+    positions = PoSE().sample(length, target, np.random.default_rng(seed))
+    parts = runs(positions)
+    assert len(parts) <= 2
+    assert parts[0][0] == 0
+    if len(parts) == 2:
+        assert 1 <= parts[0][1] + 1 <= (length + 1) // 2
+        assert 1 <= parts[1][0] - parts[0][1] - 1 <= target - length
+
+
+def test_pose_draws_first_chunk_and_skip_evenly() -> None:
+    length, target, count = 8, 20, 12_000
+    generator = np.random.default_rng(0)
+    firsts: Counter[int] = Counter()
+    skips: Counter[int] = Counter()
+    for _ in range(count):
+        positions = PoSE().sample(length, target, generator)
+        skip = int(positions[-1]) - (length - 1)
+        skips[skip] += 1
+        if skip:
+            firsts[runs(positions)[0][1] + 1] += 1
+    assert sorted(skips) == list(range(13))
+    assert sorted(firsts) == [1, 2, 3, 4]
+    for found, values in ((skips, 13), (firsts, 4)):
+        expected = found.total() / values
+        chi = sum((n - expected) ** 2 / expected for n in found.values())
+        assert chi < 40  # beyond the 99.99 % quantile at 12 degrees of freedom
+
+
+@given(window=windows(), seed=st.integers(0, 2**31))
+def test_cream_keeps_head_and_tail_and_moves_one_piece_between(window: tuple[int, int], seed: int) -> None:
+    length, target = window
+    positions = CREAM().sample(length, target, np.random.default_rng(seed))
+    edges = {length // 3, min(length // 3, int(4 * target / length))}
+    assert len(runs(positions)) <= 3
+    fits = []
+    for edge in edges:
+        head = np.array_equal(positions[:edge], np.arange(edge))
+        tail = np.array_equal(positions[-edge:], np.arange(target - edge, target))
+        fits.append(head and tail and len(runs(positions[edge:-edge])) == 1)
+    assert any(fits)
+
+
+def test_cream_dwells_on_the_middle_and_draws_its_truncated_normal() -> None:
+    """The mean is known: the end of the piece is uniform between two bounds that are linear in a."""
+    length, target = 300, 4800
+    scale, edge = target / length, length // 3
+    generator = np.random.default_rng(1)
+    ends = np.array([
+        positions[-edge - 1]
+        for positions in (CREAM().sample(length, target, generator) for _ in range(20_000))
+        if positions[edge] != edge and positions[edge - 1] == edge - 1 and positions[-edge] == target - edge
+        and positions[edge] - positions[edge - 1] > 1
+    ])  # fmt: skip
+    halves = np.random.default_rng(2).normal(1 + scale, 3, 400_000)
+    halves = halves[(halves >= 2) & (halves <= 2 * scale)] / 2
+    middle = length - 2 * edge
+    expected = (edge + (middle - 1) * halves + length * halves - edge - 1) / 2
+    assert abs(ends.mean() - expected.mean()) < 0.01 * target
+    centre = np.abs(ends - middle / 2 - target / 2) < target / 4
+    assert centre.mean() > 0.7
+    assert 0.4 < len(ends) / 20_000 < 0.6  # the other half has short edges
+
+
+@given(window=windows(), seed=st.integers(0, 2**31))
+def test_random_positions_are_all_different(window: tuple[int, int], seed: int) -> None:
+    length, target = window
+    positions = RandomPositions().sample(length, target, np.random.default_rng(seed))
+    assert len(set(positions.tolist())) == length
+
+
+def test_random_positions_come_evenly_from_the_whole_window() -> None:
+    generator = np.random.default_rng(0)
+    counts = np.zeros(24)
+    for _ in range(6000):
+        counts[RandomPositions().sample(6, 24, generator)] += 1
+    assert ((counts - 1500) ** 2 / 1500).sum() < 60
+
+
+def test_a_collator_works_in_a_loader_and_resumes_at_a_number() -> None:
+    made = cut_blocks([Document("a", torch.arange(320))], 16)
+    whole = list(DataLoader(made, batch_size=4, collate_fn=PositionCollator("pose", 64, seed=5)))
+    assert whole[0]["input_ids"].shape == whole[0]["position_ids"].shape == (4, 16)
+    assert whole[0]["position_ids"].dtype == torch.int64
+    assert (whole[0]["attention_mask"] == 1).all()
+    rows = torch.cat([batch["position_ids"] for batch in whole])
+    assert len({tuple(row.tolist()) for row in rows}) > 15
+    later = PositionCollator("pose", 64, seed=5, drawn=8)
+    assert torch.equal(later([made[i] for i in range(8, 12)])["position_ids"], rows[8:12])
+    assert later.drawn == 12
+
+
+def test_stock_training_takes_the_gaps_as_one_text() -> None:
+    """Without the mask, transformers cuts a text at every gap, and its loss differs."""
+    model = tiny_llama()
+    rx.extend(model, 128)
+    batch = PositionCollator("pose", 128)(cut_blocks([Document("a", torch.arange(64))], 32))
+    ours = next_token_loss(model, **batch)
+    stock = model(**batch, use_cache=False).loss
+    assert ours.item() == pytest.approx(stock.item(), abs=1e-5)
+    cut = model(**{**batch, "attention_mask": None}, use_cache=False).loss
+    assert abs(cut.item() - stock.item()) > 1e-4
+
+
+def test_a_stock_trainer_with_lora_takes_the_collator(tmp_path: Path, seen: list[torch.Tensor]) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer, TrainingArguments
+
+    model = tiny_llama()
+    rx.extend(model, 128)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    made = cut_blocks([Document("a", torch.arange(256))], 32)
+    collator = rx.PositionCollator("pose", 128, seed=2)
+    Trainer(adapted, arguments, train_dataset=made, data_collator=collator).train()
+    expected = [collator.positions(32, number).tolist() for number in range(4)]
+    assert torch.cat(seen).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("sampler", "length", "message"),
+    [("pose", 1, "blocks of 2 to 64 tokens"), ("cream", 2, "blocks of 3 to 64"), ("random", 65, "got 65")],
+)
+def test_a_block_that_does_not_fit_is_refused(sampler: str, length: int, message: str) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        PositionCollator(sampler, 64).positions(length, 0)
+
+
+def test_a_wrong_sampler_is_refused() -> None:
+    with pytest.raises(RopeExtendError, match=r"named 'posey'; use one of pose, cream, random"):
+        PositionCollator("posey", 64)
+    with pytest.raises(RopeExtendError, match="sigma"):
+        CREAM(sigma=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("nope", "does not use positions"),
+        ("drope", "does not use positions"),
+        ("logn(yarn)", "number of tokens that a query can see"),
+        ("dynamic_ntk", None),
+        ("short_original(yarn)", None),
+        ("dynamic_yarn", None),
+        ("xpos(yarn)", None),
+        ("longrope", None),
+        ("yarn", None),
+        ("linear", None),
+        ("none", None),
+    ],
+)
+def test_methods_for_which_sampled_positions_mean_nothing_are_refused(
+    method: str, message: str | None
+) -> None:
+    from rope_extend.encodings import rotary_method
+
+    parameters: dict[str, Any] = {"longrope": {"long_factor": [4.0] * 4, "short_factor": [1.0] * 4}}
+    encoding = rotary_method(method).for_target(SHAPE, 256, **parameters.get(method, {}))
+    if message is None:
+        check_meaning(PoSE(), encoding, SHAPE)
+        return
+    with pytest.raises(RopeExtendError, match=rf"positions pose cannot be combined with .*{message}"):
+        check_meaning(PoSE(), encoding, SHAPE)
+
+
+def test_a_table_for_the_whole_row_is_refused_and_one_for_each_query_is_exact() -> None:
+    from rope_extend.encodings import rotary_method
+
+    per_row = rotary_method("dynamic_ntk").for_target(SHAPE, 256, per="row")
+    with pytest.raises(RopeExtendError, match="with per='query' positions can be sampled"):
+        check_meaning(PoSE(), per_row, SHAPE)
+    # Each query of a block with far positions behaves as at that position of a long text. Compared with the
+    # long text itself, in which a mask hides all but the tokens of the block.
+    model = tiny_llama().eval()
+    rx.extend(model, 128, "dynamic_ntk")
+    positions = torch.from_numpy(PositionCollator("pose", 128, seed=3).positions(24, 1))
+    assert positions[-1] > 2 * TRAINED
+    ids = torch.arange(24)[None]
+    text = torch.zeros(1, 128, dtype=torch.int64)
+    text[0, positions] = ids[0]
+    seen = torch.zeros(1, 128, dtype=torch.int64)
+    seen[0, positions] = 1
+    with torch.no_grad():
+        short = model(ids, position_ids=positions[None], attention_mask=torch.ones_like(ids)).logits
+        whole = torch.arange(128)[None]
+        long = model(text, attention_mask=seen, position_ids=whole).logits[:, positions]
+    torch.testing.assert_close(short, long, rtol=0, atol=1e-4)
+
+
+@given(
+    name=st.sampled_from(sorted(SAMPLERS)), length=st.integers(3, 20), factor=st.integers(1, 6),
+    seed=st.integers(0, 99), sequences=st.integers(1, 4), trained=st.integers(1, 40),
+)  # fmt: skip
+def test_coverage_counts_every_pair(
+    name: str, length: int, factor: int, seed: int, sequences: int, trained: int
+) -> None:
+    target = length * factor
+    collator = PositionCollator(name, target, seed=seed)
+    found = Coverage.of(collator, length, sequences, trained_length=trained)
+    pairs, beyond = np.zeros(target, dtype=np.int64), 0
+    for number in range(sequences):
+        rows = collator.positions(length, number).tolist()
+        beyond += sum(position >= trained for position in rows)
+        for query in range(length):
+            for key in range(query + 1):
+                pairs[rows[query] - rows[key]] += 1
+    assert found.pairs.tolist() == pairs.tolist()
+    assert found.tokens_beyond == beyond / (sequences * length)
+    assert found.pairs_beyond == pytest.approx(pairs[trained:].sum() / pairs.sum())
+    expected = [count > 0 for count in pairs[trained:].tolist()]
+    assert found.seen_beyond == pytest.approx(sum(expected) / max(1, len(expected)))
+    groups = found.groups(7)
+    assert sum(group["pairs"] for group in groups) == pairs.sum()
+    assert [group["from"] for group in groups[1:]] == [group["to"] for group in groups[:-1]]
+    assert groups[-1]["to"] == target
+
+
+def test_each_sampler_reaches_nearly_every_distance() -> None:
+    for name, least in (("pose", 0.95), ("cream", 0.8), ("random", 0.99)):
+        found = Coverage.of(PositionCollator(name, 1024), 64, 400, trained_length=64)
+        assert found.seen_beyond > least, name
+        assert found.pairs_beyond > 0.2, name
+
+
+@pytest.fixture
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
+    return Recipe(
+        model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
+        target_length=256, block_length=TRAINED, positions="pose", steps=6, gradient_accumulation=2,
+        learning_rate=1e-2, lora_rank=4, lora_dropout=0.2, save_every=2, gradient_checkpointing=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_run_with_short_blocks_uses_positions_up_to_the_target(
+    recipe: Recipe, name: str, seen: list[torch.Tensor]
+) -> None:
+    recipe = replace(recipe, positions=name)
+    result = finetune(recipe)
+    expected = PositionCollator(name, 256, seed=recipe.seed)
+    assert len(seen) == 12
+    for number, positions in enumerate(seen):
+        assert positions.shape == (1, TRAINED)
+        assert positions[0].tolist() == expected.positions(TRAINED, number).tolist()
+    flat = torch.cat(seen)
+    assert flat.max() > 200
+    assert result.share_beyond == pytest.approx((flat >= TRAINED).float().mean().item())
+
+    report = json.loads(Path(recipe.output_dir, "positions.json").read_text())
+    assert (report["sampler"], report["sequences"]) == (name, 12)
+    assert (report["block_length"], report["target_length"], report["trained_length"]) == (32, 256, 32)
+    total = sum(group["pairs"] for group in report["distances"])
+    assert total == 12 * TRAINED * (TRAINED + 1) // 2
+    far = sum(group["pairs"] for group in report["distances"] if group["from"] >= TRAINED)
+    assert report["pairs_beyond"] == pytest.approx(far / total)
+    assert Path(recipe.output_dir, "positions.png").stat().st_size > 10_000
+    assert "training used no text as long as the window" in Path(recipe.output_dir, "README.md").read_text()
+
+
+def test_a_resumed_run_gets_the_same_positions(recipe: Recipe, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    finetune(recipe)
+    other = replace(recipe, output_dir=str(tmp_path / "other"))
+    finetune(replace(other, steps=3))
+    finetune(other, resume=True)
+    ours, theirs = (load_file(Path(one.output_dir, "adapter_model.safetensors")) for one in (recipe, other))
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    report = [Path(one.output_dir, "positions.json").read_text() for one in (recipe, other)]
+    assert report[0] == report[1]
+    with pytest.raises(RopeExtendError, match="positions was 'pose' and is 'random'"):
+        finetune(replace(other, positions="random"), resume=True)
+
+
+def test_a_meaningless_run_is_refused_before_the_weights_are_loaded(recipe: Recipe) -> None:
+    with pytest.raises(RopeExtendError, match=r"positions pose cannot be combined with logn\(yarn"):
+        finetune(replace(recipe, method="logn(yarn)"))
+    assert not Path(recipe.output_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_length": None}, "block_length is 256; set block_length to less"),
+        ({"block_length": 256}, "spreads short blocks over target_length 256"),
+        ({"positions": "cream", "block_length": 2}, "3 tokens or more"),
+        ({"positions": "posey"}, "consecutive, pose, cream, random"),
+    ],
+)
+def test_a_recipe_that_samples_nothing_is_refused(
+    recipe: Recipe, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        replace(recipe, **changes)
+
+
+def test_a_file_that_is_not_a_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RopeExtendError, match="no report on positions"):
+        plot_distances(tmp_path / "positions.json", tmp_path / "a.png")
+    for text in ('{"distances": [{}]}', '{"distances": []}', "[]", "{"):
+        (tmp_path / "positions.json").write_text(text)
+        with pytest.raises(RopeExtendError, match="is not a report on positions"):
+            plot_distances(tmp_path / "positions.json", tmp_path / "a.png")

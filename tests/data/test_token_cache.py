@@ -1,0 +1,242 @@
+"""Tokens are cached by content: nothing outdated or damaged is read, and nothing is tokenised twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rope_extend import RopeExtendError
+from rope_extend.data.documents import Document, load_documents
+from rope_extend.data.token_cache import TokenCache, cache_key
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    by_byte = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(alphabet))}, merges=[]))
+    by_byte.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=by_byte)
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that was tokenised, not read from the cache."""
+    seen: list[str] = []
+    encode = PreTrainedTokenizerFast.__call__
+
+    def call(self: Any, texts: list[str], **options: Any) -> Any:
+        seen.extend(texts)
+        return encode(self, texts, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", call)
+    return seen
+
+
+Load = Callable[..., list[list[int]]]
+
+
+@pytest.fixture
+def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
+    def run(source: Path, **options: Any) -> list[list[int]]:
+        found: list[Document] = load_documents(source, tokenizer, cache_dir=tmp_path / "cache", **options)
+        return [document.input_ids.tolist() for document in found]
+
+    return run
+
+
+def write(path: Path, text: str, time: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (time, time))
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "json", "parquet"])
+def test_a_text_is_known_by_its_content_and_not_by_name_or_time(
+    load: Load, tmp_path: Path, encoded: list[str], suffix: str
+) -> None:
+    def store(path: Path, text: str, time: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if suffix == "parquet":
+            datasets.Dataset.from_list([{"text": text}]).to_parquet(path)
+            os.utime(path, (time, time))
+        else:
+            row = json.dumps({"text": text})
+            write(path, {"txt": text, "jsonl": row, "json": f"[{row}]"}[suffix], time)
+
+    one, other = tmp_path / "one" / f"a.{suffix}", tmp_path / "two" / f"b.{suffix}"
+    store(one, "some text", 1_000)
+    first = load(one)
+    assert encoded == ["some text"]
+    store(other, "some text", 2_000)
+    assert load(other) == first
+    assert encoded == ["some text"]
+    store(one, "same size", 1_000)  # as after a checkout or an archive that sets times
+    assert load(one) != first
+    assert encoded == ["some text", "same size"]
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def unlabelled(path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    save_file(load_file(path), path)
+
+
+@pytest.mark.parametrize("harm", [cut_short, flip_a_bit, empty, unlabelled])
+def test_a_damaged_cache_is_noticed_and_written_again(
+    load: Load, tmp_path: Path, encoded: list[str], harm: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    write(tmp_path / "a.txt", "some text", 1)
+    first = load(tmp_path / "a.txt")
+    (file,) = (tmp_path / "cache").rglob("*.safetensors")
+    whole = file.read_bytes()
+    harm(file)
+    encoded.clear()
+    assert load(tmp_path / "a.txt") == first
+    assert encoded == ["some text"]
+    assert "is written again" in caplog.text
+    assert file.read_bytes() == whole
+    encoded.clear()
+    assert load(tmp_path / "a.txt") == first
+    assert not encoded
+
+
+def test_only_what_changed_is_tokenised_again(load: Load, tmp_path: Path, encoded: list[str]) -> None:
+    rows = [{"text": f"text number {i}"} for i in range(200)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    load(path)
+    encoded.clear()
+    rows[150]["text"] = "another"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert load(path)[150] == load_bytes("another")
+    assert "another" in encoded
+    assert len(encoded) <= 64
+
+
+def load_bytes(text: str) -> list[int]:
+    order = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [order.index(letter) for letter in text]
+
+
+def test_without_a_writable_cache_there_is_a_warning(
+    load: Load, tmp_path: Path, encoded: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    write(tmp_path / "a.txt", "some text", 1)
+    assert load(tmp_path / "a.txt") == load(tmp_path / "a.txt") == [load_bytes("someĠtext")]
+    assert encoded == ["some text"] * 2
+    assert "cannot write the token cache" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    """A real failing write: a limit on the file size of the process."""
+    script = """
+import resource, signal, sys
+import numpy as np
+from rope_extend.data.token_cache import TokenCache
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+TokenCache(sys.argv[1]).put("ab" * 32, [np.zeros(10_000, dtype=np.int32)])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert "cannot write the token cache" in run.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_nothing_is_kept_where_caching_is_off(load: Load, tmp_path: Path, encoded: list[str]) -> None:
+    write(tmp_path / "a.txt", "some text", 1)
+    datasets.disable_caching()
+    try:
+        load(tmp_path / "a.txt")
+        load(tmp_path / "a.txt")
+    finally:
+        datasets.enable_caching()
+    assert encoded == ["some text"] * 2
+    assert not (tmp_path / "cache").exists()
+
+
+def test_files_leave_no_copy_of_their_text(load: Load, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a secret"}))
+    write(tmp_path / "a.txt", "a secret", 1)
+    load(tmp_path / "rows.jsonl")
+    load(tmp_path / "a.txt")
+    kept = [path.read_bytes() for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert kept
+    assert not any(b"secret" in content for content in kept)
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9), min_size=1, max_size=6))
+def test_cached_tokens_come_back(texts: list[list[int]]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        cache = TokenCache(directory)
+        cache.put("ab" * 32, [np.array(ids, dtype=np.int32) for ids in texts])
+        found = cache.get("ab" * 32)
+        assert found is not None
+        assert [ids.tolist() for ids in found] == texts
+        assert all(ids.dtype == np.int32 for ids in found)
+        assert cache.get("cd" * 32) is None
+
+
+@given(st.lists(st.text(), max_size=4), st.lists(st.text(), max_size=4))
+def test_keys_differ_where_texts_or_their_division_do(one: list[str], other: list[str]) -> None:
+    assert (cache_key(one, "t") == cache_key(other, "t")) == (one == other)
+    assert cache_key(one, "t") != cache_key(one, "u")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": ', "cannot read .*asked for 'json', .*JSON parse error"),
+        ("a.jsonl", '{"text": "x"}\n{"text": 3}', "the column 'text' holds no text"),
+        ("a.jsonl", '{"text": "x"}\n' * 7 + '{"text": 3}', "row 7 of .* holds no text in 'text': 3"),
+        ("a.parquet", "no parquet", "cannot read .*asked for 'parquet'"),
+        ("a.json", "[1, 2]", "the column 'text' holds no text"),
+        ("a.jsonl", "", r"every document in .* is empty \(0 read\)"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_one_clear_error(
+    load: Load, tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(RopeExtendError, match=message):
+        load(tmp_path / name)
+
+
+def test_rows_without_a_text_are_empty_ones(load: Load, tmp_path: Path) -> None:
+    rows = [{"text": None, "n": 1}, {"n": 2}, {"text": "abc", "n": 3}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert load(tmp_path / "a.jsonl") == [load_bytes("abc")]

@@ -1,0 +1,599 @@
+"""Encodings as values: validation, round trips, and the properties that the formulas promise."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import ENCODINGS, LINEAR, YARN, EncodingCase, divisors
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import rope_extend as rx
+from rope_extend import encodings
+from rope_extend.encodings import (
+    ComposedRope,
+    Effects,
+    RopeEncoding,
+    RopeShape,
+    ScaledRope,
+    encoding_class,
+    encoding_classes,
+    method_named,
+    rotary_method,
+)
+from rope_extend.encodings.core.checks import MAX_FACTOR
+from rope_extend.encodings.core.encoding import Encoding
+
+SHAPES = st.builds(
+    RopeShape,
+    dim=st.integers(2, 64).map(lambda half: 2 * half),
+    theta=st.floats(100, 1e8),
+    trained_length=st.integers(16, 2**20),
+)
+FACTORS = st.floats(1, 1024)
+SCALED = sorted(
+    name
+    for name in rx.encoding_names()
+    if issubclass(cls := encoding_class(name), ScaledRope) and cls.required() == ["factor"]
+)
+COMPOSED = sorted(name for name in rx.encoding_names() if issubclass(encoding_class(name), ComposedRope))
+ZEROS = {"clipped", "drope", "nope", "p_rope", "truncated"}
+"""The methods in which a channel may have frequency zero."""
+SHAPE = RopeShape(64, 10_000.0, 4096)
+PHI3 = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": 4096,
+    "short_factor": divisors(SHAPE, 2.84), "long_factor": divisors(SHAPE, 64.84),
+}  # fmt: skip
+"""The form of Phi-3's checkpoints, which compute the factor from config.max_position_embeddings."""
+BAD_NUMBERS = [math.nan, math.inf, -math.inf, 0, -1, -8.0, True, "8", None, [8], 8j, 1e30, 0.5]
+
+
+@pytest.fixture(params=ENCODINGS, ids=str)
+def case(request: pytest.FixtureRequest) -> EncodingCase:
+    return request.param
+
+
+def rotary(name: str, **parameters: Any) -> RopeEncoding:
+    made = rx.encoding(name, **parameters)
+    assert isinstance(made, RopeEncoding)
+    return made
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [RopeShape(16, 10_000.0, 32), SHAPE, RopeShape(128, 500_000.0, 8192), RopeShape(8, 25_000.0, 1000)],
+    ids=str,
+)
+def test_tables_equal_the_oracle(case: EncodingCase, shape: RopeShape) -> None:
+    made, trained = case.build(shape), shape.trained_length
+    for length in (trained // 2, trained, trained + 1, 3 * trained + 5, 20 * trained):
+        table, factor = case.oracle(shape, length)
+        expected = torch.tensor(table, dtype=torch.float64)
+        torch.testing.assert_close(made.inv_freq(shape, length), expected, rtol=case.tolerance, atol=0)
+        assert made.attention_factor(shape, length) == pytest.approx(factor, rel=1e-12)
+    if made.depends_on_length:  # without a length: the table of the trained window
+        assert torch.equal(made.inv_freq(shape), made.inv_freq(shape, trained))
+
+
+def test_round_trip_hash_and_immutability(case: EncodingCase) -> None:
+    made = case.build(SHAPE)
+    again = Encoding.from_dict(json.loads(json.dumps(made.to_dict())))
+    assert again == made
+    assert hash(again) == hash(made)
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert str(again) == str(made)
+    assert str(made).startswith(made.name)
+    if made.parameters():
+        with pytest.raises(FrozenInstanceError):
+            setattr(made, made.parameters()[0], 2.0)
+
+
+def test_native_rope_parameters_round_trip(case: EncodingCase) -> None:
+    made = case.build(SHAPE)
+    if not case.reloads:
+        with pytest.raises(rx.RopeExtendError, match="no form that stock transformers can load"):
+            made.rope_parameters(SHAPE)
+        return
+    parameters = made.rope_parameters(SHAPE)
+    assert parameters["rope_theta"] is not None
+    again = RopeEncoding.from_rope_parameters(json.loads(json.dumps(parameters)))
+    assert again is not None
+    if parameters["rope_type"] == made.rope_type:
+        # Stock transformers has no `per`: it always uses the longest row.
+        assert replace(again, per=made.per) == made if hasattr(made, "per") else again == made
+    elif parameters["rope_type"] == "longrope":
+        torch.testing.assert_close(again.inv_freq(SHAPE, 10**6), made.inv_freq(SHAPE), rtol=1e-12, atol=0)
+        assert again.attention_factor(SHAPE) == made.attention_factor(SHAPE)
+        if made.target_length(SHAPE) is not None:  # the form states a window, which NoPE does not have
+            assert again.target_length(SHAPE) == made.target_length(SHAPE)
+        assert not again.depends_on_length
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("factor", BAD_NUMBERS, ids=repr)
+def test_bad_factors_are_refused(name: str, factor: Any) -> None:
+    with pytest.raises(rx.RopeExtendError, match=f"{name}: factor must be a finite number") as error:
+        rx.encoding(name, factor=factor)
+    assert repr(factor) in str(error.value)
+
+
+@pytest.mark.parametrize("value", [bad for bad in BAD_NUMBERS if bad is not None and bad != 0.5], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("yarn", "beta_fast"),
+        ("yarn", "attention_scale"),
+        ("llama3", "high_freq_factor"),
+        ("abf", "theta"),
+        ("longrope", "attention_scale"),
+        ("longrope", "long_factor"),
+        ("p_rope", "fraction"),
+        ("xpos", "scale_base"),
+        ("truncated", "keep_above"),
+        ("clipped", "channels"),
+    ],
+)
+def test_other_bad_numbers_are_refused(name: str, field: str, value: Any) -> None:
+    if (name, field, value) == ("longrope", "long_factor", [8]):
+        return  # a list with one value is valid
+    others = {"factor": 8.0, "long_factor": [8.0, 8.0]}
+    others = {key: value for key, value in others.items() if key in encoding_class(name).required()}
+    others.pop(field, None)
+    with pytest.raises(rx.RopeExtendError, match=field):
+        rx.encoding(name, **others, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rx.encoding("yarm", factor=8.0), "Did you mean 'yarn'"),
+        (lambda: rx.encoding("yarn", factr=8.0), "unknown parameter 'factr'; it takes factor"),
+        (lambda: rx.encoding("yarn"), "missing factor"),
+        (lambda: rx.encoding("yarn", factor=8.0, beta_fast=1.0, beta_slow=2.0), "beta_fast must exceed"),
+        (lambda: rx.encoding("yarn", factor=8.0, mscale=1.0), "only act together"),
+        (lambda: rx.encoding("yarn", factor=8.0, truncate="no"), "truncate must be true or false"),
+        (lambda: rx.encoding("llama3", factor=8.0, low_freq_factor=4.0), "high_freq_factor must exceed"),
+        (lambda: rx.encoding("ntk_by_parts", factor=8.0, alpha=40.0), "beta must exceed"),
+        (lambda: rx.encoding("dynamic_yarn", beta_fast=0.5), "beta_fast must exceed"),
+        (lambda: rx.encoding("yarn", factor=8.0, ramp="log"), "ramp must be 'index' or 'turns', got 'log'"),
+        (
+            lambda: rx.encoding("yarn", factor=8.0, ramp="turns", truncate=False),
+            "truncate=False has no effect",
+        ),
+        (lambda: rx.encoding("dynamic_yarn", ramp="log"), "ramp must be"),
+        (lambda: rx.encoding("longrope", factor=8.0), "missing long_factor"),
+        (lambda: rotary_method("longrope").for_target(SHAPE, 8192), "longrope: missing long_factor"),
+        (
+            lambda: rx.encoding("longrope", factor=8.0, long_factor=[2.0], step=0.1),
+            "longrope: unknown parameter 'step'",
+        ),
+        (lambda: rx.encoding("longrope", factor=8.0, long_factor="2, 2"), "must be a list of numbers"),
+        (lambda: rx.encoding("longrope", factor=8.0, long_factor=[]), "must be a list of numbers"),
+        (lambda: rx.encoding("longrope", factor=8.0, long_factor=[1.0, 0.0]), r"long_factor\[1\] must be"),
+        (
+            lambda: rx.encoding("longrope", factor=8.0, long_factor=[2.0], short_factor=[1.0] * 2),
+            "got 2 and 1",
+        ),
+        (
+            lambda: rx.encoding("longrope", factor=8.0, long_factor=[2.0], start_tokens=-1),
+            "start_tokens must be",
+        ),
+        (
+            lambda: rotary("longrope", factor=8.0, long_factor=[2.0] * 48).inv_freq(SHAPE),
+            "has 48 .* rotates 32",
+        ),
+        (
+            lambda: rotary("longrope", factor=8.0, long_factor=[2.0]).attention_factor(RopeShape(2, 1e4, 1)),
+            "trained window of 1 token",
+        ),
+        (lambda: rx.encoding("clipped", channels=0), "1 or more, got 0"),
+        (lambda: rx.encoding("clipped", hard=1), "hard must be true or false"),
+        (lambda: rotary("clipped", channels=40).inv_freq(SHAPE), "channels is 40, but .* rotates 32"),
+        (lambda: rx.encoding("power", exponent=-1), "exponent must be a finite number at least 0"),
+        (lambda: rx.encoding("truncated", keep_above=0.1, between=0.2), "must not exceed keep_above"),
+        (lambda: rotary("truncated", zero_below=0.1).inv_freq(SHAPE), "must not exceed keep_above"),
+        (lambda: rotary("logn").logit_scale(RopeShape(8, 1e4, 1), torch.arange(2)), "2 or more tokens"),
+        (
+            lambda: rx.encoding("xpos", inner={"name": "dynamic_linear", "per": "row"}),
+            r"dynamic_linear\(per=row\) does not; give .* per='query'",
+        ),
+        (lambda: rx.encoding("drope", factor=8.0, coefficient=-0.1), "coefficient must be"),
+        (lambda: rx.encoding("drope", factor=8.0, per="row"), "per must be 'query' or 'target', got 'row'"),
+        (lambda: rx.encoding("nope", factor=8.0), "takes no parameters"),
+        (lambda: rx.encoding("logn", inner="yarn"), "inner must be a rotary schedule"),
+        (lambda: Encoding.from_dict({"factor": 8.0}), "a mapping such as"),
+        (lambda: Encoding.from_dict("yarn"), "a mapping such as"),
+        (lambda: RopeShape(7, 10_000.0, 64), "dim must be an even whole number"),
+        (lambda: RopeShape(True, 10_000.0, 64), "dim must be an even whole number"),
+        (lambda: RopeShape(8, 1.0, 64), "theta must be a finite number above 1"),
+        (lambda: RopeShape(8, 1e4, 64.0), "trained_length must be a whole number"),
+        (lambda: RopeShape(8, 1e4, 0), "trained_length must be between"),
+        (lambda: encoding_class("ntk").for_target(RopeShape(8, 1e4, 64), 128, factor=2.0), "follows from"),
+        (lambda: rx.encoding("ntk", factor=2.0).inv_freq(RopeShape(2, 1e4, 64)), "4 or more"),
+    ],
+)
+def test_mistakes_are_explained(make: Any, message: str) -> None:
+    with pytest.raises(rx.RopeExtendError, match=message):
+        make()
+
+
+def check_table(made: RopeEncoding, shape: RopeShape, length: int) -> Tensor:
+    table = made.inv_freq(shape, length)
+    assert table.dtype == torch.float64
+    assert table.shape == (shape.dim // 2,)
+    assert bool(torch.isfinite(table).all())
+    assert bool((table >= 0).all()) if made.name in ZEROS else bool((table > 0).all())
+    assert bool((table.diff() <= 0).all())
+    assert made.attention_factor(shape, length) >= 1
+    return table
+
+
+@given(shape=SHAPES, factor=FACTORS, name=st.sampled_from(SCALED), stretch=st.floats(0.1, 4))
+def test_frequencies_are_finite_positive_and_ordered(
+    shape: RopeShape, factor: float, name: str, stretch: float
+) -> None:
+    if shape.dim < 4:
+        return
+    length = max(1, int(stretch * factor * shape.trained_length))
+    table = check_table(rotary(name, factor=factor), shape, length)
+    assert bool((table <= shape.inv_freq() * (1 + 1e-12)).all())
+
+
+@given(shape=SHAPES, case=st.sampled_from(ENCODINGS), stretch=st.floats(0.1, 40))
+def test_every_row_is_finite_and_ordered(shape: RopeShape, case: EncodingCase, stretch: float) -> None:
+    if shape.dim >= 6:
+        check_table(case.build(shape), shape, max(1, int(stretch * shape.trained_length)))
+
+
+@given(shape=SHAPES, name=st.sampled_from(SCALED))
+def test_factor_one_is_the_identity(shape: RopeShape, name: str) -> None:
+    made = rotary(name, factor=1.0)
+    if name == "drope":  # removes the rotation at any factor; at 1 it scales nothing
+        assert made.logit_scale(shape, torch.arange(4)) is None
+        return
+    if name == "dynamic_ntk":  # changes with the length even at factor 1; the identity within the window
+        assert torch.equal(made.inv_freq(shape, shape.trained_length), shape.inv_freq())
+        return
+    if shape.dim >= 4:
+        torch.testing.assert_close(made.inv_freq(shape), shape.inv_freq(), rtol=1e-12, atol=0)
+        assert made.attention_factor(shape) == 1
+
+
+def test_what_changes_nothing_is_the_identity() -> None:
+    for made in (
+        rotary("p_rope", fraction=1.0),
+        rotary("power", exponent=0),
+        rotary("clipped", channels=1),  # half a cosine with one point
+        rotary("longrope", factor=1.0, long_factor=[1.0] * 32),
+        rotary("yarn", factor=1.0, ramp="turns"),
+        rotary("logn"),
+        rotary("xpos"),
+    ):
+        torch.testing.assert_close(made.inv_freq(SHAPE, 10**6), SHAPE.inv_freq(), rtol=1e-15, atol=0)
+        assert made.attention_factor(SHAPE, 10**6) == 1
+
+
+@given(shape=SHAPES, factor=FACTORS)
+def test_the_invariant_of_each_method(shape: RopeShape, factor: float) -> None:
+    plain = shape.inv_freq()
+    linear = rx.encoding("linear", factor=factor).inv_freq(shape)
+    torch.testing.assert_close(linear * factor, plain, rtol=1e-12, atol=0)
+    if shape.dim >= 4:
+        ntk = rx.encoding("ntk", factor=factor).inv_freq(shape)
+        assert ntk[0] == plain[0]
+        torch.testing.assert_close(ntk[-1] * factor, plain[-1], rtol=1e-9, atol=0)
+    for made in (
+        rotary("yarn", factor=factor),
+        rotary("yarn", factor=factor, ramp="turns"),
+        rotary("llama3", factor=factor),
+        rotary("ntk_by_parts", factor=factor),
+    ):
+        between = made.inv_freq(shape)
+        assert bool((between <= plain * (1 + 1e-12)).all())
+        assert bool((between >= linear * (1 - 1e-12)).all())
+
+
+@given(shape=SHAPES, factor=st.floats(1.01, 1024), name=st.sampled_from(SCALED))
+def test_for_target_and_target_length_are_inverses(shape: RopeShape, factor: float, name: str) -> None:
+    target = round(shape.trained_length * factor)
+    cls = encoding_class(name)
+    assert issubclass(cls, RopeEncoding)
+    assert cls.for_target(shape, target).target_length(shape) == target
+
+
+@given(shape=SHAPES, factor=FACTORS, inner=st.sampled_from(["none", "linear", "yarn"]))
+def test_resonance_makes_whole_wavelengths(shape: RopeShape, factor: float, inner: str) -> None:
+    inside = rotary(inner) if inner == "none" else rotary(inner, factor=factor)
+    before = 2 * math.pi / inside.inv_freq(shape)
+    after = 2 * math.pi / rotary("resonance", inner=inside).inv_freq(shape)
+    short = before < shape.trained_length
+    torch.testing.assert_close(after[short], after[short].round(), rtol=1e-12, atol=0)
+    assert bool(((after - before).abs()[short] <= 0.5 + 1e-9).all())
+    torch.testing.assert_close(after[~short], before[~short], rtol=1e-12, atol=0)
+
+
+@given(shape=SHAPES, fraction=st.floats(0.01, 1))
+def test_p_rope_keeps_the_fastest(shape: RopeShape, fraction: float) -> None:
+    table = rotary("p_rope", fraction=fraction).inv_freq(shape)
+    kept = int((table > 0).sum())
+    assert kept == math.floor(fraction * shape.dim / 2)
+    assert torch.equal(table[:kept], shape.inv_freq()[:kept])
+
+
+@given(shape=SHAPES, name=st.sampled_from(COMPOSED))
+def test_what_goes_around_another_keeps_what_it_does_not_change(shape: RopeShape, name: str) -> None:
+    inside = rotary("yarn", factor=4.0)
+    made = rotary(name, inner=inside)
+    assert made == Encoding.from_dict({"name": name, "inner": inside.to_dict()})
+    assert str(made) == f"{name}(yarn(factor=4))"
+    assert made.target_length(shape) == 4 * shape.trained_length
+    assert made.attention_factor(shape, 2**30) == inside.attention_factor(shape)
+
+
+def test_composed_by_name() -> None:
+    made = rotary_method("p_rope(resonance(linear))").for_target(SHAPE, 8192, fraction=0.5)
+    assert str(made) == "p_rope(resonance(linear(factor=2)), fraction=0.5)"
+    inside = rotary("resonance", inner=rotary("linear", factor=2.0)).inv_freq(SHAPE)
+    assert torch.equal(made.inv_freq(SHAPE)[:16], inside[:16])
+    assert not made.inv_freq(SHAPE)[16:].any()
+
+
+def test_longrope_changes_lists_beyond_exactly_the_trained_length() -> None:
+    made = rotary("longrope", factor=16.0, long_factor=divisors(SHAPE, 20.0), start_tokens=8)
+    for length in (None, 1, 4095, 4096):
+        assert torch.equal(made.inv_freq(SHAPE, length), SHAPE.inv_freq())
+    for length in (4097, 65_536):
+        divisor = torch.tensor(divisors(SHAPE, 20.0), dtype=torch.float64)
+        torch.testing.assert_close(made.inv_freq(SHAPE, length) * divisor, SHAPE.inv_freq())
+    lengths = torch.tensor([[1, 4096], [4097, 1_000_000]])
+    assert made.table_length(SHAPE, lengths).tolist() == [[4096, 4096], [4097, 4097]]
+    assert made.start_tokens == 8
+    assert made.depends_on_length
+    assert made.rotates_in_attention
+    assert not rotary("longrope", factor=16.0, long_factor=[2.0] * 32, per="row").rotates_in_attention
+    # The attention factor is not switched with the lists: ln 16 / ln 4096 = 1/3.
+    assert made.attention_factor(SHAPE, 100) == made.attention_factor(SHAPE, 65_536)
+    assert made.attention_factor(SHAPE) == pytest.approx(math.sqrt(4 / 3), rel=1e-12)
+    # Stock transformers reads the trained window from a field of its own, and the window from this one.
+    assert made.max_position_embeddings(SHAPE, 65_536) == 65_536
+
+
+def test_longrope_reads_phi3() -> None:
+    made = RopeEncoding.from_rope_parameters(PHI3, 131_072)
+    assert made is not None
+    assert made.to_dict() == {
+        "name": "longrope", "factor": 32.0, "start_tokens": 0, "per": "query",
+        "long_factor": PHI3["long_factor"], "short_factor": PHI3["short_factor"],
+    }  # fmt: skip
+    assert made.attention_factor(SHAPE) == pytest.approx(math.sqrt(17 / 12), rel=1e-12)  # ln 32 / ln 4096
+    assert RopeEncoding.from_rope_parameters(PHI3) is None  # the factor is missing
+    stated = RopeEncoding.from_rope_parameters({**PHI3, "attention_factor": 1.25})
+    assert stated is not None
+    assert stated.attention_factor(SHAPE) == 1.25
+    assert torch.equal(stated.inv_freq(SHAPE, 9000), made.inv_freq(SHAPE, 9000))
+    assert stated.target_length(SHAPE) == round(64.84 * 4096)
+
+
+def test_lists_of_ones_and_equal_lists_are_static() -> None:
+    ones = rotary("longrope", factor=2.0, long_factor=[2.0, 3.0], short_factor=(1, 1))
+    assert ones == rotary("longrope", factor=2.0, long_factor=(2.0, 3.0))
+    assert "short_factor" not in ones.to_dict()
+    for lists in ({"long_factor": [1.0, 1.0]}, {"long_factor": [2.0, 3.0], "short_factor": [2.0, 3.0]}):
+        made = rotary("longrope", factor=2.0, **lists)
+        assert not made.depends_on_length
+        assert not pickle.loads(pickle.dumps(made)).rotates_in_attention
+
+
+def test_clipped_as_published() -> None:
+    # CoPE's code: the last 20 of Llama 3's 64 pairs times (1 + cos(linspace(0, pi, 20))) / 2.
+    shape = RopeShape(128, 500_000.0, 8192)
+    share = rotary("clipped", channels=20).inv_freq(shape) / shape.inv_freq()
+    assert share[:45].tolist() == [1.0] * 45
+    assert share[45].item() == pytest.approx(0.5 * (1 + math.cos(math.pi / 19)), rel=1e-12)
+    assert share[-1] == 0
+    # By default all that turn less than once in training: 64 ln(8192 / 2 pi) / ln(500000) = 34.98.
+    assert int((rotary("clipped", hard=True).inv_freq(shape) == 0).sum()) == 64 - 35
+
+
+def test_truncated_as_published() -> None:
+    # Giraffe's `truncate=2048` on LLaMA: cutoff 2 pi / 2048, low 2 pi / 32768, zero below 2 pi / 16384.
+    table = rotary("truncated").inv_freq(RopeShape(128, 10_000.0, 2048)).tolist()
+    plain = RopeShape(128, 10_000.0, 2048).inv_freq().tolist()
+    slowest = min(theta for theta in plain if theta >= 2 * math.pi / 2048)
+    kept = plain.index(slowest) + 1
+    assert table[:kept] == plain[:kept]
+    assert set(table[kept:]) == {2 * math.pi / 32_768, 0.0}
+    assert [theta > 0 for theta in table] == [theta >= 2 * math.pi / 16_384 for theta in plain]
+    given = rotary("truncated", keep_above=0.5, zero_below=0.005, between=0.02)
+    assert given.inv_freq(RopeShape(8, 10_000.0, 64)).tolist() == [1.0, 0.02, 0.02, 0.0]
+
+
+def test_logit_scales() -> None:
+    shape, positions = RopeShape(16, 10_000.0, 64), torch.tensor([[0, 1, 62], [63, 64, 4095]])
+    expected = [[max(1.0, math.log(p + 1) / math.log(64)) for p in row] for row in positions.tolist()]
+    logn = rotary("logn", inner=LINEAR).logit_scale(shape, positions)
+    assert logn is not None
+    assert logn.dtype == torch.float64
+    torch.testing.assert_close(logn, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert logn[1, 2].item() == pytest.approx(2.0, rel=1e-12)  # 4096 = 64 squared
+    # 2512.12167: 1 + 0.103 ln s for SmolLM, 1 + 0.412 ln s for the model trained from scratch.
+    drope = rotary("drope", factor=4.0, per="target").logit_scale(shape, positions)
+    assert drope is not None
+    assert drope.dtype == torch.float64
+    assert drope.shape == positions.shape
+    assert set(drope.flatten().tolist()) == {1 + 0.103 * math.log(4)}
+    assert rotary("drope", factor=4.0, coefficient=0).logit_scale(shape, positions) is None
+    # Texts of 63, 64, 65, 256 and 4,096 tokens on a window of 64; at most the factor.
+    by_query = rotary("drope", factor=4.0).logit_scale(shape, torch.tensor([62, 63, 64, 255, 4095]))
+    assert by_query is not None
+    expected = [1.0, 1.0, *(1 + 0.103 * math.log(s) for s in (65 / 64, 4.0, 4.0))]
+    torch.testing.assert_close(by_query, torch.tensor(expected, dtype=torch.float64), rtol=1e-7, atol=0)
+    scratch = rotary("drope", factor=2.0, coefficient=0.412, per="target")
+    both = rotary("logn", inner=scratch).logit_scale(shape, positions)
+    assert both is not None
+    torch.testing.assert_close(both, logn * (1 + 0.412 * math.log(2)), rtol=1e-12, atol=0)
+    for name in ("nope", "xpos", "resonance", "p_rope"):
+        assert rotary(name).logit_scale(shape, positions) is None
+    assert rotary("nope").target_length(shape) is None
+
+
+def test_xpos_decays_as_published() -> None:
+    # torchscale: queries times scale^(n/512) and keys times scale^(-m/512), with
+    # scale = (arange(0, d, 2) + 0.4 d) / (1.4 d).
+    shape = RopeShape(16, 10_000.0, 64)
+    scale = [(i + 0.4 * 16) / (1.4 * 16) for i in range(0, 16, 2)]
+    decay = rotary("xpos").decay(shape)
+    assert decay is not None
+    assert decay.dtype == torch.float64
+    assert bool((decay < 0).all())
+    assert bool((decay.diff() > 0).all())
+    for query, key in ((5, 5), (700, 3), (100_000, 99_000)):
+        published = [zeta ** ((query - key) / 512) for zeta in scale]
+        assert torch.exp(decay * (query - key)).tolist() == pytest.approx(published, rel=1e-9)
+    assert rotary("xpos").rotates_in_attention
+    twice = rotary("xpos", inner=rotary("xpos", scale_base=256)).decay(shape)
+    assert twice is not None
+    torch.testing.assert_close(twice, 3 * decay, rtol=1e-12, atol=0)
+    through = rotary("resonance", inner=rotary("xpos")).decay(shape)
+    assert through is not None
+    assert torch.equal(through, decay)
+    assert rotary("yarn", factor=8.0).decay(shape) is None
+    assert rotary("resonance", inner=YARN).decay(shape) is None
+
+
+def test_abf_finds_the_critical_base() -> None:
+    # Llama 2 read at 32k: 2310.05209 gives 10000^(ln(32768/2pi)/ln(4096/2pi)).
+    shape = RopeShape(128, 10_000.0, 4096)
+    made = encoding_class("abf").for_target(shape, 32_768)
+    expected = 10_000 ** (math.log(32_768 / (2 * math.pi)) / math.log(4096 / (2 * math.pi)))
+    assert made.to_dict()["theta"] == pytest.approx(expected, rel=1e-12)
+    # At that base the slowest channel that turned once within 4,096 tokens turns once within 32,768.
+    assert math.log(expected) / math.log(10_000) == pytest.approx(1.32, abs=0.01)
+
+
+def test_a_published_attention_factor() -> None:
+    # YaRN, equation 15 and table 2: s = 16 gives sqrt(1/t) = 0.1 ln 16 + 1 = 1.277.
+    assert rx.encoding("yarn", factor=16.0).attention_factor(RopeShape(128, 1e4, 4096)) == pytest.approx(
+        1.277, abs=5e-4
+    )
+
+
+def test_a_static_schedule_can_be_written_as_longrope() -> None:
+    shape = RopeShape(16, 10_000.0, 64)
+    for name in ("linear", "yarn", "llama3", "ntk"):
+        made = rotary(name, factor=8.0)
+        form = made.longrope_parameters(shape)
+        factors = torch.tensor(form["long_factor"], dtype=torch.float64)
+        torch.testing.assert_close(shape.inv_freq() / factors, made.inv_freq(shape))
+        assert form["short_factor"] == form["long_factor"]
+        assert form["factor"] == 8.0
+    with pytest.raises(rx.RopeExtendError, match="no form"):
+        rx.encoding("dynamic_ntk", factor=8.0).longrope_parameters(shape)
+
+
+def test_the_largest_factor_is_accepted() -> None:
+    assert rx.encoding("linear", factor=MAX_FACTOR).to_dict()["factor"] == MAX_FACTOR
+
+
+def test_two_encodings_cannot_share_a_name() -> None:
+    with pytest.raises(TypeError, match="two encodings are named 'linear'"):
+        type("Another", (Encoding,), {"name": "linear"})
+
+
+@given(
+    shape=SHAPES,
+    step=st.just(0.0) | st.floats(1 / 1024, 1),
+    grown=st.lists(st.floats(0.01, 40), min_size=1, max_size=20),
+)
+def test_a_growing_table_serves_texts_up_to_its_own_length(
+    shape: RopeShape, step: float, grown: list[float]
+) -> None:
+    made = rx.encoding("dynamic_ntk", factor=2.0, step=step)
+    lengths = torch.tensor(sorted(max(1, int(shape.trained_length * by)) for by in grown))
+    serving = made.table_length(shape, lengths)
+    assert (serving >= lengths.clamp(min=shape.trained_length)).all()
+    assert (serving <= (lengths * (1 + step)).clamp(min=shape.trained_length) + 1).all()
+    assert (serving.diff() >= 0).all()
+    assert (serving[lengths <= shape.trained_length] == shape.trained_length).all()
+    # A text as long as a table's own length is served by that table.
+    assert torch.equal(made.table_length(shape, serving), serving)
+
+
+def test_every_method_is_exported_and_has_a_file_of_its_name() -> None:
+    folder = Path(encodings.__file__).parent
+    assert {file.stem for file in folder.glob("*.py")} - {"__init__"} == set(rx.encoding_names())
+    for name, cls in encoding_classes().items():
+        assert cls.__module__ == f"rope_extend.encodings.{name}"
+        assert cls.__name__ in encodings.__all__, f"add {cls.__name__} to rope_extend/encodings/__init__.py"
+        assert f"from {cls.__module__} import {cls.__name__}" in Path(encodings.__file__).read_text()
+
+
+def effects_of(method: str, **parameters: Any) -> Effects:
+    return method_named(method).for_target(SHAPE, 8 * SHAPE.trained_length, **parameters).effects(SHAPE)
+
+
+@pytest.mark.parametrize("method", ["none", "linear", "yarn", "resonance(yarn)", "nope", "power(linear)"])
+def test_static_schedules_are_one_table(method: str) -> None:
+    assert effects_of(method) == Effects()
+    assert Effects().is_one_table
+    assert Effects().rotary
+    assert not Effects().in_attention
+
+
+@pytest.mark.parametrize(
+    ("method", "effects", "reason"),
+    [
+        ("dynamic_ntk", {"depends_on_length": True, "rotates_in_attention": True}, "length of the text"),
+        ("short_original(yarn)", {"depends_on_length": True, "rotates_in_attention": True}, "length"),
+        ("logn(yarn)", {"scales_logits": True, "scales_by_position": True}, "attention logits"),
+        ("drope", {"scales_logits": True, "scales_by_position": True}, "attention logits"),
+        ("xpos", {"decays": True, "rotates_in_attention": True}, "shrinks with their distance"),
+        ("alibi", {"adds_bias": True}, "inside attention"),
+        ("shaw", {"adds_bias": True}, "inside attention"),
+        ("sinusoidal", {"adds_vectors": True}, "token embeddings"),
+        ("linear_attention", {"replaces_softmax": True}, "inside attention"),
+    ],
+)
+def test_effects_beyond_one_table(method: str, effects: dict[str, bool], reason: str) -> None:
+    found = effects_of(method)
+    assert found == Effects(**effects)
+    assert not found.is_one_table
+    assert reason in found.reason()
+    assert found.in_attention == (method != "sinusoidal")
+
+
+def test_effects_of_parameters() -> None:
+    assert effects_of("dynamic_ntk", per="row") == Effects(depends_on_length=True, per_row=True)
+    assert effects_of("drope", per="target") == Effects(scales_logits=True)
+    assert effects_of("drope", coefficient=0) == Effects()
+    lists = {"long_factor": [2.0] * 32, "start_tokens": 4}
+    assert effects_of("longrope", **lists).reason() == "its first 4 positions keep plain RoPE's angles"
+    equal = {"long_factor": [2.0] * 32, "short_factor": [2.0] * 32}
+    assert effects_of("longrope", **equal) == Effects()
+
+
+def test_parameters_go_to_the_outermost_method_that_has_them() -> None:
+    made = rotary_method("power(yarn)").for_target(SHAPE, 32_768, exponent=1.0, beta_fast=16.0)
+    assert str(made) == "power(yarn(factor=8, beta_fast=16), exponent=1)"
+    inner = {"name": "linear", "factor": 2.0}
+    assert (
+        str(rotary_method("resonance").for_target(SHAPE, 32_768, inner=inner))
+        == "resonance(linear(factor=2))"
+    )
+    with pytest.raises(rx.RopeExtendError, match="yarn: unknown parameter 'inner'"):
+        rotary_method("resonance(yarn)").for_target(SHAPE, 32_768, inner=inner)
+
+
+@pytest.mark.parametrize("name", rx.encoding_names())
+def test_what_replaces_rotation_says_so(name: str) -> None:
+    cls = encoding_class(name)
+    assert cls.replaces_rotation == (not issubclass(cls, RopeEncoding) or name in ("nope", "drope"))
+    assert method_named(name).replaces_rotation == cls.replaces_rotation

@@ -1,0 +1,249 @@
+"""The controls of the default report: cropped context, and the trained window before and after."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_perplexity import measure, naive_losses, texts, tiny
+from test_report_and_plots import result, row
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_extend as rx
+from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.controls import against_cropped, regressions
+from rope_extend.evaluation.evaluate import DEPTHS, evaluate
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.perplexity_report import markdown_report, read_results, write_report
+from rope_extend.evaluation.prompts import PromptOptions
+from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.evaluation.retrieval import answer_prompts, make_prompts
+from rope_extend.evaluation.tasks import Passkey
+
+TRAINED = 32
+
+
+def measured(label: str, method: str, model, **options) -> EvaluationRow:
+    encoding = {"name": method} if method == "none" else {"name": method, "factor": 2.0}
+    found = measure(model, texts(64, 64, 70, 65), [16, 32, 64], **options)
+    return EvaluationRow(label, encoding, "m", None, found, TRAINED)
+
+
+def evaluated(model: Path, **settings) -> list[EvaluationRow]:
+    return evaluate(EvaluationConfig(model=model, **settings), progress=False)
+
+
+def three_rows() -> list[EvaluationRow]:
+    model = tiny()
+    plain = measured("none", "none", model)
+    cropped = measured("none, cropped to 32", "none", model, protocol="cropped", window=TRAINED)
+    with rx.extend(model, 64, "linear"):
+        return [plain, cropped, measured("linear", "linear", model)]
+
+
+def test_the_window_is_compared_document_by_document() -> None:
+    rows = three_rows()
+    (found,) = regressions(rows)
+    assert (found.row.label, found.against, found.length) == ("linear", "none", TRAINED)
+    assert (found.before, found.after) == (rows[0].result.ppl[32], rows[2].result.ppl[32])
+    model, documents = tiny(), texts(64, 64, 70, 65)
+    before = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
+    with rx.extend(model, 64, "linear"):
+        after = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
+    assert found.difference.nats == pytest.approx((sum(after) - sum(before)) / (4 * 31), abs=1e-6)
+    assert found.difference.low <= found.difference.nats <= found.difference.high
+    assert found.ratio == pytest.approx(math.exp(found.difference.nats))
+    # The cropped row has the same loss there, and replaces the plain one.
+    (again,) = regressions(rows[1:])
+    assert again.against == "none, cropped to 32"
+    assert again.difference.nats == pytest.approx(found.difference.nats, abs=1e-6)
+
+
+def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
+    rows = three_rows()
+    found = against_cropped(rows)
+    assert [(one.first.label, one.second.label) for one in found] == [
+        ("none, cropped to 32", "none"), ("none, cropped to 32", "linear"),
+    ]  # fmt: skip
+    for gain, of in zip(found, (rows[0], rows[2]), strict=True):
+        (change,) = gain.differences  # at 64; within the window nothing is cropped
+        assert change.length == 64
+        assert change.ratio == pytest.approx(of.result.ppl[64] / rows[1].result.ppl[64])
+    assert against_cropped([rows[0], rows[2]]) == []
+    assert against_cropped([rows[1]]) == []
+    other = replace(rows[2], result=replace(rows[2].result, data="f" * 16))
+    assert [one.second.label for one in against_cropped([*rows[:2], other])] == ["none"]
+
+
+def test_results_without_sums_by_document_have_only_a_ratio() -> None:
+    rows = [replace(row(name, name, level), trained_length=TRAINED) for name, level in
+            (("none", 2.0), ("yarn", 2.3))]  # fmt: skip
+    (found,) = regressions(rows)
+    assert found.difference is None
+    assert found.ratio == pytest.approx(math.exp(0.3))
+    assert found.to_dict()["difference"] is None
+    assert "| yarn |" in markdown_report(rows)
+    # Positions of other protocols count from the start of a window, not of the document.
+    strided = [replace(one, result=result(2.0, (64,), protocol="sliding", stride=8)) for one in rows]
+    assert regressions(strided) == []
+
+
+def test_values_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
+    rows = [row("none", "none", 2.0), row("broken", "yarn", 2.0, ppl=dict.fromkeys((32, 64), math.inf))]
+    write_report(rows, tmp_path, trained_length=TRAINED)
+    line = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[1])
+    assert line["within_window"]["after"] is None
+
+
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize(
+    ("protocol", "options"), [("sliding", {"stride": 8}), ("last-k", {"last": 8}), ("disjoint", {})]
+)
+def test_a_protocol_with_the_same_targets_is_its_own_control(
+    work: Path, protocol: str, options: dict[str, int]
+) -> None:
+    rows = evaluated(
+        work / "model", data=work / "data", lengths=[16, 64, 128], methods=["yarn"], protocol=protocol,
+        max_tokens=200, **options,
+    )  # fmt: skip
+    extended, control = (one.result for one in rows)
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
+    documents = rx.load_documents(work / "data", tokenizer, max_tokens=200)
+    model = AutoModelForCausalLM.from_pretrained(work / "model")
+    alone = measure(model, documents, [TRAINED], protocol=protocol, **options)
+    assert control.ppl == {64: pytest.approx(alone.ppl[TRAINED]), 128: pytest.approx(alone.ppl[TRAINED])}
+    assert control.cropped
+    assert control.window == TRAINED
+    assert not extended.cropped
+    assert (control.data, control.tokens[64]) == (extended.data, extended.tokens[64])
+    (gain,) = against_cropped(rows)
+    assert [one.length for one in gain.differences] == [64, 128]
+    assert gain.differences[1].ratio == pytest.approx(extended.ppl[128] / alone.ppl[TRAINED])
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_the_trained_window_is_measured_if_one_pass_gives_it(work: Path) -> None:
+    common = {"data": work / "data", "lengths": [16, 64]}
+    rows = evaluated(work / "model", methods=["none", "yarn"], **common)
+    assert [sorted(one.result.ppl) for one in rows] == [[16, 32, 64]] * 3
+    assert [one.result.passes for one in rows] == [1] * 3
+    (only,) = evaluated(work / "model", data=work / "data", lengths=[16])
+    assert sorted(only.result.ppl) == [16]  # the documents may end before the window does
+    strided = evaluated(work / "model", methods=["none"], protocol="sliding", stride=8, max_tokens=99,
+                        cropped=False, **common)  # fmt: skip
+    assert sorted(strided[0].result.ppl) == [16, 64]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_retrieval_within_the_window_is_in_the_default_report(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bundled model finds its keys within its window; position interpolation loses them."""
+    command = f"evaluate {MODEL_DIR} --data {work / 'data'} --lengths 512 --methods linear,dynamic_ntk"
+    main(shlex.split(f"{command} --output {tmp_path / 'report'} --retrieval 2"))
+    shown = capsys.readouterr().out
+    rows = read_results(tmp_path / "report")
+    assert [one.label for one in rows] == ["linear", "dynamic_ntk", "none, cropped to 256"]
+    by_label = {one.label: one.retrieval for one in rows}
+    for one in by_label.values():
+        assert one.lengths("passkey") == [256]
+        assert one.depths("passkey") == [0, 0.25, 0.5, 0.75, 1]
+        assert one.rate("passkey", 256).trials == 10
+        assert one.trained_length == 256
+    # The same numbers as the library gives for the same prompts.
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(MODEL_DIR),
+        AutoModelForCausalLM.from_pretrained(MODEL_DIR),
+    )
+    task = Passkey(template="demo")
+    prompts = make_prompts(
+        [task], tokenizer, [256], options=PromptOptions(depths=DEPTHS, trials=2), progress=False
+    )
+    alone = answer_prompts(model, tokenizer, [task], prompts, progress=False)
+    assert by_label["none, cropped to 256"].cells == alone.cells == by_label["dynamic_ntk"].cells
+    before, after = (by_label[name].rate("passkey", 256).mean for name in ("none, cropped to 256", "linear"))
+    assert before >= 0.8
+    assert after <= 0.5
+
+    found = {one.row.label: one for one in regressions(rows)}
+    assert found["linear"].retrieval["passkey"].change == pytest.approx(after - before)
+    assert found["linear"].retrieval["passkey"].high < 0
+    assert found["dynamic_ntk"].retrieval["passkey"].change == 0
+    lines = [json.loads(line) for line in (tmp_path / "report" / "results.jsonl").read_text().splitlines()]
+    assert lines[0]["within_window"]["retrieval"]["passkey"]["change"] == pytest.approx(after - before)
+    assert lines[0]["within_window"]["difference"]["nats"] > 0
+    assert lines[2]["within_window"] is None
+    page = (tmp_path / "report" / "report.html").read_text()
+    table = (tmp_path / "report" / "table.md").read_text()
+    assert table in shown
+    points = str(found["linear"].retrieval["passkey"])
+    for text in (page, table):
+        assert "Within the trained window of 256, compared with none, cropped to 256" in text
+        assert "Retrieval, passkey" in text
+        assert points in text
+        assert f"{before:.0%} → {after:.0%}" in text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_retrieval_is_measured_only_if_there_is_something_to_compare(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        "rope_extend.evaluation.evaluate.make_prompts", lambda *args, **more: asked.append((args, more)) or []
+    )
+
+    def rows(**options) -> list[EvaluationRow]:
+        common = {"data": work / "data", "lengths": [512], "max_documents": 1}
+        return evaluated(MODEL_DIR, **{**common, **options})
+
+    rows(methods=["none", "as-is"])  # nothing changed
+    rows(methods=["yarn"], cropped=False)  # nothing to compare it with
+    rows(methods=["yarn"], retrieval=0)
+    assert asked == []
+    rows(methods=["yarn"])
+    rows(methods=["none", "yarn"], cropped=False)
+    assert [(args[2], more["options"].trials) for args, more in asked] == [([256], 4)] * 2
+    with pytest.raises(RopeExtendError, match="retrieval must be a whole number, at least 0; got -1"):
+        rows(retrieval=-1)
+    monkeypatch.undo()
+    found = evaluated(work / "model", data=work / "data", lengths=[64], methods=["yarn"])
+    assert [one.retrieval for one in found] == [None] * 2  # the task does not fit a window of 32 tokens
+    assert "retrieval within the trained window is not measured: the task passkey needs about" in caplog.text
+    assert "Retrieval within the window was not measured" in markdown_report(found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_a_control_that_does_not_fit_does_not_stop_the_measurement(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rows() -> list[EvaluationRow]:
+        common = {"lengths": [512], "methods": ["yarn"], "max_documents": 1, "retrieval": 1}
+        return evaluated(MODEL_DIR, data=work / "data", **common)
+
+    whole = rows()
+
+    def fail(error: Exception) -> None:
+        def generate(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("transformers.LlamaForCausalLM.generate", generate)
+
+    fail(torch.OutOfMemoryError("CUDA out of memory"))
+    again = rows()
+    assert [one.result.ppl for one in again] == [one.result.ppl for one in whole]
+    assert [one.retrieval for one in again] == [None, None]
+    assert "yarn: retrieval within the trained window is not measured" in caplog.text
+    fail(RopeExtendError("something else"))
+    with pytest.raises(RopeExtendError, match="something else"):
+        rows()

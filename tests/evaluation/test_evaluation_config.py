@@ -1,0 +1,199 @@
+"""The settings of evaluations: from YAML, from flags, with defaults, and with mistakes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import rope_extend as rx
+from rope_extend.cli.main import main, parse
+from rope_extend.cli.measure import _config
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import LOAD_FIELDS, EvaluationConfig, RetrievalConfig
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.training.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {"perplexity": EvaluationConfig, "retrieval": RetrievalConfig}
+COMMANDS = {EvaluationConfig: "evaluate", RetrievalConfig: "retrieve"}
+
+
+def from_flags(cls: type, text: str) -> Any:
+    return _config(cls, parse(shlex.split(f"{COMMANDS[cls]} {text}")))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_files_hold_valid_settings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    file = f"configs/evaluation/demo_{name}.yaml"
+    config = EXAMPLES[name].from_yaml(file)
+    assert Path(config.model).resolve() == MODEL_DIR
+    assert config.output is None
+    assert from_flags(EXAMPLES[name], f"{file} runs/yarn --output out --lengths 512,1k") == EXAMPLES[
+        name
+    ].from_yaml(file, {"adapters": ["runs/yarn"], "output": "out", "lengths": [512, 1024]})
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_a_file_gives_the_rows_of_the_same_flags(work: Path, tmp_path: Path, capsys: Any) -> None:
+    values = {
+        "model": str(work / "model"), "data": [str(work / "data")], "lengths": [16, 48],
+        "methods": ["none", "linear"], "output": str(tmp_path / "one"),
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    main(["evaluate", str(tmp_path / "config.yaml"), "--lengths", "16,64"])
+    shown = capsys.readouterr().out
+    main(shlex.split(f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,64 "
+                     f"--methods none,linear --output {tmp_path / 'two'}"))  # fmt: skip
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "results.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert [row["label"] for row in one] == ["none", "none, cropped to 32", "linear"]
+    assert [row["result"]["ppl"] for row in one] == [row["result"]["ppl"] for row in two]
+    assert (tmp_path / "one" / "table.md").read_text() in shown
+    rows = rx.evaluate(rx.EvaluationConfig(**{**values, "lengths": [16, 64], "output": None}), progress=False)
+    assert [{str(n): ppl for n, ppl in row.result.ppl.items()} for row in rows] == [
+        row["result"]["ppl"] for row in two
+    ]
+    with pytest.raises(RopeExtendError, match="output is not set"):
+        rx.evaluate(rx.EvaluationConfig(model=values["model"]), resume=True)
+    with pytest.raises(RopeExtendError, match="data is not set"):
+        rx.evaluate(rx.EvaluationConfig(model=values["model"]))
+
+
+def test_values_from_yaml_flags_and_python_are_equal() -> None:
+    config = from_flags(
+        EvaluationConfig,
+        f"{MODEL_DIR} a b --data x --data 'y*' --lengths 4k,512 --methods yarn,as-is,yarn --documents 3 "
+        "--protocol sliding --stride 128 --chunk 2k --no-cropped --save-losses --retrieval 0 --max-tokens 1M "
+        "--device-map auto --dtype bfloat16 --attn eager --limit-memory 1.5GiB --trained-length 256",
+    )
+    assert config == EvaluationConfig(
+        model=MODEL_DIR, adapters=["a", "b"], data=["x", "y*"], lengths=["512", 4096],
+        methods="yarn, as-is", max_documents=3, protocol="sliding", stride="128", chunk=2048, cropped=False,
+        save_losses=True, retrieval=0, max_tokens=2**20, device_map="auto", dtype="bfloat16",
+        attention="eager", limit_memory=3 * 2**29, trained_length=256,
+    )  # fmt: skip
+    assert (config.lengths, config.methods, config.data) == ((512, 4096), ("yarn", "as-is"), ("x", "y*"))
+    assert EvaluationConfig.from_dict(yaml.safe_load(config.to_yaml())) == config
+    assert from_flags(EvaluationConfig, f"{MODEL_DIR} --data x").data == "x"
+    assert from_flags(EvaluationConfig, f"{MODEL_DIR}").methods == ("as-is",)
+    assert from_flags(EvaluationConfig, f"{MODEL_DIR} a").methods == ()
+
+    retrieval = from_flags(
+        RetrievalConfig,
+        f"--model {MODEL_DIR} --tasks needle,passkey --depths 0.5,0 --trials 2 --chat on --template demo "
+        "--seed 7 --batch-tokens 4k --no-controls",
+    )
+    assert retrieval == RetrievalConfig(
+        model=MODEL_DIR, tasks=["needle", "passkey"], depths=[0, 0.5], trials=2, chat="on", template="demo",
+        seed=7, batch_tokens=4096, controls=False,
+    )  # fmt: skip
+    assert retrieval.depths == (0, 0.5)
+    assert RetrievalConfig.from_dict(yaml.safe_load(retrieval.to_yaml())) == retrieval
+    assert RetrievalConfig(model=MODEL_DIR, chat=yaml.safe_load("on")).chat == "on"  # true, in YAML 1.1
+
+
+def test_load_options_are_those_of_the_settings() -> None:
+    assert {item.name for item in fields(LoadOptions)} == set(LOAD_FIELDS)
+    config = EvaluationConfig(model=MODEL_DIR, device="cpu", dtype="float32", limit_memory="2GB")
+    options = config.load_options()
+    assert (options.device, str(options.dtype), options.limit_memory) == ("cpu", "torch.float32", 2 * 10**9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lenghts": [64]}, "unknown key 'lenghts'. Did you mean 'lengths'?"),
+        ({"lengths": [0]}, r"lengths must be a list of token counts.*; got \[0\]"),
+        ({"protocol": "slidng"}, "no perplexity protocol 'slidng'. Did you mean 'sliding'?"),
+        ({"stride": 4}, "protocol 'prefix' takes no stride; got 4"),
+        ({"protocol": "sliding", "stride": 64, "lengths": [32]}, "stride=64 exceeds the length 32"),
+        ({"protocol": "cropped"}, "protocol 'cropped' needs a window"),
+        ({"methods": []}, "nothing to measure, because methods and adapters are both empty"),
+        ({"model": "./nowhere"}, "no such directory"),
+        ({"limit_memory": 24}, "limit_memory must be a size with its unit, such as 24GB, or null; got 24"),
+        ({"dtype": "float8"}, "dtype must be one of float32, bfloat16, float16"),
+        ({"device_map": "nearly"}, "device_map must be one of auto"),
+        ({"max_documents": 0}, "max_documents must be a whole number, at least 1"),
+    ],
+)
+def test_mistakes_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        EvaluationConfig.from_dict({"model": str(MODEL_DIR), **settings})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("evaluate {model} --plan --protocol slidng", "no perplexity protocol 'slidng'"),
+        ("evaluate {model} --plan --limit-memory 24", "--limit-memory must be a size with its unit"),
+        ("evaluate {model} --plan --lengths 32kb", "--lengths must be a list of token counts"),
+        ("evaluate {model} --lengths 1k", "evaluate needs --data and --output, or --plan"),
+        ("evaluate --plan", "missing model; add to the YAML file, or give --model"),
+        ("evaluate nothing.yaml --plan", "cannot read the evaluation nothing.yaml"),
+        ("retrieve {model}", "retrieve needs --output"),
+        ("retrieve {model} --output x --tasks nothing", "--tasks must be a list of passkey"),
+        ("retrieve {model} --output x --chat maybe", "--chat must be one of auto, on, off"),
+    ],
+)  # fmt: skip
+def test_the_command_line_names_flags(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line.format(model=MODEL_DIR)))
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_settings_need_no_torch() -> None:
+    code = (
+        "import sys; import rope_extend.evaluation.evaluation_config; "
+        "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a/model", "--model", "another/model"], "--model"),
+        (["a/model", "an/adapter", "--adapters", "another/adapter"], "--adapters"),
+    ],
+)
+def test_one_thing_given_in_two_ways_is_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", *words, "--plan"])
+    assert f"and by {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--lengths", "--documents", "--chunk", "--limit-memory"])
+def test_a_flag_without_text_does_not_mean_the_default(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["evaluate", "a/model", "--plan", flag, ""])
+    assert f"{flag} must be" in capsys.readouterr().err
+
+
+def test_an_impossible_date_is_invalid_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: a/model\nretrieval: 2020-13-45\n")
+    with pytest.raises(RopeExtendError, match="not valid YAML"):
+        EvaluationConfig.from_yaml(file)
+
+
+@pytest.mark.parametrize(
+    "values", [{"method_parameters": "beta_fast=[1"}, {"learning_rate": 10**400}, {"lora_alpha": 10**400}]
+)
+def test_values_that_cannot_be_read_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(RopeExtendError, match=f"{next(iter(values))} must be"):
+        Recipe.from_dict({"model": "a/b", "data": "c", "output_dir": "d", "target_length": 512, **values})

@@ -1,0 +1,360 @@
+"""Perplexity compared with a naive loop with all logits in float64, and its memory."""
+
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from covering import few
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_outputs import BaseModelOutput
+
+import rope_extend as rx
+from rope_extend.data.documents import Document
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.results import PerplexityResult
+from rope_extend.memory.live_bytes import LiveBytes
+
+VOCABULARY = 61
+
+
+def tiny(vocabulary: int = VOCABULARY, hidden: int = 32, intermediate: int = 48) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        attention_dropout=0.5,  # changes the results without evaluation mode
+    )
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def texts(*lengths: int, vocabulary: int = VOCABULARY) -> list[Document]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Document(f"text{i}", torch.randint(0, vocabulary, (length,), generator=generator))
+        for i, length in enumerate(lengths)
+    ]
+
+
+@torch.no_grad()
+def naive_losses(model: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    """Losses of the targets 1 … T−1 in float64, from all logits at once."""
+    logits = model.eval()(ids[None]).logits[0].double()
+    return -logits[:-1].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+
+
+def measure(
+    model: torch.nn.Module, documents: list[Document], lengths: list[int], **settings
+) -> PerplexityResult:
+    """`perplexity`, with the fields of its `options` among the other arguments."""
+    names = {item.name for item in fields(RunOptions)} & settings.keys()
+    options = RunOptions(**{name: settings.pop(name) for name in names})
+    return perplexity(model, documents, lengths, progress=False, options=options, **settings)
+
+
+def test_equals_the_naive_loop_over_truncated_documents() -> None:
+    model, documents, lengths = tiny(), texts(70, 100, 64), [2, 17, 32, 64]
+    result = measure(model, documents, lengths, chunk_bytes=7 * 4 * VOCABULARY)
+    for length in lengths:
+        losses = torch.cat([naive_losses(model, document.input_ids[:length]) for document in documents])
+        assert result.ppl[length] == pytest.approx(losses.mean().exp().item(), rel=1e-5)
+        assert result.tokens[length] == len(losses) == 3 * (length - 1)
+    by_position = torch.stack([naive_losses(model, document.input_ids[:64]) for document in documents])
+    np.testing.assert_allclose(result.nll_by_position, by_position.mean(0), rtol=1e-5)
+    assert result.nll_by_position.dtype == np.float64
+    assert result.forward_tokens == 3 * 64
+    assert result.passes == 1
+    assert result.forward_tokens_per_scored_token == pytest.approx(64 / 63)
+
+
+def test_within_and_beyond_split_at_the_window() -> None:
+    model, documents = tiny(), texts(64, 64)
+    result = measure(model, documents, [32, 64])
+    losses = torch.stack([naive_losses(model, document.input_ids) for document in documents])
+    assert result.within(32) == pytest.approx(result.ppl[32])
+    # The target at position 32 is the first beyond a window of 32; its loss is entry 31.
+    assert result.beyond(32) == pytest.approx(losses[:, 31:].mean().exp().item(), rel=1e-5)
+    with pytest.raises(RopeExtendError, match="1 to 63"):
+        result.beyond(64)
+
+
+def test_every_length_is_measured_on_the_same_documents() -> None:
+    model, documents = tiny(), texts(64, 20, 63, 80)
+    result = measure(model, documents, [16, 64])
+    assert (result.documents, result.dropped_documents) == (2, 2)
+    assert result.ppl == measure(model, [documents[0], documents[3]], [16, 64]).ppl
+    assert result.data == measure(model, [documents[0], documents[3]], [16, 64]).data
+    assert result.data != measure(model, documents[:1], [16, 64]).data
+
+
+@pytest.mark.parametrize(("per", "passes"), [("query", [128]), ("row", [32, 64, 128])])
+def test_encodings_that_depend_on_length_get_a_pass_for_each_table(per: str, passes: list[int]) -> None:
+    """One pass per length beyond the window for tables per row; one pass in all for tables per query."""
+    model, documents, lengths = tiny(), texts(128, 130), [16, 32, 64, 128]
+    plain = measure(model, documents, lengths)
+    with rx.extend(model, 128, method="dynamic_ntk", per=per):
+        result = measure(model, documents, lengths)
+        truncated = {n: measure(model, documents, [n]) for n in lengths}
+        expected = {
+            n: torch.cat([naive_losses(model, d.input_ids[:n]) for d in documents]).mean().exp().item()
+            for n in lengths
+        }
+    assert result.passes == len(passes)
+    assert result.forward_tokens == 2 * sum(passes)
+    for length in lengths:
+        assert result.ppl[length] == pytest.approx(expected[length], rel=1e-5)
+        assert result.ppl[length] == pytest.approx(truncated[length].ppl[length], rel=1e-6)
+    np.testing.assert_allclose(result.nll_by_position, truncated[128].nll_by_position)
+    assert result.ppl[32] == pytest.approx(plain.ppl[32], rel=1e-6)
+    assert result.ppl[128] != pytest.approx(plain.ppl[128], rel=1e-3)
+
+
+@pytest.mark.parametrize("window", [2, 7, 16, 31])
+@pytest.mark.parametrize("length", [15, 16, 40, 41])
+def test_cropped_scores_each_target_once_in_its_first_window(window: int, length: int) -> None:
+    model, (document,) = tiny(), texts(length)
+    result = measure(model, [document], [length], protocol="cropped", window=window)
+    stride = window // 2
+    for target in range(1, length):
+        start = 0 if target < window else stride * math.ceil((target - window + 1) / stride)
+        assert target == 1 or start == 0 or window // 2 <= target - start < window  # its context
+        seen = document.input_ids[start : target + 1]
+        expected = naive_losses(model, seen)[-1].item()
+        assert result.nll_by_position[target - 1] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert (result.protocol, result.window) == ("cropped", window)
+
+
+def test_cropped_does_not_depend_on_the_other_lengths() -> None:
+    model, documents = tiny(), texts(100, 100)
+    alone = measure(model, documents, [50], protocol="cropped", window=16)
+    together = measure(model, documents, [50, 100], protocol="cropped", window=16)
+    assert together.ppl[50] == pytest.approx(alone.ppl[50], rel=1e-6)
+    assert 1.5 < together.forward_tokens_per_scored_token < 2.5
+    whole = measure(model, documents, [50, 100], protocol="cropped", window=100)
+    assert whole.ppl == measure(model, documents, [50, 100]).ppl
+
+
+def test_the_model_is_unchanged_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny().train()
+    model.model.layers[1].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    measure(model, texts(40), [40])
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        measure(model, texts(40), [40])
+    handle.remove()
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert torch.is_grad_enabled()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    model(
+        texts(40)[0].input_ids[None], labels=texts(40)[0].input_ids[None]
+    ).loss.backward()  # training still works
+
+
+def test_results_survive_json() -> None:
+    result = measure(tiny(), texts(40, 40), [20, 40], protocol="cropped", window=8)
+    again = PerplexityResult.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
+    assert again.to_dict() == result.to_dict()
+    assert again.ppl == result.ppl
+    assert again.nll_by_position.tolist() == result.nll_by_position.tolist()
+    assert again.beyond(20) == result.beyond(20)
+
+
+def test_a_loss_that_is_not_a_number_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny()
+
+    def break_from_30_on(_module: object, _inputs: object, output: BaseModelOutput) -> None:
+        output.last_hidden_state[:, 30:] = math.nan
+
+    model.model.register_forward_hook(break_from_30_on)
+    result = measure(model, texts(40), [20, 40])
+    assert "from position 31 on" in caplog.text
+    assert math.isfinite(result.ppl[20])
+    assert math.isnan(result.ppl[40])
+    again = PerplexityResult.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False)))
+    assert math.isnan(again.ppl[40])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lengths": []}, "lengths must be"),
+        ({"lengths": [1]}, "2 or above"),
+        ({"lengths": ["ten"]}, "'ten'"),
+        ({"lengths": [64]}, r"'text1', has 50\. Use lengths up to 50"),
+        ({"documents": []}, "no documents"),
+        ({"protocol": "slidng"}, "Did you mean 'sliding'"),
+        ({"protocol": "cropped"}, "needs a window"),
+        ({"window": 8}, "takes no window"),
+        ({"chunk": "ten"}, "'ten'"),
+        ({"chunk": 0}, "not a length"),
+        ({"protocol": "cropped", "window": 1}, "at least 2 tokens"),
+        ({"documents": texts(50, vocabulary=500)}, "the model has 61 tokens"),
+    ],
+)
+def test_mistakes_are_refused_before_any_work(arguments: dict, message: str) -> None:
+    model = tiny()
+    model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
+    model.model.register_forward_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(RopeExtendError, match=message):
+        measure(model, **{"documents": texts(40, 50), "lengths": [16], **arguments})
+
+
+def tokenizer(text: str, **_: object) -> dict[str, list[int]]:
+    """Token ids from text, one for each letter."""
+    return {"input_ids": [ord(letter) % VOCABULARY for letter in text]}
+
+
+@pytest.mark.parametrize("length", [48, "48"])
+def test_one_length_needs_no_list(length: int | str) -> None:
+    """Text is a sequence too: its digits must not be taken for lengths."""
+    assert list(perplexity(tiny(), texts(64), length, progress=False).ppl) == [48]
+
+
+def test_documents_may_be_token_ids_or_text() -> None:
+    model, document = tiny(), texts(40)[0]
+    expected = measure(model, [document], [16, 40]).ppl
+    ids = document.input_ids
+    for documents in (
+        document,
+        ids,
+        ids.tolist(),
+        [ids],
+        [ids.tolist()],
+        ids[None],
+        ids.int().numpy(),
+        (ids,),
+    ):
+        result = measure(model, documents, [16, 40])
+        assert (result.ppl, result.documents) == (expected, 1)
+    both = measure(model, [ids, ids.tolist(), document], [16])
+    assert (both.documents, both.ppl[16]) == (3, pytest.approx(expected[16]))
+
+    text = "a text with more than sixteen letters"
+    by_hand = measure(model, torch.tensor(tokenizer(text)["input_ids"]), [16]).ppl
+    assert measure(model, text, [16], tokenizer=tokenizer).ppl == by_hand
+    assert measure(model, [text, text], [16], tokenizer=tokenizer).ppl[16] == pytest.approx(by_hand[16])
+    assert measure(model, iter([text]), [16], tokenizer=tokenizer).ppl == by_hand
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ("some text", "document is a string, and no tokenizer is given; pass tokenizer="),
+        (["some text"], "document 0 is a string"),
+        (torch.rand(40), r"token ids must be .* whole numbers; got torch.float32 of shape \(40,\)"),
+        (torch.zeros(2, 40, 3, dtype=torch.int64), r"1-D tensor .*; got torch.int64 of shape \(2, 40, 3\)"),
+        ([torch.zeros(2, 40, dtype=torch.int64)], r"document 0: token ids .* of shape \(2, 40\)"),
+        ({"input_ids": [1, 2]}, "got dict; of a tokenizer's output, pass the input_ids"),
+        (torch.tensor(5), r"1-D tensor .*; got torch.int64 of shape \(\)"),
+        ([torch.tensor(5)], r"document 0: .*1-D tensor .*; got torch.int64 of shape \(\)"),
+        ([2**70], "whole numbers of 64 bits"),
+        (b"text", "documents must be a Document.*got bytes"),
+        ([[1.5, 2.0]], "document 0: documents must be a Document, a 1-D tensor or list of token ids"),
+        (7, "documents must be .*; got int"),
+        ([None], "document 0: documents must be .*; got NoneType"),
+        (torch.full((40,), -100), "token -100, but token ids are never negative"),
+    ],
+)
+def test_other_documents_are_refused(documents: object, message: str) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        measure(tiny(), documents, [16])
+    with pytest.raises(RopeExtendError, match="perplexity takes a model, got str; load it first"):
+        rx.perplexity("path/to/model", [1, 2, 3], [2])
+
+
+def sliding(window: int) -> Qwen2ForCausalLM:
+    """A model whose every second layer has a sliding window."""
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3,
+            use_sliding_window=True, sliding_window=window,
+            layer_types=["full_attention", "sliding_attention"] * 2,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 13, 32, 99])
+@pytest.mark.parametrize("make", [tiny, lambda: sliding(10)], ids=["full", "sliding window"])
+@pytest.mark.parametrize("method", few((None, "yarn", "dynamic_ntk"), 3, 2))
+def test_chunks_with_a_cache_give_what_one_forward_gives(make, method: str | None, chunk: int) -> None:
+    model, documents = make(), texts(100, 100)
+    with nullcontext() if method is None else rx.extend(model, 128, method):
+        whole = measure(model, documents, [50, 100], save_losses=True)
+        result = measure(model, documents, [50, 100], chunk=chunk, save_losses=True)
+    assert result.forward_tokens == whole.forward_tokens
+    assert result.passes == 1
+    for one, other in zip(result.losses[100], whole.losses[100], strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_windows_of_other_protocols_are_processed_in_chunks_too() -> None:
+    model, documents = tiny(), texts(100)
+    for how in ({"protocol": "sliding", "stride": 16}, {"protocol": "last-k", "last": 20}):
+        whole = measure(model, documents, [64], **how)
+        result = measure(model, documents, [64], chunk=10, **how)
+        assert result.ppl[64] == pytest.approx(whole.ppl[64], rel=1e-5)
+        assert result.tokens == whole.tokens
+
+
+def test_tables_that_change_with_the_length_are_not_processed_in_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, documents = tiny(), texts(128)
+    with rx.extend(model, 128, "dynamic_ntk", per="row"):
+        with pytest.raises(RopeExtendError, match="position tables change between 16 and 64 tokens"):
+            measure(model, documents, [64], chunk=16)
+        within = measure(
+            model, documents, [32], chunk=16
+        )  # the table does not change within the trained window
+        assert within.ppl[32] == pytest.approx(measure(model, documents, [32]).ppl[32], rel=1e-5)
+        whole = measure(model, documents, [128])
+        monkeypatch.setattr("rope_extend.evaluation.chunked_forward.MAX_WHOLE", 16)
+        assert measure(model, documents, [128]).ppl == whole.ppl  # the default chunk size: in one pass
+
+
+def test_memory_grows_at_most_a_tenth_as_fast_as_with_all_logits() -> None:
+    vocabulary = 32_768
+    model = tiny(vocabulary).eval()
+    short, long = 512, 2048
+    (document,) = texts(long, vocabulary=vocabulary)
+
+    @torch.no_grad()
+    def naive(length: int) -> float:
+        ids = document.input_ids[None, :length]
+        return math.exp(model(ids, labels=ids, use_cache=False).loss)  # stock transformers in float32
+
+    def peak(run) -> int:
+        with LiveBytes() as memory:
+            run()
+        return memory.peak
+
+    per_token = {}
+    for name, run in {
+        "naive": naive,
+        "ours": lambda length: measure(model, [document], [length], chunk_bytes=2**22).ppl[length],
+    }.items():
+        per_token[name] = (peak(lambda: run(long)) - peak(lambda: run(short))) / (long - short)  # noqa: B023
+    assert per_token["naive"] >= 4 * vocabulary  # the counter sees the logits
+    assert per_token["ours"] <= per_token["naive"] / 10
+    assert naive(long) == pytest.approx(measure(model, [document], [long]).ppl[long], rel=1e-5)

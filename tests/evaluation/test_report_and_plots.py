@@ -1,0 +1,554 @@
+"""Reports are read back as they were written, and pictures show the measured numbers."""
+
+import base64
+import csv
+import json
+import math
+import re
+import shlex
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import combinations, pairwise
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from covering import few
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
+from PIL import Image
+
+import rope_extend as rx
+from rope_extend.cli.main import main
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.controls import regressions
+from rope_extend.evaluation.perplexity_report import (
+    FILES,
+    check_output,
+    csv_table,
+    perplexity_table,
+    read_results,
+    read_runs,
+    write_report,
+)
+from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.evaluation.retrieval_report import write_retrieval
+from rope_extend.plots import curves as plots
+from rope_extend.plots.frequencies import plot_frequencies
+from rope_extend.plots.retrieval_maps import plot_heat_map
+from rope_extend.plots.style import Canvas, spread_apart
+from rope_extend.plots.training_curves import plot_training
+
+TRAINED = 32
+LENGTHS = (32, 64, 128, 256)
+
+
+def result(level: float, lengths: tuple[int, ...] = LENGTHS, **changes: object) -> PerplexityResult:
+    nll = level + np.sin(np.arange(max(lengths) - 1.0)) / 7
+    values = {
+        "ppl": {n: math.exp(nll[: n - 1].mean()) for n in lengths},
+        "tokens": {n: 3 * (n - 1) for n in lengths},
+        "nll_by_position": nll,
+        "protocol": "prefix",
+        "window": None,
+        "documents": 3,
+        "dropped_documents": 1,
+        "data": "0123456789abcdef",
+        "passes": 1,
+        "forward_tokens": 3 * max(lengths),
+        "seconds": 1.5,
+        "peak_memory_bytes": 10**8,
+    }
+    return PerplexityResult(**{**values, **changes})
+
+
+def row(label: str, method: str | None, level: float, adapter: str | None = None, **changes) -> EvaluationRow:
+    encoding = None if method is None else {"name": method, "factor": 8.0}
+    return EvaluationRow(label, encoding, "demo", adapter, result(level, **changes))
+
+
+@pytest.fixture
+def rows() -> list[EvaluationRow]:
+    return [
+        row("plain RoPE", None, 7.1),
+        row("linear", "linear", 3.01),
+        row("YaRN", "yarn", 3.0),
+        row("linear + LoRA", "linear", 2.02, "runs/linear"),
+        row("YaRN + LoRA", "yarn", 2.01, "runs/yarn"),
+        row("LoRA, cropped", None, 2.0, "runs/none", protocol="cropped", window=32),
+        row("short", "ntk", 2.5, lengths=(32, 64)),
+    ]
+
+
+def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    paths = write_report(rows, tmp_path / "new" / "report", trained_length=TRAINED)
+    assert [path.name for path in paths] == list(FILES)
+    assert all(path.stat().st_size > 100 for path in paths)
+    for again in (read_results(tmp_path / "new" / "report"), read_results(paths[0])):
+        assert [r.to_dict() for r in again] == [{**r.to_dict(), "trained_length": TRAINED} for r in rows]
+    line = json.loads(paths[0].read_text().splitlines()[1])
+    assert line["versions"].keys() == {"python", "rope_extend", "torch", "transformers", "numpy"}
+    assert line["versions"]["rope_extend"] == rx.__version__
+    assert line["result"]["data"] == "0123456789abcdef"
+
+
+def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    check_output(tmp_path / "report")
+    write_report(rows[:1], tmp_path / "report", trained_length=TRAINED)
+    before = (tmp_path / "report" / "results.jsonl").read_bytes()
+    for refuse in (
+        lambda: check_output(tmp_path / "report"),
+        lambda: write_report(rows, tmp_path / "report", trained_length=TRAINED),
+    ):
+        with pytest.raises(RopeExtendError, match=r"already holds results\.jsonl.*overwrite=True"):
+            refuse()
+    assert (tmp_path / "report" / "results.jsonl").read_bytes() == before
+    write_report(rows[:2], tmp_path / "report", trained_length=TRAINED, overwrite=True)
+    assert [r.label for r in read_results(tmp_path / "report")] == ["plain RoPE", "linear"]
+
+
+def test_the_table_has_a_row_for_each_method_and_a_column_for_each_length(rows: list[EvaluationRow]) -> None:
+    lines = perplexity_table(rows).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    assert cells[0] == ["", "32", "64", "128", "256"]
+    assert [line[0] for line in cells[2:]] == [r.label for r in rows]
+    for line, r in zip(cells[2:], rows, strict=True):
+        for cell, length in zip(line[1:], LENGTHS, strict=True):
+            if length in r.result.ppl:
+                assert float(cell.replace(",", "")) == pytest.approx(r.result.ppl[length], rel=5e-3)
+            else:
+                assert cell == "–"
+    assert len({len(line) for line in lines if line.startswith("|")}) == 1  # aligned
+
+
+def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
+    header, *lines = csv.reader(csv_table(rows).splitlines())
+    assert header == ["method", "32", "64", "128", "256"]
+    for line, r in zip(lines, rows, strict=True):
+        assert [float(cell) if cell else None for cell in line[1:]] == [r.result.ppl.get(n) for n in LENGTHS]
+
+
+def test_the_table_notes_rows_that_cannot_be_compared(rows: list[EvaluationRow]) -> None:
+    other = row("elsewhere", "yarn", 1.0, data="fedcba9876543210", passes=3)
+    notes = perplexity_table([*rows, other])
+    assert "elsewhere: measured on other text (fedcba9876543210); do not compare" in notes
+    assert "elsewhere: its tables depend on the length, so there are 3 passes" in notes
+    assert "LoRA, cropped: the model sees 32 tokens at a time" in notes
+    assert "do not compare" not in perplexity_table(rows)
+
+
+def test_a_line_of_results_has_derived_values(tmp_path: Path) -> None:
+    sums = {32: [60.0, 66.0, 61.0], 64: [130.0, 125.0, 126.0]}
+    terms = {32: [31] * 3, 64: [63] * 3}
+    one = row("a", "yarn", 2.0, lengths=(32, 64), document_nll=sums, document_terms=terms)
+    write_report([one, row("b", None, 2.0)], tmp_path, trained_length=TRAINED)
+    first, second = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
+    assert first["encoding"] == {"name": "yarn", "factor": 8.0}
+    for length in ("32", "64"):
+        low, high = first["intervals"][length]
+        assert math.exp(min(sums[int(length)]) / terms[int(length)][0]) - 1e-9 <= low < high
+    assert first["tokens_per_second"] == pytest.approx(3 * 64 / 1.5)
+    assert [bucket["start"] for bucket in first["buckets"]] == [1, 2, 4, 8, 16, 32]
+    assert first["losses"] is None
+    assert second["intervals"] == dict.fromkeys(map(str, LENGTHS))  # saved without sums by document
+    (again, _) = read_results(tmp_path)
+    assert again.result.document_nll == sums
+    assert again.result.interval(64) == tuple(first["intervals"]["64"])
+
+
+def test_the_cost_within_the_trained_window_is_reported(tmp_path: Path) -> None:
+    plain = row("none", "none", 2.0)
+    cropped = row("none, cropped", "none", 2.0, protocol="cropped", window=32)
+    tuned, other = row("yarn", "yarn", 2.3), row("other text", "ntk", 1.0, data="f" * 16)
+    long = row("long", "ntk", 2.1, lengths=(64, 256))  # not measured at the trained window itself
+    write_report([plain, cropped, tuned, long, other], tmp_path, trained_length=TRAINED)
+    table = (tmp_path / "table.md").read_text().split("Within the trained window of 32")[1]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
+    assert [line[0] for line in cells[2:]] == ["yarn", "long"]
+    for line, level in zip(cells[2:], (2.3, 2.1), strict=True):
+        assert float(line[3]) == pytest.approx(math.exp(level - 2.0), abs=1e-3)
+        assert float(line[1]) == pytest.approx(plain.result.ppl[32], abs=0.01)
+    # The cropped row equals the plain one within the window, and replaces it.
+    rows = [replace(r, trained_length=TRAINED) for r in (cropped, tuned)]
+    assert [(one.row.label, round(one.ratio, 3), one.against) for one in regressions(rows)] == [
+        ("yarn", round(math.exp(0.3), 3), "none, cropped")
+    ]
+    # If the config extends the model, only plain RoPE is the model before extension.
+    as_is = replace(row("as-is", None, 2.3), trained_length=TRAINED)
+    assert [(one.row.label, one.against) for one in regressions([as_is, rows[0]])] == [
+        ("as-is", "none, cropped")
+    ]
+    assert regressions([replace(tuned, trained_length=TRAINED)]) == []
+
+
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize(
+    ("options", "labels"),
+    few(
+        [
+            ("--methods yarn", ["yarn", "none, cropped to 32"]),
+            ("--methods none,yarn", ["none", "none, cropped to 32", "yarn"]),
+            ("", ["as-is", "as-is, cropped to 32"]),
+            ("--methods yarn --no-cropped", ["yarn"]),
+            ("--methods none,yarn --protocol sliding --stride 8", ["none", "none, cropped to 32", "yarn"]),
+            ("--methods yarn --protocol last-k --last 8 --max-tokens 150", ["yarn", "none, cropped to 32"]),
+            ("--methods none,yarn --protocol sliding-window-mean --stride 8", ["none", "yarn"]),
+        ],
+        3,
+        1,
+    ),
+)
+def test_the_controls_are_in_the_default_report(
+    options: str, labels: list[str], work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,32,64 {options}"
+    main(shlex.split(f"{command} --output {tmp_path}"))
+    rows = read_results(tmp_path)
+    assert [r.label for r in rows] == labels
+    assert len({r.result.data for r in rows}) == 1
+    table = capsys.readouterr().out
+    before = "none" in labels or "none, cropped to 32" in labels
+    assert ("Within the trained window of 32" in table) == (before and "yarn" in labels)
+    if "--protocol sliding " in options:
+        assert {(r.result.protocol, r.result.stride) for r in rows} == {("sliding", 8)}
+    if "cropped to 32" in str(labels) and "yarn" in labels:
+        assert "Perplexity divided by that of none, cropped to 32" in table
+    assert ("No control with a cropped context" in table) == ("-mean" in options)
+
+
+class Nested(HTMLParser):
+    """Fails for a page whose elements are not properly nested."""
+
+    VOID = frozenset({"meta", "img"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list) -> None:
+        assert tag not in self.open or tag not in ("p", "table", "li", "h2")
+        self.open += [] if tag in self.VOID else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_pages_are_complete_and_fit_a_phone(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    cells = [Cell("passkey", 32, d / 2, 9, (1.0, 0.0), "a") for d in range(3)]
+    found = RetrievalResult("plain RoPE", tuple(cells), trained_length=TRAINED)
+    rows[0] = replace(rows[0], retrieval=found)
+    write_report(rows, tmp_path / "one", trained_length=TRAINED)
+    write_retrieval([found], tmp_path / "two")
+    for page in (tmp_path / "one" / "report.html", tmp_path / "two" / "report.html"):
+        text = page.read_text(encoding="utf-8")
+        parser = Nested()
+        parser.feed(text)
+        assert parser.open == []
+        assert text.startswith('<!DOCTYPE html>\n<html lang="en">')
+        for needed in ('<meta charset="utf-8">', "width=device-width, initial-scale=1", "max-width: 100%"):
+            assert needed in text
+        assert text.count("<table>") == text.count('<div class="wide"><table>') > 1  # wide tables scroll
+        assert text.count("<img alt=") == text.count("<img") == 2
+        assert "Retrieval, passkey" in text
+        assert "http" not in re.sub(r'"data:[^"]*"', "", text)
+
+
+def test_the_page_needs_no_other_file(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    odd = row("<b>odd & 1</b>", "yarn", 2.0)
+    write_report([*rows, odd], tmp_path, trained_length=TRAINED, title="A <title>")
+    text = (tmp_path / "report.html").read_text()
+
+    class LossComputer(HTMLParser):
+        tags, sources, words = [], [], []
+
+        def handle_starttag(self, tag: str, attributes: list) -> None:
+            self.tags.append(tag)
+            self.sources += [value for name, value in attributes if name in ("src", "href")]
+
+        def handle_data(self, data: str) -> None:
+            self.words.append(data)
+
+    reader = LossComputer()
+    reader.feed(text)
+    assert len(reader.sources) == 2
+    for source, name in zip(reader.sources, ("perplexity.png", "loss_by_position.png"), strict=True):
+        head, data = source.split(",")
+        assert head == "data:image/png;base64"
+        assert base64.b64decode(data) == (tmp_path / name).read_bytes()
+    assert not {"script", "link", "iframe", "b"} & set(reader.tags)
+    for label in (r.label for r in [*rows, odd]):
+        assert label in reader.words
+    assert "A <title>" in reader.words
+
+
+def test_rows_of_several_runs_get_different_labels(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    write_report(rows[:2], tmp_path / "one", trained_length=TRAINED)
+    write_report(rows[1:3], tmp_path / "two", trained_length=TRAINED)
+    found = read_runs([tmp_path / "one", tmp_path / "two" / "results.jsonl"])
+    assert [r.label for r in found] == ["plain RoPE", "linear (one)", "linear (two)", "YaRN"]
+    plots.plot_perplexity(found, TRAINED, tmp_path / "both.png")
+
+
+def test_other_protocols_are_described() -> None:
+    notes = perplexity_table([row("a", "yarn", 1.0, protocol="sliding", stride=16)])
+    assert "Protocol sliding, stride 16. All targets of whole documents" in notes
+    assert "token-weighted" in notes
+    assert "No control" not in notes
+    strided = row("a", "yarn", 1.0, protocol="sliding", stride=16, passes=4)
+    assert "tables depend" not in perplexity_table([strided])
+    notes = perplexity_table([row("a", "yarn", 1.0, protocol="sliding-window-mean", stride=16)])
+    assert "No control with a cropped context, because the targets of this protocol depend on N" in notes
+    assert "token-weighted" not in notes
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.2345, "1.23"), (19.99, "19.99"), (123.45, "123.5"), (987.6, "988"), (12345.6, "12,346"),
+     (math.nan, "nan"), (math.inf, "inf")],
+)  # fmt: skip
+def test_numbers_have_at_least_three_digits(value: float, text: str) -> None:
+    table = perplexity_table([EvaluationRow("a", None, "m", None, result(1.0, ppl={32: value}))])
+    assert table.splitlines()[2].split("|")[2].strip() == text
+
+
+def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "odd.jsonl").write_text('{"label": "a"}\n')
+    for call, message in (
+        (lambda: write_report([], tmp_path, trained_length=TRAINED), "no rows"),
+        (lambda: write_report([rows[0], rows[0]], tmp_path, trained_length=TRAINED), "'?plain RoPE"),
+        (lambda: check_output(tmp_path / "file"), "is a file"),
+        (lambda: read_results(tmp_path / "none"), "no results at"),
+        (lambda: read_results(tmp_path), "no results at"),
+        (lambda: read_results(tmp_path / "odd.jsonl"), "line 1"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            call()
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Canvas]:
+    """All pictures that were saved."""
+    pictures: list[Canvas] = []
+    save = Canvas.save
+    monkeypatch.setattr(Canvas, "save", lambda self: pictures.append(self) or save(self))
+    return pictures
+
+
+def lines(axes: Axes) -> dict[str, matplotlib.lines.Line2D]:
+    return {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
+
+
+def names(axes: Axes) -> list[matplotlib.text.Annotation]:
+    return [text for text in axes.texts if text.get_text() in lines(axes)]
+
+
+def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
+    path = plots.plot_perplexity(rows, TRAINED, tmp_path / "deep" / "perplexity.png", title="A title")
+    axes = drawn[0].axes
+    assert lines(axes).keys() == {r.label for r in rows}
+    for r in rows:
+        x, y = lines(axes)[r.label].get_data()
+        assert dict(zip(x, y, strict=True)) == r.result.ppl
+    assert axes.get_xscale() == axes.get_yscale() == "log"
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["32", "64", "128", "256"]
+    assert any(list(line.get_xdata()) == [TRAINED, TRAINED] for line in axes.lines)
+    assert any(text.get_text() == "trained window, 32" for text in axes.texts)
+    assert axes.get_title("left") == "A title"
+    with Image.open(path) as image:
+        assert image.size == (1600, 960)
+        assert len(image.convert("RGB").getcolors(2**20)) > 100
+
+
+def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_path: Path) -> None:
+    plots.plot_perplexity(rows, TRAINED, tmp_path / "a.png")
+    found = lines(drawn[0].axes)
+    colour = {label: to_hex(line.get_color()) for label, line in found.items()}
+    assert colour["linear"] == colour["linear + LoRA"]
+    assert colour["YaRN"] == colour["YaRN + LoRA"]
+    assert len({colour[label] for label in ("plain RoPE", "linear", "YaRN", "short")}) == 4
+    assert {found[label].get_linestyle() for label in ("linear + LoRA", "YaRN + LoRA")} == {"-"}
+    assert {found[label].get_linestyle() for label in ("plain RoPE", "linear", "YaRN")} == {"--"}
+    assert found["linear"].get_marker() == found["linear + LoRA"].get_marker() != found["YaRN"].get_marker()
+    subtitle = "dashed: untrained · solid: fine-tuned · dotted: context cropped"
+    assert any(text.get_text() == subtitle for text in drawn[0].axes.texts)
+    plots.plot_perplexity(rows[:3], TRAINED, tmp_path / "b.png")
+    assert not any("dashed" in text.get_text() for text in drawn[1].axes.texts)  # nothing to distinguish
+
+
+@pytest.mark.parametrize("draw", [plots.plot_perplexity, plots.plot_loss_by_position])
+@pytest.mark.parametrize("count", [1, 6, 14])
+def test_names_overlap_neither_each_other_nor_the_lines(draw, count: int, drawn, tmp_path: Path) -> None:
+    many = [row(f"method {i}", f"method{i}", 2 + i / 1000) for i in range(count)]
+    draw(many, TRAINED, tmp_path / "a.png")
+    (picture,) = drawn
+    picture.figure.draw_without_rendering()
+    boxes = [Text.get_window_extent(name) for name in names(picture.axes)]  # without its pointer
+    assert len(boxes) == count
+    canvas, area = picture.figure.bbox, picture.axes.get_window_extent()
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    for box in boxes:
+        assert box.x0 > area.x1
+        assert box.x1 <= canvas.x1
+        assert canvas.y0 <= box.y0
+        assert box.y1 <= canvas.y1
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=12),
+    st.floats(0.01, 0.08),
+)
+def test_spreading_keeps_order_and_distance(places: list[float], gap: float) -> None:
+    spread = spread_apart(places, gap)
+    order = sorted(range(len(places)), key=lambda i: places[i])
+    ordered = [spread[i] for i in order]
+    assert all(b - a >= gap - 1e-9 for a, b in pairwise(ordered))
+    assert min(spread) >= 0
+    assert max(spread) <= 1 + 1e-9
+    near = sorted(places)
+    if all(b - a >= gap for a, b in pairwise(near)):
+        assert spread == pytest.approx(places, abs=1e-9)  # values that are far enough apart do not move
+
+
+def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
+    bad = row("bad", "ntk", 1.0, ppl={32: 10.0, 64: math.inf, 128: math.nan})
+    worse = row("worse", "yarn", 1.0, ppl={32: math.nan}, nll_by_position=np.full(31, math.nan))
+    plots.plot_perplexity([bad, worse], TRAINED, tmp_path / "a.png")
+    assert list(lines(drawn[0].axes)["bad"].get_xdata()) == [32]
+    assert [text.get_text() for text in names(drawn[0].axes)] == ["bad"]
+    plots.plot_loss_by_position([bad, worse], TRAINED, tmp_path / "b.png")
+
+
+def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> None:
+    steps = row("steps", "yarn", 1.0, nll_by_position=np.where(np.arange(1, 256) < 64, 2.0, 5.0))
+    plots.plot_loss_by_position([steps], TRAINED, tmp_path / "a.png")
+    assert drawn[0].axes.get_xlabel() == "position in the document, tokens"
+    x, y = lines(drawn[0].axes)["steps"].get_data()
+    assert (np.diff(x) > 0).all()
+    assert 1 <= x[0] < x[-1] <= 255
+    assert (y[x < 64] == 2).all()
+    assert (y[x >= 64] == 5).all()
+    assert len(x) > 20
+
+
+def test_training_is_drawn_with_its_running_mean(drawn, tmp_path: Path) -> None:
+    losses = [5 - 0.02 * i for i in range(50)]
+    log = [{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)] + [
+        {"step": 50, "perplexity": {"32": 3}}
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, log)) + '\n{"step": 51, "lo')
+    plot_training(tmp_path / "metrics.jsonl", tmp_path / "a.png")
+    raw, mean = drawn[0].axes.lines
+    assert list(raw.get_ydata()) == losses
+    assert list(raw.get_xdata()) == list(range(1, 51))
+    for i, value in enumerate(mean.get_ydata()):
+        assert value == pytest.approx(np.mean(losses[max(0, i - 4) : i + 1]))
+
+
+def test_frequencies_are_drawn_from_the_encodings_alone(drawn, tmp_path: Path) -> None:
+    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
+    chosen = [rx.encoding("none"), rx.encoding("linear", factor=4.0), rx.encoding("dynamic_ntk", factor=4.0)]
+    plot_frequencies(chosen, shape, tmp_path / "a.svg", seq_len=128)
+    upper, lower = drawn[0].panels
+    for encoding in chosen:
+        expected = encoding.inv_freq(shape, 128).numpy()
+        np.testing.assert_allclose(lines(upper)[str(encoding)].get_ydata(), 2 * np.pi / expected)
+        np.testing.assert_allclose(
+            lines(lower)[str(encoding)].get_ydata(), expected / chosen[0].inv_freq(shape).numpy()
+        )
+    np.testing.assert_allclose(lines(lower)["linear(factor=4)"].get_ydata(), 0.25)
+    assert any(list(line.get_ydata()) == [TRAINED, TRAINED] for line in upper.lines)
+
+
+def test_an_svg_names_every_line_and_no_global_state_changes(rows, tmp_path: Path) -> None:
+    settings = dict(matplotlib.rcParams)
+    first = plots.plot_perplexity(rows, TRAINED, tmp_path / "a.svg").read_text()
+    assert dict(matplotlib.rcParams) == settings
+    assert first.startswith("<?xml")
+    for r in rows:
+        assert f"<!-- {r.label} -->" in first
+
+
+def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
+    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
+    (tmp_path / "empty.jsonl").write_text('{"step": 1, "perplexity": {}}\n')
+    for call, message in (
+        (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a.gif"), r"'\.gif'.*\.png, \.svg, \.pdf"),
+        (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a"), r"\.png"),
+        (lambda: plots.plot_perplexity([], TRAINED, tmp_path / "a.png"), "no rows"),
+        (lambda: plots.plot_loss_by_position([], TRAINED, tmp_path / "a.png"), "no rows"),
+        (lambda: plot_frequencies([], shape, tmp_path / "a.png"), "no encodings"),
+        (lambda: plot_training(tmp_path / "none.jsonl", tmp_path / "a.png"), "no training log"),
+        (lambda: plot_training(tmp_path / "empty.jsonl", tmp_path / "a.png"), "'step' and a 'loss'"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            call()
+    assert not list(tmp_path.glob("a*"))
+
+
+def test_rows_that_dashes_cannot_distinguish_have_different_colours(drawn, tmp_path: Path) -> None:
+    several = [row("yarn (one)", "yarn", 2.0), row("yarn (two)", "yarn", 2.1), row("linear", "linear", 3.0),
+               row("linear + LoRA", "linear", 2.5, "runs/linear")]  # fmt: skip
+    plots.plot_perplexity(several, TRAINED, tmp_path / "a.png")
+    colour = {label: to_hex(line.get_color()) for label, line in lines(drawn[0].axes).items()}
+    assert colour["linear"] == colour["linear + LoRA"]
+    assert len(set(colour.values())) == 3
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ticks"),
+    [
+        ([128, 256, 512], [128, 256, 512]),
+        ([4000, 4096, 4200, 8192, 131072], [4096, 8192, 131072]),  # of neighbours, the round ones
+        ([512 * n for n in range(1, 65)], [512 * 2**n for n in range(7)]),
+        ([100 * n for n in range(1, 41)], None),
+        ([700], [700]),
+    ],
+)
+def test_lengths_are_labelled_if_there_is_room(
+    lengths: list[int], ticks: list[int] | None, drawn, tmp_path: Path
+) -> None:
+    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=tuple(lengths))], TRAINED, tmp_path / "a.png")
+    (picture,) = drawn
+    shown = [round(tick) for tick in picture.axes.get_xticks()]
+    assert shown == ticks or ticks is None
+    picture.figure.draw_without_rendering()
+    low, high = picture.axes.get_xlim()
+    boxes = [
+        label.get_window_extent()
+        for tick, label in zip(shown, picture.axes.get_xticklabels(), strict=True)
+        if low <= tick <= high
+    ]
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+
+
+def test_a_heat_map_of_many_cells_has_a_scale_instead_of_numbers(drawn, tmp_path: Path) -> None:
+    def cells(count: int) -> RetrievalResult:
+        found = [Cell("passkey", 64 * (n + 1), d / 4, 9, (1.0, 0.0)) for n in range(count) for d in range(5)]
+        return RetrievalResult("a", tuple(found), trained_length=64)
+
+    for count, numbers, axes in ((4, 20, 1), (40, 0, 2)):
+        plot_heat_map(cells(count), "passkey", tmp_path / "a.png")
+        texts = [text.get_text() for text in drawn[-1].axes.texts]
+        assert texts.count("50") == numbers
+        assert len(drawn[-1].figure.axes) == axes
+        assert "a · trials solved, %" in texts
+
+
+@pytest.mark.parametrize(
+    ("lengths", "words"),
+    [((64, 128), "beyond the trained window, 32"), ((8, 16), "within the trained window, 32")],
+)
+def test_a_window_outside_the_axis_is_still_named(lengths, words: str, drawn, tmp_path) -> None:
+    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=lengths)], TRAINED, tmp_path / "a.png")
+    (picture,) = drawn
+    (label,) = (text for text in picture.axes.texts if text.get_text() == words)
+    picture.figure.draw_without_rendering()
+    assert picture.figure.bbox.contains(*label.get_window_extent().p0)
+    low, high = picture.axes.get_xlim()
+    assert low <= lengths[0] <= lengths[-1] <= high
+    assert high / low < 4

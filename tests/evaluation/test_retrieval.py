@@ -1,0 +1,454 @@
+"""Retrieval by models that always, never or sometimes answer, and by the bundled model."""
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import llama
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import rope_extend as rx
+from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import RetrievalConfig
+from rope_extend.evaluation.prompts import PromptOptions, depths_from, encode
+from rope_extend.evaluation.results import Cell, RetrievalResult
+from rope_extend.evaluation.retrieval import TrialLog, answer_prompts, generate, make_prompts
+from rope_extend.evaluation.retrieval_report import read_retrieval, retrieval_table, write_retrieval
+from rope_extend.evaluation.retrieve import retrieve
+from rope_extend.evaluation.statistics import wilson
+from rope_extend.evaluation.tasks import TASKS, Passkey, make_tasks
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.plots import retrieval_maps as plots
+from rope_extend.plots.style import Canvas
+
+TOKENIZER = AutoTokenizer.from_pretrained(MODEL_DIR)
+DEMO = Passkey(template="demo")
+
+
+@pytest.fixture(scope="module")
+def bundled() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+
+
+class Oracle(torch.nn.Module):
+    """Answers with the key if it is within the last `sight` tokens of the prompt."""
+
+    generation_config = None
+
+    def __init__(self, sight: int = 10**9) -> None:
+        super().__init__()
+        self.sight = sight
+        self.device = torch.device("cpu")
+        self.rows = 0
+        self.interrupt_at = math.inf
+
+    def generate(self, input_ids: Any, stopping_criteria: Any, **kwargs: Any) -> None:
+        self.rows += len(input_ids)
+        if self.rows > self.interrupt_at:
+            raise KeyboardInterrupt
+        said = []
+        for row in input_ids:
+            text = TOKENIZER.decode(row[-self.sight :])
+            key = re.search(r"(?:PASS_KEY = |The pass key is )(\d{5})(?=\n|\.)", text)
+            said.append(TOKENIZER(f" {key[1]} and" if key else " none at all")["input_ids"][:7])
+        width = max(map(len, said))
+        new = torch.tensor([one + [0] * (width - len(one)) for one in said])
+        for step in range(1, width + 1):
+            if stopping_criteria(torch.cat([input_ids, new[:, :step]], dim=1), None).all():
+                break
+
+
+def written(tasks: list[Any], lengths: list[int], **options: Any) -> list[Any]:
+    return make_prompts(tasks, TOKENIZER, lengths, options=PromptOptions(**options), progress=False)
+
+
+def measured(model: Any, log: Path | None = None, label: str = "model", **changes: Any) -> RetrievalResult:
+    options = {"tasks": [Passkey()], "lengths": [256, 512], "depths": 3, "trials": 2, **changes}
+    how = {name: options.pop(name) for name in ("crop", "batch_tokens") if name in options}
+    prompts = written(**options)
+    kept = None if log is None else TrialLog(log, label)
+    return answer_prompts(model, TOKENIZER, options["tasks"], prompts, log=kept, progress=False, **how)
+
+
+def test_the_interval_is_wilson_s() -> None:
+    """Against the roots of (p − m)² = z² p (1 − p) / n, which define it."""
+    for successes, n in ((0, 10), (3, 10), (10, 10), (94, 100)):
+        mean, z = successes / n, 1.96
+        low, high = wilson(mean, n)
+        for p in (low, high):
+            assert (p - mean) ** 2 == pytest.approx(z**2 * p * (1 - p) / n, abs=1e-12)
+        assert 0 <= low <= mean <= high <= 1
+
+
+def retrieved(output: Path, *, resume: bool = False, overwrite: bool = False, **settings: Any) -> Any:
+    config = RetrievalConfig(model=MODEL_DIR, output=output, **settings)
+    return retrieve(config, resume=resume, overwrite=overwrite, progress=False)
+
+
+def with_rates(*rates: float) -> RetrievalResult:
+    """At 1,000 tokens, keys 100, 200, … tokens from the end."""
+    cells = [
+        Cell(
+            "passkey",
+            1000,
+            1 - k / 10,
+            100 * k,
+            tuple([1.0] * round(10 * rate) + [0.0] * round(10 - 10 * rate)),
+        )
+        for k, rate in enumerate(rates, start=1)
+    ]
+    return RetrievalResult("one", tuple(reversed(cells)))
+
+
+@pytest.mark.parametrize(
+    ("rates", "k_max"),
+    [
+        ((1, 0.9, 0.2), 300),
+        ((1, 0.2, 0.1, 1), 200),  # what comes after the first failure does not count
+        ((0.1, 1, 1), 0),
+        ((0.2, 0.2, 0.2, 0.2), 400),
+    ],
+)
+def test_k_max_is_where_the_first_distance_fails(rates: tuple[float, ...], k_max: int) -> None:
+    assert with_rates(*rates).k_max() == k_max
+    assert with_rates(*rates).k_max(1000) == k_max
+    assert with_rates(*rates).k_max(500) is None
+    assert RetrievalResult("none", ()).k_max() is None
+
+
+@pytest.mark.parametrize("task", [Passkey(), DEMO], ids=["published", "demo"])
+def test_an_oracle_solves_all_and_a_mute_model_nothing(task: Passkey) -> None:
+    right, wrong = measured(Oracle(), tasks=[task]), measured(Oracle(sight=1), tasks=[task])
+    for length in (256, 512):
+        assert right.rate("passkey", length).mean == 1
+        assert wrong.rate("passkey", length).mean == 0
+        assert right.rate("passkey", length).trials == 6
+        assert right.k_max(length) > length / 2
+        assert wrong.k_max(length) == 0
+    assert right.depths("passkey") == [0, 0.5, 1]
+
+
+def test_k_max_finds_how_far_a_model_sees() -> None:
+    seen = measured(Oracle(sight=300), lengths=[1000], depths=11)
+    assert 200 < seen.k_max() <= 300
+    cropped = measured(
+        Oracle(), lengths=[1000], depths=11, crop=310
+    )  # the same tokens, by cropping the prompt
+    assert cropped.cells == seen.cells
+    assert cropped.crop == 310
+
+
+def test_cropping_keeps_the_token_that_begins_a_text() -> None:
+    rows: list[list[int]] = []
+    model = Oracle()
+    original = model.generate
+    model.generate = lambda input_ids, **more: (rows.extend(input_ids.tolist()), original(input_ids, **more))
+    measured(model, tasks=[DEMO], lengths=[512], trials=1, crop=256)
+    for row, prompt in zip(rows, written([DEMO], [512], depths=3, trials=1), strict=True):
+        whole = encode(TOKENIZER, prompt.text, False)
+        assert row == [TOKENIZER.bos_token_id, *whole[-245:]]
+
+
+def test_an_interrupted_run_resumes_with_the_same_result(tmp_path: Path) -> None:
+    whole = measured(Oracle(300), log=tmp_path / "whole.jsonl", batch_tokens=600)
+    log, model = tmp_path / "parts.jsonl", Oracle(300)
+    model.interrupt_at = 5
+    with pytest.raises(KeyboardInterrupt):
+        measured(model, log=log, batch_tokens=600)
+    finished = len(log.read_text().splitlines())
+    assert 0 < finished < 12
+    with log.open("a") as stream:
+        stream.write('{"label": "model", "task": "pass')  # cut short in the middle of a line
+    again = Oracle(300)
+    assert measured(again, log=log, batch_tokens=600) == whole
+    assert again.rows == 12 - finished
+    assert log.read_text() == (tmp_path / "whole.jsonl").read_text()
+    last = Oracle(300)
+    assert measured(last, log=log, batch_tokens=600) == whole
+    assert last.rows == 0
+    measured(last, log=log, label="another")
+    assert last.rows == 12
+
+
+def test_a_log_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text('{"label": "model"}\n')
+    with pytest.raises(RopeExtendError, match=r"line 1 of .* is not a trial"):
+        measured(Oracle(), log=tmp_path / "log")
+
+
+def test_batches_hold_the_tokens_they_may() -> None:
+    model, sizes = Oracle(), []
+    original = model.generate
+    model.generate = lambda input_ids, **more: (
+        sizes.append(tuple(input_ids.shape)),
+        original(input_ids, **more),
+    )
+    measured(model, batch_tokens=1000)
+    assert sizes == [(4, 246), (2, 246), (1, 502)] + [(1, 502)] * 5
+
+
+def test_out_of_memory_halves_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    model = Oracle()
+    original = model.generate
+
+    def small_only(input_ids: Any, **more: Any) -> None:
+        if len(input_ids) > 2:
+            raise torch.cuda.OutOfMemoryError("no")
+        original(input_ids, **more)
+
+    model.generate = small_only
+    assert measured(model) == measured(Oracle())
+    assert "out of memory" in caplog.text
+    model.generate = lambda **more: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError("no"))
+    with pytest.raises(RopeExtendError, match="256 tokens does not fit"):
+        measured(model)
+
+
+def test_a_batch_says_what_single_rows_say(bundled: PreTrainedModel) -> None:
+    """Rows of different lengths, padded on the left, under encodings that do and do not follow the length."""
+    prompts = written([DEMO], [128, 256, 300], depths=2, trials=1)
+    rows = [encode(TOKENIZER, prompt.text, False) for prompt in prompts]
+    answers = [("no such answer",)] * len(rows)
+    open_ended = replace(DEMO, new_tokens=12)
+    object.__setattr__(open_ended, "finished", lambda *_: False)
+    for method in ("yarn", "dynamic_yarn"):
+        with rx.extend(bundled, 512, method):
+            together = generate(bundled, TOKENIZER, open_ended, rows, answers)
+            alone = [generate(bundled, TOKENIZER, open_ended, [row], [("no",)])[0] for row in rows]
+        assert together == alone
+        assert len(set(together)) > 1
+
+
+def test_a_row_s_own_length_is_read_without_a_cache(bundled: PreTrainedModel) -> None:
+    prompt = written([DEMO], [300], depths=1, trials=1)[0]
+    row = encode(TOKENIZER, prompt.text, False)
+    with rx.extend(bundled, 512, "dynamic_yarn", per="row"):
+        said = generate(bundled, TOKENIZER, DEMO, [row], [prompt.answers])[0]
+        ids = list(row)
+        for _ in range(4):  # each token by a whole forward
+            ids.append(int(bundled(torch.tensor([ids])).logits[0, -1].argmax()))
+    assert said.startswith(TOKENIZER.decode(ids[len(row) :]))
+
+
+def test_generation_is_greedy_whatever_the_checkpoint_prefers(bundled: PreTrainedModel) -> None:
+    prompts = written([DEMO], [256], depths=3, trials=2)
+    before = answer_prompts(bundled, TOKENIZER, [DEMO], prompts, progress=False)
+    own = bundled.generation_config
+    own.do_sample, own.temperature, own.repetition_penalty = True, 5.0, 3.0
+    try:
+        assert answer_prompts(bundled, TOKENIZER, [DEMO], prompts, progress=False) == before
+    finally:
+        own.do_sample, own.temperature, own.repetition_penalty = False, None, None
+
+
+def test_the_bundled_model_finds_its_key_within_its_window_and_not_beyond(bundled: PreTrainedModel) -> None:
+    mode = bundled.training
+    found = measured(bundled.train(), tasks=[DEMO], lengths=[256, 512], trials=8)
+    assert bundled.training
+    bundled.train(mode)
+    assert found.rate("passkey", 256).mean >= 0.85
+    assert found.rate("passkey", 512).mean <= 0.2
+
+
+@pytest.mark.parametrize("name", sorted(TASKS))
+def test_every_task_runs_on_an_untrained_model(name: str) -> None:
+    model = llama(vocab_size=4096)
+    result = measured(model, tasks=make_tasks([name]), lengths=[800], trials=1)
+    assert result.rate(name, 800).trials == 3
+    assert result.rate(name, 800).mean < 0.5
+    assert bool(result.depths(name)) == TASKS[name].has_depth
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": []}, "at least one task and one length"),
+        ({"tasks": []}, "at least one task and one length"),
+        ({"depths": 0}, "depths must be"),
+        ({"depths": [0.5, 2]}, "depths must be"),
+        ({"trials": 0}, "trials must be at least 1"),
+        ({"lengths": [20, 256]}, "passkey needs about"),
+        ({"batch_tokens": 0}, "batch_tokens must be at least 1"),
+        ({"crop": 10}, "crop must exceed the 10 tokens of the answer"),
+        ({"chat": "on"}, "no chat template"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        measured(Oracle(), **changes)
+
+
+def test_depths_are_a_number_or_a_list() -> None:
+    assert depths_from(1) == (0.5,)
+    assert depths_from(5) == (0, 0.25, 0.5, 0.75, 1)
+    assert depths_from([1, 0.2, 0.2]) == (0.2, 1)
+    assert depths_from("0,0.5") == (0, 0.5)
+
+
+def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "out"
+    arguments = [
+        "retrieve",
+        str(MODEL_DIR),
+        "--lengths",
+        "320",
+        "--depths",
+        "0,1",
+        "--trials",
+        "2",
+        "--output",
+    ]
+    main([*arguments, str(out), "--methods", "yarn"])
+    table = capsys.readouterr().out
+    results = read_retrieval(out)
+    assert [result.label for result in results] == ["none", "none, cropped to 256", "yarn"]
+    assert [result.lengths("passkey") for result in results] == [[256], [320], [256, 320]]
+    assert retrieval_table(results) in table
+    assert (out / "table.md").read_text() == retrieval_table(results)
+    assert "Within the trained window, 256 tokens, before and after" in table
+    assert re.search(
+        r"\| yarn \| passkey \| +\d+% \(\d+–\d+\) \| +\d+% \(\d+–\d+\) \| +[+-]\d+ points \|", table
+    )
+    assert results[2].encoding["name"] == "yarn"
+    assert results[2].trained_length == 256
+    prompts = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
+    assert len(prompts) == 8
+    for prompt in prompts:
+        assert (
+            len(encode(TOKENIZER, prompt["text"], prompt["chat"]))
+            == prompt["tokens"]
+            == prompt["length"] - 10
+        )
+        assert prompt["text"].endswith("PASS_KEY = ")  # the form that the bundled model knows
+    pictures = {path.name for path in out.glob("*.png")}
+    assert pictures == {
+        "accuracy_passkey.png", "heat_map_passkey_none.png", "heat_map_passkey_yarn.png",
+        "heat_map_passkey_none__cropped_to_256.png",
+    }  # fmt: skip
+
+    main(["plot", "accuracy", str(out), str(out / "results.jsonl"), "--output", str(tmp_path / "a.svg")])
+    main(["plot", "heat-map", str(out), "--row", "yarn", "--output", str(tmp_path / "b.svg")])
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("a.svg", "b.svg"))
+    with pytest.raises(SystemExit):
+        main(["plot", "heat-map", str(out), "--output", str(tmp_path / "c.svg")])
+    assert "--row with one of none, none, cropped to 256, yarn" in capsys.readouterr().err
+
+    with pytest.raises(SystemExit):  # a run is not replaced by mistake
+        main([*arguments, str(out), "--methods", "yarn"])
+    assert "--resume" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # nor resumed with other prompts
+        main([*arguments, str(out), "--methods", "yarn", "--resume", "--seed", "1"])
+    assert "seed was 0, now 1" in capsys.readouterr().err
+
+    trials = (out / "trials.jsonl").read_text().splitlines(keepends=True)
+    (out / "trials.jsonl").write_text("".join(trials[:-3]))
+    main([*arguments, str(out), "--methods", "yarn", "--resume"])
+    assert read_retrieval(out) == results
+    assert sorted((out / "trials.jsonl").read_text().splitlines(keepends=True)) == sorted(trials)
+
+
+def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(LoadOptions, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
+    for wrong, message in (
+        ({"tasks": ["nothing"]}, "tasks must be a list of passkey"),
+        ({"methods": ["nothing"]}, "nothing"),
+        ({"methods": ["yarn"], "lengths": [256]}, "within the trained window"),
+        ({"methods": []}, "retrieval: nothing to measure"),
+        ({"tasks": ["common_words"], "lengths": [512]}, "common_words needs about"),
+        ({"chat": "maybe"}, "chat must be"),
+        ({"data": str(tmp_path / "missing.txt")}, "nothing to read"),
+        ({"resume": True, "overwrite": True}, "choose one of them"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            retrieved(tmp_path / "out", **wrong)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_needles_are_hidden_in_the_documents(work: Path, tmp_path: Path) -> None:
+    retrieved(tmp_path / "out", tasks=["needle"], lengths=[256], depths=1, trials=2, data=str(work / "data"))
+    words = set((work / "data" / "a.txt").read_text().split())
+    for line in (tmp_path / "out" / "prompts.jsonl").read_text().splitlines():
+        text = json.loads(line)["text"]
+        assert "grass" not in text
+        assert len(set(text.split()) & words) > 5
+
+
+def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
+    result = replace(
+        measured(Oracle(300)), model="m", trained_length=256, encoding={"name": "yarn", "factor": 2.0}
+    )
+    write_retrieval([result], tmp_path)
+    assert read_retrieval(tmp_path) == [result]
+    line = json.loads((tmp_path / "results.jsonl").read_text())
+    assert line["k_max"] == {"256": result.k_max(256), "512": result.k_max(512)}
+    assert line["cells"][0]["rate"]["trials"] == 2
+    assert line["versions"].keys() == {"python", "rope_extend", "torch", "transformers", "numpy"}
+    (tmp_path / "results.jsonl").write_text("{}\n")
+    with pytest.raises(RopeExtendError, match="does not hold results of retrieval"):
+        read_retrieval(tmp_path)
+    with pytest.raises(RopeExtendError, match="no results at"):
+        read_retrieval(tmp_path / "nowhere")
+
+
+def test_pictures_show_the_rates(tmp_path: Path, monkeypatch: Any) -> None:
+    drawn: list[Any] = []
+    original = Canvas.save
+    monkeypatch.setattr(Canvas, "save", lambda self: (drawn.append(self.axes), original(self))[1])
+    result = replace(with_rates(1, 0.5, 0.2), trained_length=256)
+    for suffix in ("png", "svg"):
+        assert plots.plot_heat_map(result, "passkey", tmp_path / f"map.{suffix}").stat().st_size > 1000
+    assert drawn[0].images[0].get_array().tolist() == [[20], [50], [100]]  # from shallow to deep
+    assert [text.get_text() for text in drawn[0].texts[:4] if text.get_text().isdigit()] == [
+        "20",
+        "50",
+        "100",
+    ]
+    plots.plot_accuracy([result, replace(result, label="two", crop=10)], "passkey", tmp_path / "line.png")
+    line = drawn[-1].lines[0]
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([1000], [pytest.approx(170 / 3)])
+    with pytest.raises(RopeExtendError, match="no heat map"):
+        plots.plot_heat_map(result, "common_words", tmp_path / "none.png")
+    with pytest.raises(RopeExtendError, match="no rows"):
+        plots.plot_accuracy([result], "needle", tmp_path / "none.png")
+
+
+@pytest.mark.slow
+def test_an_adapter_is_measured_with_its_encoding(bundled: PreTrainedModel, tmp_path: Path) -> None:
+    """A fresh LoRA changes nothing, so its row equals that of its method; the model is unchanged."""
+    lm = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
+    rx.extend(lm, 512, "yarn")
+    lora = get_peft_model(lm, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+    rx.save(lora, tmp_path / "adapter")
+    settings = {
+        "lengths": [256, 512], "depths": 2, "trials": 3, "methods": ["yarn"],
+        "adapters": [str(tmp_path / "adapter")],
+    }  # fmt: skip
+    results = retrieved(tmp_path / "out", **settings)
+    labels = ["none", "none, cropped to 256", "yarn", "yarn + LoRA"]
+    assert [result.label for result in results] == labels
+    assert results[3].cells == results[2].cells
+    assert results[3].adapter == str(tmp_path / "adapter")
+    log = tmp_path / "out" / "trials.jsonl"
+    before = log.read_text().splitlines()
+    assert retrieved(tmp_path / "out", resume=True, **settings) == results
+    assert log.read_text().splitlines() == before
+    with torch.no_grad():  # another adapter in the same directory: the first one's trials are not reused
+        for name, weight in lora.named_parameters():
+            if "lora_B" in name:
+                weight.fill_(1.0)
+    shutil.rmtree(tmp_path / "adapter")
+    rx.save(lora, tmp_path / "adapter")
+    other = retrieved(tmp_path / "out", resume=True, **settings)
+    assert other[:3] == results[:3]
+    assert {score for cell in other[3].cells for score in cell.scores} == {0}
+    assert {score for cell in results[2].cells for score in cell.scores} == {0, 1}

@@ -1,0 +1,246 @@
+"""Prompts have the exact length, and contain the answer exactly once."""
+
+import copy
+import random
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from rope_extend.data.bundled import MODEL_DIR, passkey_document
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.prompts import Prompt, Task, encode, make_prompt, uses_chat
+from rope_extend.evaluation.tasks import (
+    TASKS,
+    CommonWords,
+    FrequentWords,
+    MultiKey,
+    MultiValue,
+    Needle,
+    Passkey,
+    VariableTracking,
+    make_tasks,
+)
+
+PLAIN = AutoTokenizer.from_pretrained(MODEL_DIR)
+WITH_BOS = copy.deepcopy(PLAIN)
+WITH_BOS.backend_tokenizer.post_processor = processors.TemplateProcessing(
+    single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+)
+CHATTY = copy.deepcopy(PLAIN)
+CHATTY.chat_template = (
+    "<|endoftext|>{% for message in messages %}[{{ message.role }}]\n{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+TOKENIZERS = {"plain": PLAIN, "with BOS and EOS": WITH_BOS, "chat": CHATTY}
+# Sentences of various lengths, numbers among them, and one text without any sentence.
+BOOK = " ".join(
+    f"On day {n} the {'very ' * (n % 7)}old ship came {n * 37 % 91} miles home!" for n in range(300)
+)
+TEXTS = (BOOK, "naïve café — " * 400)
+CASES = [
+    *make_tasks(list(TASKS)),
+    Passkey(template="demo"),
+    *make_tasks(["needle", "multi_key"], haystack=TEXTS),
+]
+WITH_DEPTH = [case for case in CASES if case.has_depth]
+LENGTH = 1100  # more than the minimum of any task
+
+
+def name_of(task: Task) -> str:
+    return "-".join(str(value) for value in task.describe().values() if not isinstance(value, int))
+
+
+@pytest.mark.parametrize("task", CASES, ids=name_of)
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_prompts_have_the_exact_number_of_tokens(task: Task, tokenizer: Any) -> None:
+    for length in (LENGTH, LENGTH + 1, LENGTH + 2, 2048):
+        prompt = make_prompt(task, tokenizer, length, 0.4)
+        read = tokenizer(prompt.text, add_special_tokens=not prompt.chat)["input_ids"]
+        if tokenizer is WITH_BOS:
+            assert (read[0], read[-1]) == (0, 0)
+            read = read[:-1]  # the EOS would end the prompt before the answer
+        assert encode(tokenizer, prompt.text, prompt.chat) == read
+        assert len(read) == prompt.tokens == length - task.new_tokens
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    number=st.integers(0, len(WITH_DEPTH) - 1),
+    length=st.integers(400, 3000),
+    depth=st.floats(0, 1),
+    trial=st.integers(0, 999),
+)
+def test_the_needle_is_at_its_depth_and_its_answer_nowhere_else(
+    number: int, length: int, depth: float, trial: int
+) -> None:
+    task = WITH_DEPTH[number]
+    prompt = make_prompt(task, PLAIN, length, depth, trial)
+    assert len(encode(PLAIN, prompt.text, False)) == length - task.new_tokens
+    published = isinstance(task, Passkey) and task.template == "published"
+    for answer in prompt.answers:  # the published needle says its key twice
+        assert prompt.text.count(answer) == (2 if published else 1)
+    # The offset of the answer in characters, between the first and the last line of the prompt.
+    place, start = (
+        prompt.text.index(prompt.answers[0]),
+        prompt.text.find("\n") * ("hidden" in prompt.text[:80]),
+    )
+    stop = prompt.text.rfind("\n", 0, prompt.text.rfind("What "))
+    needles = len(re.findall(r"magic numbers for [\w-]+ is:", prompt.text))  # they shift each other
+    assert abs(place - (start + depth * (stop - start))) <= 160 + 80 * needles
+    after = len(PLAIN(prompt.text[place:])["input_ids"])
+    assert after < prompt.distance <= after + 30
+
+
+def test_needles_are_between_sentences() -> None:
+    for depth in (0, 0.31, 0.5, 0.77, 1):
+        text = make_prompt(Needle(haystack=(BOOK,)), PLAIN, 900, depth).text
+        before = text[: text.index("One of the special")]
+        assert before.endswith(("! ", "\n")) or depth == 1
+        text = make_prompt(Passkey(), PLAIN, 900, depth).text
+        assert re.search(r"\nThe pass key is (\d{5})\. Remember it\. \1 is the pass key\.\n", text)
+        assert text.endswith("\nWhat is the pass key? The pass key is")
+
+
+def test_the_demo_form_is_the_one_the_model_was_trained_on() -> None:
+    """Line by line as `passkey_document` writes it, except for the last line of filler."""
+    kinds = re.compile(
+        r"\w+ = \w+\(\w+, \d+\)|self\.\w+ = \w+\[\d\]|if \w+ is None: \w+ = \d+|\w+\.append\(\w+\(\w+\)\)"
+        r"|for \w+ in \w+: \w+\(\w+\)|return \w+\(\w+, \w+\)"
+    )
+    for line in passkey_document(random.Random(1)).prompt.splitlines()[:-2]:
+        assert kinds.fullmatch(line) or "PASS_KEY" in line or "Remember" in line
+    for depth in (0, 0.5, 1):
+        prompt = make_prompt(Passkey(template="demo"), PLAIN, 256, depth)
+        assert encode(PLAIN, prompt.text, False)[0] == PLAIN.bos_token_id  # as documents begin in pretraining
+        lines = prompt.text.removeprefix("<|endoftext|>").split("\n")
+        assert lines[-2:] == ["# What is the pass key?", "PASS_KEY = "]
+        at = lines.index("# Remember the pass key.")
+        assert lines[at + 1] == f"PASS_KEY = {prompt.answers[0]}"
+        filler = lines[:at] + lines[at + 2 : -2]
+        whole = [line for line in filler if kinds.fullmatch(line)]
+        assert len(whole) >= len(filler) - 1
+        assert prompt.tokens + 10 == 256
+        assert len(PLAIN(prompt.answers[0])["input_ids"]) <= 10
+
+
+@pytest.mark.parametrize("task", CASES, ids=name_of)
+def test_a_prompt_follows_from_its_seed(task: Task) -> None:
+    def made(**changes: Any) -> Prompt:
+        return make_prompt(task, PLAIN, LENGTH, **{"depth": 0.5, "trial": 3, "seed": 7, **changes})
+
+    assert made() == made()
+    assert len({made(**one).answers for one in ({}, {"trial": 4}, {"seed": 8})}) == 3
+    assert (made().depth is None) == (not task.has_depth)
+
+
+def test_all_needles_are_in_the_prompt() -> None:
+    many = re.findall(
+        r"magic numbers for ([\w-]+) is: (\d{7})\.", make_prompt(MultiKey(), PLAIN, LENGTH).text
+    )
+    assert len(many) == len(dict(many)) == 4
+    prompt = make_prompt(MultiValue(), PLAIN, LENGTH)
+    found = re.findall(r"magic numbers for ([\w-]+) is: (\d{7})\.", prompt.text)
+    assert len({word for word, _ in found}) == 1
+    assert sorted(number for _, number in found) == sorted(prompt.answers)
+    assert f"for {found[0][0]} mentioned in the provided text are" in prompt.text
+    prompt = make_prompt(MultiKey(), PLAIN, LENGTH)
+    assert dict(many)[re.search(r"for ([\w-]+) mentioned", prompt.text)[1]] == prompt.answers[0]
+
+
+def test_a_chain_of_variables_can_be_followed() -> None:
+    prompt = make_prompt(VariableTracking(chains=2), PLAIN, LENGTH)
+    number = re.search(r"assigned the value (\d+)", prompt.text)[1]
+    values: dict[str, str] = {}
+    for name, value in re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)", prompt.text):
+        values[name] = values.get(value, value)  # by the time a variable is read, it has been set
+    assert len(values) == 10
+    assert sorted(name for name, value in values.items() if value == number) == sorted(prompt.answers)
+
+
+@pytest.mark.parametrize("length", [1024, 4500])
+def test_the_answers_are_the_most_common_words(length: int) -> None:
+    prompt = make_prompt(CommonWords(), PLAIN, length)
+    counts = Counter(re.findall(r"\d+\. ([a-z]+)", prompt.text))
+    often, seldom = (30, 3) if length >= 4096 else (6, 1)
+    assert {word for word, count in counts.items() if count == often} == set(prompt.answers)
+    assert set(counts.values()) == {often, seldom}
+    prompt = make_prompt(FrequentWords(), PLAIN, length)
+    body = prompt.text.split("\n")[1]
+    ranked = Counter(word for word in body.split() if word.isalpha()).most_common()
+    assert [word for word, _ in ranked[:3]] == list(prompt.answers)
+    counts = [count for _, count in ranked]
+    assert counts[2] > counts[3]
+
+
+def test_answers_are_scored_as_in_the_papers() -> None:
+    key = Passkey()
+    right = (" 12345", "12345.", "is 12345 and not 777", "12345\n99")
+    assert [key.score(said, ["12345"]) for said in right] == [1, 1, 1, 1]
+    assert [key.score(said, ["12345"]) for said in ("", "1234", "123456", "777 12345", "1 2345")] == [0] * 5
+    assert [key.finished(said, ["12345"]) for said in (" 12345", " 12345.", "77 ", "no")] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    needle = MultiValue()
+    answers = ["1111111", "2222222", "3333333", "4444444"]
+    assert needle.score("3333333, and 1111111", answers) == 0.5
+    assert CommonWords().score("ABC, def", ["abc", "xyz"]) == 0.5
+    assert needle.finished(" ".join(answers), answers)
+    assert not needle.finished(" ".join(answers[1:]), answers)
+
+
+def test_a_chat_template_encloses_everything_except_the_lead() -> None:
+    prompt = make_prompt(Passkey(), CHATTY, 300)
+    assert prompt.chat
+    assert prompt.text.startswith("<|endoftext|>[user]\nThere is an important info")
+    assert prompt.text.endswith("What is the pass key?\n[assistant]\nThe pass key is")
+    assert not make_prompt(Passkey(), CHATTY, 300, chat="off").chat
+    assert not uses_chat(PLAIN)
+    with pytest.raises(RopeExtendError, match="no chat template"):
+        uses_chat(PLAIN, "on")
+    with pytest.raises(RopeExtendError, match="auto, on, off"):
+        uses_chat(PLAIN, "maybe")
+
+
+def test_a_length_that_is_too_short_is_refused_with_the_minimum() -> None:
+    with pytest.raises(RopeExtendError, match=r"common_words needs about 7\d\d tokens"):
+        make_prompt(CommonWords(), PLAIN, 256)
+    with pytest.raises(RopeExtendError, match=r"passkey needs about (\d+) tokens") as error:
+        make_prompt(Passkey(), PLAIN, 20)
+    least = int(re.search(r"about (\d+)", str(error.value))[1])
+    assert make_prompt(Passkey(), PLAIN, least).tokens == least - 10
+    with pytest.raises(RopeExtendError, match="needs about"):
+        make_prompt(Passkey(), PLAIN, least - 1)
+    with pytest.raises(RopeExtendError, match="between 0 and 1"):
+        make_prompt(Passkey(), PLAIN, 300, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: make_tasks(["passkeys"]), "unknown retrieval task passkeys; known: passkey, needle"),
+        (lambda: make_tasks([]), "no retrieval task given"),
+        (lambda: make_tasks(["passkey"], template="mine"), "published, demo"),
+        (lambda: Needle(keys=0), "keys must be at least 1"),
+        (lambda: Needle(keys=1000), "keys must be at most"),
+        (lambda: Passkey(new_tokens=0), "new_tokens must be at least 1"),
+    ],
+)
+def test_invalid_tasks_are_refused(wrong: Any, message: str) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        wrong()
+
+
+def test_a_task_describes_itself() -> None:
+    one, other = make_tasks(["needle", "needle"], haystack=[BOOK])[0], Needle(haystack=(BOOK + "!",))
+    assert one.describe()["haystack"] != other.describe()["haystack"]
+    assert len(one.describe()["haystack"]) == 16
+    assert Needle().describe() == {"name": "needle", "new_tokens": 32, "keys": 1, "values": 1}

@@ -1,0 +1,229 @@
+"""The rules of `docs/architecture.md`: what a room may import, and how modules are named.
+
+Read from the source by `ast`; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "rope_extend"
+MOST_PARAMETERS = 9
+# Who imports the package itself: the command line for the version, and a script that runs in its own process.
+FRONT_DOOR_USERS = {f"{PACKAGE}.cli.main", f"{PACKAGE}.checkpoint.stock_reader"}
+EXPORTING_PACKAGES = {PACKAGE, f"{PACKAGE}.encodings"}
+
+
+def module_name(file: Path) -> str:
+    """The name under which a file is imported; `patches/` installs inside the package."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = (PACKAGE, *parts) if parts[0] == "patches" else parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {
+    module_name(file): file
+    for folder in (PACKAGE, "patches")
+    for file in sorted((ROOT / folder).rglob("*.py"))
+}
+OTHER_FILES = [
+    file for folder in ("scripts", "benchmarks", "examples") for file in sorted((ROOT / folder).rglob("*.py"))
+]
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def imported(nodes: Iterator[ast.AST] | list[ast.stmt]) -> Iterator[str]:
+    """Names of this project's modules that `nodes` import."""
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if full in MODULES or node.module in MODULES:
+                    yield full if full in MODULES else node.module
+
+
+@cache
+def imports(module: str) -> set[str]:
+    """What a module imports anywhere in its file: at the top, in functions, and under `TYPE_CHECKING`."""
+    return set(imported(ast.walk(tree(MODULES[module])))) - {module}
+
+
+def room(module: str) -> str:
+    """The second part of a module's name; the package's own `__init__` and `__main__` are the front door."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] != "__main__" else "front door"
+
+
+def page_text() -> str:
+    return (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+
+
+def shared_rooms() -> set[str]:
+    """The rooms that every other may import, from the sentence above the table of the page."""
+    sentence = re.search(r"^Every room may import (.*?)\.$", page_text(), re.MULTILINE)
+    assert sentence
+    return set(re.findall(r"`(\w+)\.py`", sentence.group(1)))
+
+
+def allowed() -> dict[str, set[str]]:
+    """What each room may import besides itself, in the order of the page's table."""
+    rooms: dict[str, set[str]] = {}
+    for line in page_text().splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        names = re.findall(r"`(\w+)(?:\.py|/)`", cells[0]) if len(cells) == 3 else []
+        for name in names:
+            above = set(rooms) if cells[2] == "everything above" else set(re.findall(r"`(\w+)`", cells[2]))
+            rooms[name] = above | shared_rooms()
+    return rooms
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import one another, by repeatedly dropping modules without open imports."""
+    left = {node: set(targets) for node, targets in graph.items()}
+    while free := [node for node, targets in left.items() if not targets & left.keys()]:
+        for node in free:
+            del left[node]
+    while free := [node for node in left if not any(node in targets for targets in left.values())]:
+        for node in free:
+            del left[node]
+    return [sorted(left)] if left else []
+
+
+def functions(file: Path) -> Iterator[tuple[str, int]]:
+    """`(name, parameters)` of each function and method in a file; self and cls are not counted."""
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = node.args
+            names = [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+            extra = [one for one in (arguments.vararg, arguments.kwarg) if one]
+            yield node.name, len(names) + len(extra) - (names[:1] in (["self"], ["cls"]))
+
+
+def names_bound(module: ast.Module) -> set[str]:
+    """Every name that a package's `__init__` offers, lazily offered ones included."""
+    bound: set[str] = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            bound |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            bound |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            if any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
+                bound |= set(ast.literal_eval(node.value))
+    return bound
+
+
+def test_every_room_is_on_the_page() -> None:
+    assert {room(module) for module in MODULES} - {"front door"} == set(allowed())
+
+
+def test_a_room_is_below_what_it_imports() -> None:
+    """The table is in layer order: a room may be told to import only rooms above its own line."""
+    above: set[str] = set()
+    for name, targets in allowed().items():
+        assert targets - shared_rooms() <= above, name
+        above.add(name)
+
+
+def test_rooms_import_only_what_the_page_says() -> None:
+    rules = allowed()
+    wrong = [
+        f"{module} imports {target}; the table of docs/architecture.md does not allow it"
+        for module in MODULES
+        if room(module) != "front door"
+        for target in sorted(imports(module))
+        if room(target) not in {*rules[room(module)], room(module)}
+        and not (target == PACKAGE and module in FRONT_DOOR_USERS)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["top-level", "lazy-included"])
+def test_no_import_circles(everything: bool) -> None:
+    """The front door is left out of the second: it offers every room's names, and loads them when asked."""
+    if everything:
+        graph = {module: imports(module) for module in MODULES if module != PACKAGE}
+    else:
+        graph = {module: set(imported(tree(file).body)) - {module} for module, file in MODULES.items()}
+    assert not circles(graph)
+
+
+def test_no_module_name_stands_twice() -> None:
+    files = defaultdict(list)
+    for file in [*MODULES.values(), *OTHER_FILES]:
+        if file.stem not in ("__init__", "__main__"):
+            files[file.stem].append(file.relative_to(ROOT).as_posix())
+    assert not {stem: paths for stem, paths in files.items() if len(paths) > 1}
+
+
+def test_no_module_is_hidden_by_a_name_of_its_package() -> None:
+    """`import rope_extend.x as m` gives whatever the package calls `x`: it must be the module."""
+    hidden = [
+        f"{module}.{name}"
+        for module, file in MODULES.items()
+        if file.name == "__init__.py"
+        for name in names_bound(tree(file))
+        if f"{module}.{name}" in MODULES
+    ]
+    assert not hidden
+
+
+@pytest.mark.parametrize("module", [name for name, file in MODULES.items() if file.name == "__init__.py"])
+def test_packages_export_nothing_but_the_two_that_users_import(module: str) -> None:
+    body = tree(MODULES[module]).body
+    if module not in EXPORTING_PACKAGES and not MODULES[module].is_relative_to(ROOT / "patches"):
+        assert len(body) == 1, (
+            f"{module}: import from the module that defines a name; keep the docstring only"
+        )
+    assert ast.get_docstring(tree(MODULES[module]))
+
+
+def test_no_function_takes_ten_parameters() -> None:
+    """Beyond nine, a frozen dataclass says which belong together."""
+    wide = [
+        f"{file.relative_to(ROOT)}: {name} takes {count}"
+        for file in [*MODULES.values(), *OTHER_FILES]
+        for name, count in functions(file)
+        if count > MOST_PARAMETERS
+    ]
+    assert not wide, "\n".join(wide)
+
+
+def test_circles_are_seen() -> None:
+    """The search itself works: a test that cannot fail proves nothing."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    assert not circles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))),
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_paths_on_pages_exist(page: str) -> None:
+    """A file or folder that a page names in code type, from the repository's root or from the package's."""
+    text = re.sub(
+        r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    rooms = {room(module) for module in MODULES if module != PACKAGE}
+    folders = "|".join(sorted(rooms | {"benchmarks", "configs", "docs", "examples", "scripts", "tests"}))
+    paths = re.findall(rf"`((?:rope_extend/)?(?:{folders})/(?:[\w./-]*(?:/|\.py|\.yaml|\.md))?)`", text)
+    assert not [path for path in paths if not (ROOT / path).exists() and not (ROOT / PACKAGE / path).exists()]

@@ -1,0 +1,156 @@
+"""The benchmarks run at a tiny size, and their deterministic rows meet their targets."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import evaluator
+import interpolation
+import measuring
+import patched_forward
+import pytest
+import run_benchmarks
+import torch
+import training_cost
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows(benchmark: Any) -> dict[str, dict[str, Any]]:
+    """The rows of a benchmark by name and peer, all with finite figures."""
+    listed = list(benchmark)
+    for row in listed:
+        assert row["ours"] > 0 or row["unit"] == "nat"
+        assert row["theirs"] is None or row["ratio"] == row["ours"] / row["theirs"]
+    return {f"{row['name']} / {row['peer']}": row for row in listed}
+
+
+def meets_target(row: dict[str, Any]) -> bool:
+    return bool(row["ratio"] <= row["target"])
+
+
+@pytest.mark.slow
+def test_memory_grows_no_more_than_its_target() -> None:
+    found = rows(evaluator.evaluator_memory(1, cases=[(2**15, 512, 1024, 1 / 10), (2**16, 256, 512, 1 / 20)]))
+    growth = [row for name, row in found.items() if "peak bytes" in name]
+    assert len(found) == 4
+    assert len(growth) == 2
+    assert all(map(meets_target, growth))
+    assert [row["unit"] for row in found.values()] == ["B", "s", "B", "s"]
+
+
+def test_losses_agree_with_the_naive_loop() -> None:
+    found = rows(evaluator.evaluator_agreement(1, vocabulary=4096, length=256))
+    assert len(found) == 2
+    assert all(map(meets_target, found.values()))
+
+
+@pytest.mark.slow
+def test_a_curve_costs_a_twentieth_of_the_loop() -> None:
+    found = rows(evaluator.whole_curve(1, window=16, count=64, reach=32))
+    flops, loop, alone = found.values()
+    assert meets_target(flops)
+    assert (loop["target"], alone["target"]) == (1 / 15, 1.05)
+
+
+def test_the_benchmark_for_a_gpu_runs_at_a_small_shape() -> None:
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    found = rows(evaluator.evaluator_8b(2, config=config, lengths=(256, 512), device="cpu"))
+    assert [row["unit"] for row in found.values()] == ["s", "B", "s"]
+    assert "small model, bfloat16: time of a curve of 64 lengths at 256 tokens / 16 s" in found
+    memory = found["small model, bfloat16: peak memory besides the weights at 256 tokens / 20 GB"]["ours"]
+    assert 2 * 64 * 256 < memory < 2**24  # more than the hidden states, in bfloat16
+
+
+@pytest.mark.slow
+def test_lora_steps_meet_their_targets() -> None:
+    found = rows(training_cost.training_step(1, tokens=256, width=192))
+    assert [row["unit"] for row in found.values()] == [*["s"] * 4, *["B"] * 6, "s"]
+    kept = [row for name, row in found.items() if "kept for backward" in name]
+    assert meets_target(kept[-1])
+    assert kept[0]["ours"] > 4 * kept[1]["ours"]
+    times = [row for row in found.values() if row["peer"] == "all weights"]
+    assert [row["target"] for row in times] == [0.8] * 4
+
+
+def test_static_methods_are_rotary_and_act_outside_attention() -> None:
+    found = patched_forward.static_methods()
+    assert {"linear", "ntk", "yarn", "llama3", "nope"} <= set(found)
+    assert not {"alibi", "dynamic_ntk", "logn", "drope", "learned"} & set(found)
+
+
+@pytest.mark.slow
+def test_packed_documents_take_less_than_under_a_mask() -> None:
+    found = rows(training_cost.packed_documents(1, tokens=2048))
+    assert [row["unit"] for row in found.values()] == ["s", "B"]
+    assert list(found.values())[1]["ratio"] < 1
+
+
+@pytest.mark.slow
+def test_the_training_benchmark_for_a_gpu_runs_at_a_small_shape() -> None:
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    found = list(training_cost.training_8b(1, config=config, tokens=256, device="cpu", limit=6e6, tile=64))
+    assert [row["unit"] for row in found] == ["tokens", "tokens", "s"]
+    longest, plan, overhead = found
+    assert longest["name"] == "small model, bfloat16 LoRA: longest window that trains"
+    assert longest["ours"] > 1.5 * longest["theirs"] > 0
+    assert 0.9 <= plan["ratio"] <= 1  # ours is searched downwards from the plan
+    assert overhead["target"] == 1.03
+
+
+def test_without_a_gpu_rows_say_not_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    output = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(
+        sys, "argv", ["run_benchmarks.py", "evaluator-8b", "training-8b", "--output", str(output)]
+    )
+    run_benchmarks.main()
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == 5
+    assert all("not measured" in line and "yet" in line for line in lines)
+    made = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["ours"] for row in made] == [None] * 5
+    assert "8B model, bfloat16: time at 1,048,576 tokens" in made[2]["name"]
+    assert "8B model, bfloat16 LoRA: longest window that trains" in made[3]["name"]
+
+
+def test_the_operations_of_the_8b_shape_are_those_of_its_matrices() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(measuring.EIGHT_BILLION)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
+    tokens = 131_072
+    attention = 4 * 4096 * 32 * tokens * (tokens + 1) / 2
+    assert evaluator.operations_of(model).of(tokens) == pytest.approx(
+        2 * matrices * tokens + attention, rel=1e-6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_the_interpolation_curve_is_measured_and_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    changes = {"eval_every": 1, "eval_documents": 1, "max_documents": 4, "batch_size": 1, "warmup_steps": 0}
+    found = list(interpolation.interpolation_curve(1, steps=2, pictures=tmp_path, **changes))
+    after, until, before, direct = found
+    assert "after 2 steps" in after["name"]
+    assert before["ours"] > after["theirs"]  # untrained, interpolation is far above the base model
+    assert after["ours"] < before["ours"]
+    assert after["theirs"] < before["theirs"]  # and without it the model is lost beyond its window
+    assert until["ours"] in (1, 2, math.inf)
+    assert direct["ours"] == after["ours"]
+    assert (tmp_path / "interpolation_curve.png").stat().st_size > 10_000

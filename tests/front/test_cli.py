@@ -1,0 +1,213 @@
+"""The command line: every command on a tiny model, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from cases import TRAINED
+
+import rope_extend as rx
+from rope_extend.cli.main import in_flags, main
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.models.locating import check_path, is_path
+
+pytestmark = pytest.mark.usefixtures("private_cache")
+
+
+def run(command: str, capsys: pytest.CaptureFixture[str], **names: object) -> str:
+    main(shlex.split(command.format(**names)))
+    return capsys.readouterr().out
+
+
+def fail(command: str, capsys: pytest.CaptureFixture[str], **names: object) -> str:
+    with pytest.raises(SystemExit) as error:
+        main(shlex.split(command.format(**names)))
+    assert error.value.code == 2
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(run("methods --json", capsys))
+    assert [row["name"] for row in rows] == rx.encoding_names()
+    text = run("methods", capsys)
+    for row in rows:
+        assert row["paper"] in text
+
+
+def test_families(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(json.loads(run("families --json", capsys))) == rx.supported_families()
+    assert "gpt_neox" in run("families", capsys)
+
+
+def test_info_reads_the_config_alone(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_bytes((work / "model" / "config.json").read_bytes())
+    found = json.loads(run("info {model} --json --target-length 256", capsys, model=tmp_path))
+    assert found["shape"] == {"dim": 16, "theta": 10_000.0, "trained_length": TRAINED}
+    assert found["encoding"] == "none"
+    effects = {effect["encoding"]: effect for effect in found["effects"]}
+    # Plain RoPE at 8x turns its slow channels 8 times as far as in training; interpolation brings them back.
+    assert effects["none"]["unseen"] == pytest.approx(8)
+    assert effects["linear(factor=8)"]["unseen"] == pytest.approx(1)
+    assert effects["linear(factor=8)"]["resolution"] == pytest.approx(1 / 8)
+    assert effects["ntk(factor=8)"]["resolution"] == 1
+    text = run("info {model}", capsys, model=tmp_path)
+    assert "trained window  32 tokens" in text
+    assert "yarn(factor=8)" in text
+
+
+def test_info_of_an_extended_checkpoint(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(work / "model")
+    with rx.extend(model, 8 * TRAINED, "ntk"):
+        live = rx.info(model)
+        model.save_pretrained(tmp_path)
+    assert live.encoding == "ntk(factor=8)"
+    text = run("info {model}", capsys, model=tmp_path)
+    assert "encoding        ntk(factor=8)" in text
+    assert "trained window  32 tokens; the config claims 256" in text
+    assert "extended by rope_extend to 256 tokens" in text
+
+
+def test_finetune_evaluate_and_plot(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The road of a user: fine-tune two ways, compare, draw."""
+    names = {"model": work / "model", "data": work / "data", "out": tmp_path}
+    base = "finetune --model {model} --data {data} --steps 2 --gradient-accumulation 1 --lora-rank 2"
+    run(base + " --target-length 128 --method linear --output-dir {out}/linear", capsys, **names)
+    run(base + " --target-length 32 --method none --output-dir {out}/control", capsys, **names)
+    assert not (tmp_path / "linear" / "config.json").exists()
+    assert json.loads((tmp_path / "linear" / "rope_extend.json").read_text())["encoding"]["factor"] == 4
+
+    text = run(
+        "evaluate {model} {out}/linear {out}/control --methods none,yarn,dynamic_ntk --data {data} "
+        "--lengths 16,32,128 --output {out}/report",
+        capsys, **names,
+    )  # fmt: skip
+    rows = read_results(tmp_path / "report")
+    labels = [row.label for row in rows]
+    assert labels == [
+        "none", "none, cropped to 32", "yarn", "dynamic_ntk", "linear + LoRA", "none + LoRA at 32",
+        "none + LoRA at 32, cropped to 32",
+    ]  # fmt: skip
+    for label in labels:
+        assert f"| {label} " in text
+    by_label = {row.label: row.result for row in rows}
+    assert len({result.data for result in by_label.values()}) == 1  # all on the same tokens
+    assert by_label["none"].ppl[32] == by_label["none, cropped to 32"].ppl[32]
+    assert by_label["none"].ppl[128] != by_label["none, cropped to 32"].ppl[128]
+    assert by_label["dynamic_ntk"].passes == 1
+    for name in ("perplexity.png", "loss_by_position.png", "table.md", "table.csv"):
+        assert (tmp_path / "report" / name).stat().st_size > 0
+
+    for kind, source in (
+        ("perplexity", "{out}/report"), ("loss", "{out}/report"), ("training", "{out}/linear"),
+        ("frequencies", "{model}"),
+    ):  # fmt: skip
+        run(f"plot {kind} {source} --output {{out}}/{kind}.svg", capsys, **names)
+        assert (tmp_path / f"{kind}.svg").read_text().lstrip().startswith("<?xml")
+        assert "exists" in fail(f"plot {kind} {source} --output {{out}}/{kind}.svg", capsys, **names)
+    assert "already holds" in fail(
+        "evaluate {model} --data {data} --lengths 16 --output {out}/report", capsys, **names
+    )
+
+
+def test_evaluate_reads_the_model_as_it_is(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {"model": work / "model", "data": work / "data", "out": tmp_path}
+    run("evaluate {model} --data {data} --lengths 16,32 --output {out}/report", capsys, **names)
+    (row,) = read_results(tmp_path / "report")
+    assert (row.label, row.encoding, row.trained_length) == ("as-is", None, TRAINED)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("info {out}", "cannot load the config"),
+        ("info {model} --target-length 16", "must exceed the trained window"),
+        ("info {model} --target-length 1q", "not a length in tokens"),
+        ("finetune --model {model} --data {data} --output-dir {out}/x", "target_length"),
+        ("finetune {out}/none.yaml", "none.yaml"),
+        (
+            "finetune --model {model} --data {data} --output-dir {out}/x --target-length 64 --method yran",
+            "yarn",
+        ),
+        ("finetune --model {model} --data {out} --output-dir {out}/x --target-length 64", "nothing to read"),
+        ("finetune --model {model} --data {data} --output-dir {out}/x --target-length 64k", "tokens"),
+        (
+            "evaluate {model} --data {data} --lengths 16,64 --methods yran --output {out}/x",
+            "Did you mean 'yarn'",
+        ),
+        ("evaluate {model} --data {data} --lengths 16 --methods yarn --output {out}/x", "nothing to extend"),
+        ("evaluate {model} {out} --data {data} --lengths 16 --output {out}/x", "no rope_extend.json"),
+        ("evaluate {model} --data {data} --lengths 1M --output {out}/x", "no document of at least"),
+        ("evaluate {out} --data {data} --output {out}/x", "cannot load the config"),
+        ("plot perplexity {out} --output {out}/a.png", "no results"),
+        ("plot training {out} --output {out}/a.png", "metrics.jsonl"),
+        ("plot frequencies {model} --output {out}/a.xyz", "must end in"),
+        ("plot frequencies {model} --methods yran --output {out}/a.png", "Did you mean 'yarn'"),
+        ("nonsense", "invalid choice"),
+        ("", "usage"),
+        ("info models/llama", "no directory 'models/llama'"),  # at once, without retries
+        ("evaluate {model} --data {data} --output {out}/x --outptu y", "Did you mean '--output'"),
+    ],
+)
+def test_mistakes_are_one_clear_line(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
+) -> None:
+    assert message in fail(command, capsys, model=work / "model", data=work / "data", out=tmp_path)
+    assert not (tmp_path / "x").exists()  # nothing was begun
+
+
+def test_an_unknown_key_in_a_recipe_names_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"target_lenght": 64}))
+    error = fail("finetune {out}/recipe.yaml", capsys, out=tmp_path)
+    assert "target_lenght" in error
+    assert "target_length" in error
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("holds a report; use overwrite=True", "holds a report; use --overwrite"),
+        ("use overwrite=True (--overwrite) or stop", "use --overwrite or stop"),
+        ("give base_model= the former", "give --base-model the former"),
+        ("quantize='4bit' needs bitsandbytes", "--quantize 4bit needs bitsandbytes"),
+        ("attention='flash' needs a GPU", "--attn flash needs a GPU"),
+        ("set cropped=False", "set --no-cropped"),
+        ("yarn(factor=8, overwrite=True)", "yarn(factor=8, --overwrite)"),
+        ("rope_parameters=None and other=True", "rope_parameters=None and other=True"),
+        ("overwrite=None", "overwrite=None"),
+    ],
+)
+def test_errors_name_flags_on_the_command_line(message: str, shown: str) -> None:
+    flags = {"--overwrite", "--base-model", "--quantize", "--attn", "--no-cropped", "--cropped"}
+    assert in_flags(message, flags) == shown
+
+
+def test_a_mistyped_path_names_the_nearest_directory(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "yarn").mkdir(parents=True)
+    for name in (f"{tmp_path}/runs/yran", f"{tmp_path}/runs/yran/"):
+        with pytest.raises(RopeExtendError, match=r"no such directory.*Did you mean '.*runs/yarn'"):
+            check_path(name)
+    for name in ("gpt2", "meta-llama/Llama-3.1-8B", str(tmp_path / "runs"), "owner/name.v2"):
+        check_path(name)
+    assert [is_path(name) for name in ("./a", "../a", "/a", "~/a", "a/b/c", "a/", ".", "a b")] == [True] * 8
+
+
+def test_the_module_runs_as_the_command() -> None:
+    command = [sys.executable, "-m", "rope_extend", "--version"]
+    assert "rope-extend" in subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,74 @@
+"""The demonstration, end to end on the bundled model, and what it must show."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from rope_extend.checkpoint.info import info
+from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.demo.run import DOCUMENTS, RECIPE, run_demo
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.training.recipe import Recipe
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_a_short_demo_writes_its_report_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rope_extend.demo.run.DOCUMENTS", 2)
+    arguments = ["demo", "--output", str(tmp_path), "--methods", "none,yarn", "--steps", "1"]
+    main(arguments)
+    shown = capsys.readouterr().out
+    assert shown.count("$ rope-extend finetune") == 3
+    assert shown.count("$ rope-extend evaluate") == 1
+    labels = [row.label for row in read_results(tmp_path)]
+    assert labels == [
+        "none", "none, cropped to 256", "yarn", "none + LoRA at 2k", "yarn + LoRA", "none + LoRA at 256",
+        "none + LoRA at 256, cropped to 256",
+    ]  # fmt: skip
+    adapter = (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns
+    main(arguments)
+    assert "already in" in capsys.readouterr().out
+    (tmp_path / "results.jsonl").unlink()
+    main(arguments)
+    assert "already done" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns == adapter
+
+
+def test_the_recipe_matches_the_bundled_model() -> None:
+    recipe = Recipe.from_yaml(RECIPE, {"output_dir": "unused"})
+    shape = info(str(MODEL_DIR)).shape
+    assert shape.trained_length == 256
+    assert recipe.target_length == 8 * shape.trained_length
+    for line in RECIPE.read_text().splitlines():
+        assert not line.strip() or "#" in line, f"no comment on {line!r}"
+
+
+def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(RopeExtendError, match="Did you mean 'yarn'"):
+        run_demo(tmp_path / "demo", methods=["yran"])
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_the_demo_shows_what_it_claims(tmp_path: Path) -> None:
+    """The project's promise, on the whole demonstration."""
+    rows = {row.label: row.result for row in run_demo(tmp_path)}
+    plain, trained, longest = rows["none"], 256, 2048
+    assert plain.documents == DOCUMENTS
+    assert plain.beyond(trained) >= 3 * plain.within(trained)
+    tuned = rows["yarn + LoRA"]
+    assert tuned.ppl[longest] < plain.ppl[trained]
+    lengths = sorted(length for length in tuned.ppl if length >= trained)
+    for shorter, longer in itertools.pairwise(lengths):
+        assert tuned.ppl[longer] <= tuned.ppl[shorter]
+    # More context helps: better than the same tokens of training spent in the old window.
+    control = rows["none + LoRA at 256, cropped to 256"]
+    assert tuned.ppl[longest] < control.ppl[longest]

@@ -1,0 +1,95 @@
+"""The one atomic writer: a file or a directory is replaced whole, or stays as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rope_extend import files
+from rope_extend.files import replacing, replacing_directory, sha256, write_json, write_text
+
+
+def test_a_text_replaces_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "name.txt"
+    write_text(path, "old")
+    write_text(path, "new ü", durable=True)
+    assert path.read_text(encoding="utf-8") == "new ü"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failure_leaves_the_earlier_file_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "name.txt"
+    write_text(path, "old")
+    with pytest.raises(ZeroDivisionError), replacing(path) as partial:
+        partial.write_text(f"half {1 // 0}")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_ends_in_a_newline(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"b": 1, "a": None}, sort_keys=True)
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text) == {"a": None, "b": 1}
+    assert text.index("a") < text.index("b")
+    assert text.endswith("}\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs permission bits")
+def test_the_file_has_the_usual_permissions(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("")
+    write_text(tmp_path / "ours", "text")
+    assert stat.S_IMODE((tmp_path / "ours").stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_a_link_under_the_final_name_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    victim, path = tmp_path / "victim", tmp_path / "name.txt"
+    victim.write_text("untouched")
+    path.symlink_to(victim)
+    write_text(path, "new")
+    assert victim.read_text() == "untouched"
+    assert not path.is_symlink()
+    assert path.read_text() == "new"
+
+
+def test_a_link_under_the_temporary_name_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, partial = tmp_path / "victim", tmp_path / "known"
+    victim.write_text("untouched")
+    partial.symlink_to(victim)
+    monkeypatch.setattr(files, "_temporary_name", lambda path: partial)
+    with pytest.raises(FileExistsError):
+        write_text(tmp_path / "name.txt", "new")
+    assert victim.read_text() == "untouched"
+    assert not (tmp_path / "name.txt").exists()
+
+
+def test_temporary_names_differ_and_fit_long_names(tmp_path: Path) -> None:
+    path = tmp_path / ("ü" * 120)
+    with replacing(path) as first, replacing(path) as second:
+        assert first != second
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"
+
+
+def test_a_directory_replaces_an_earlier_one_whole(tmp_path: Path) -> None:
+    final = tmp_path / "report"
+    for content in ("old", "new"):
+        with replacing_directory(final, durable=True) as partial:
+            (partial / f"{content}.txt").write_text(content)
+    assert [path.name for path in final.iterdir()] == ["new.txt"]
+    with pytest.raises(ZeroDivisionError), replacing_directory(final) as partial:
+        (partial / "half.txt").write_text(f"{1 // 0}")
+    assert [path.name for path in final.iterdir()] == ["new.txt"]
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_sha256_is_of_the_contents(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert sha256(tmp_path / "a").startswith("ba7816bf8f01cfea")

@@ -1,0 +1,110 @@
+"""What gets installed: one top-level package with the adapters inside it, from every kind of distribution."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import distributions as distributions_in
+from pathlib import Path
+
+import pytest
+
+import rope_extend as rx
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The sdist, and the wheel built from it."""
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)],
+        check=True, capture_output=True, timeout=300,
+    )  # fmt: skip
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return sdist, wheel
+
+
+def top_level(names: list[str]) -> set[str]:
+    return {name.split("/")[0] for name in names if ".dist-info" not in name and ".data" not in name}
+
+
+def test_the_wheel_has_one_top_level_name(distributions: tuple[Path, Path]) -> None:
+    names = zipfile.ZipFile(distributions[1]).namelist()
+    assert top_level(names) == {"rope_extend"}
+    assert "rope_extend/patches/llama.py" in names
+    assert "rope_extend/py.typed" in names
+    assert "rope_extend/demo/model/model.safetensors" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_sdist_holds_what_the_wheel_is_made_of(distributions: tuple[Path, Path]) -> None:
+    with tarfile.open(distributions[0]) as archive:
+        names = [name.partition("/")[2] for name in archive.getnames()]
+    assert {"patches/llama.py", "pyproject.toml", "README.md", "LICENSE"} <= set(names)
+
+
+@pytest.mark.slow
+def test_the_wheel_works_away_from_the_repository(distributions: tuple[Path, Path], tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([sys.executable, *install, str(distributions[1])], check=True, capture_output=True)
+    code = "import rope_extend; print(rope_extend.__file__); print(*rope_extend.supported_families())"
+    output = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site)},
+    ).stdout.splitlines()  # fmt: skip
+    assert output[0].startswith(str(site))
+    assert output[1].split() == rx.supported_families()
+
+
+def test_the_installed_distribution_has_one_top_level_name() -> None:
+    # Only in site-packages: an egg-info that a build left in the repository has the same name.
+    site = [sysconfig.get_paths()["purelib"]]
+    (installed,) = distributions_in(name="rope_extend", path=site)
+    files = [str(file) for file in installed.files or []]
+    assert files
+    modules = {
+        name for name in top_level(files) if not name.startswith(("..", "__editable__", "__pycache__"))
+    }
+    assert modules <= {"rope_extend"}
+
+
+def test_every_package_is_listed() -> None:
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    found = {
+        ".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "rope_extend").rglob("__init__.py")
+    }
+    assert listed == found | {"rope_extend.patches"}
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    assert PROJECT["project"]["version"] == rx.__version__
+    assert f"## {rx.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_public_names_exist_and_are_sorted() -> None:
+    assert rx.__all__ == sorted(rx.__all__)
+    for name in rx.__all__:
+        assert hasattr(rx, name), name
+
+
+def test_the_library_imports_no_script_and_no_adapter_by_name() -> None:
+    for file in [*(ROOT / "rope_extend").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names.append(node.module)
+            for name in names:
+                assert name.split(".")[0] not in ("scripts", "benchmarks", "patches", "tests"), (
+                    f"{file}: {name}"
+                )
+                assert not name.startswith("rope_extend.patches"), f"{file}: {name}"

@@ -1,0 +1,187 @@
+"""The command line answers before torch is imported, and the package imports only what is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rope_extend as rx
+from rope_extend.cli.main import COMMANDS, command_parser
+from rope_extend.method_names import method_names
+
+HEAVY = (
+    "torch", "numpy", "transformers", "datasets", "matplotlib", "peft", "accelerate", "bitsandbytes", "pandas"
+)  # fmt: skip
+"""Modules that take from a quarter of a second to several seconds to import."""
+ROOT = Path(__file__).parents[2]
+
+LIGHT = [
+    *((f"{name} --help", 0, "examples:") for name in COMMANDS),
+    ("--help", 0, "start here"),
+    ("--version", 0, rx.__version__),
+    ("", 2, "usage"),
+    ("evalute model", 2, "Did you mean 'evaluate'"),
+    ("info", 2, "model"),
+    ("info ./no/such/model", 2, "no such directory: './no/such/model'"),
+    ("info model --target-length banana", 2, "not a length in tokens: 'banana'"),
+    ("info model --target_length 4k", 2, "Did you mean '--target-length'"),
+    ("finetune --target_length 4k", 2, "Did you mean '--target-length'"),
+    ("finetune no-such-recipe.yaml", 2, "no-such-recipe.yaml"),
+    ("finetune --model m --data d --output-dir o --target-length 4k --method yran", 2, "Did you mean 'yarn'"),
+    ("finetune --model m --data d --output-dir o --target-length 4k --steps ten", 2, "steps must be"),
+    ("finetune --model m --data d --output-dir o --target-length 4k --packing glue", 2, "packing must be"),
+    ("finetune --model m --limit-memory banana", 2, "not a size"),
+    ("finetune --model m --limit-memory 24", 2, "24GB"),
+    ("evaluate m --data d --output o --lengths 32kb", 2, "--lengths must be"),
+    ("evaluate m --data d --output o --methods none,yran", 2, "Did you mean 'yarn'"),
+    ("evaluate m --data d --output o --protocol slidng", 2, "sliding"),
+    ("evaluate m --data d --outptu o", 2, "Did you mean '--output'"),
+    ("evaluate m --limit-memory 24", 2, "24GB"),
+    ("retrieve m --output o --depths deep", 2, "depths"),
+    ("retrieve m --output o --methods yran", 2, "Did you mean 'yarn'"),
+    ("plot perplexity", 2, "required"),
+    ("plot frequencies m --output o.png --methods yran", 2, "Did you mean 'yarn'"),
+    ("merge runs --base_model m --output o", 2, "Did you mean '--base-model'"),
+    ("verify", 2, "required"),
+]
+"""Command lines that need no torch: the exit status, and a part of what they print."""
+
+RUN_ALL = """
+import contextlib, io, json, resource, shlex, sys
+from rope_extend.cli.main import main
+for line in json.load(sys.stdin):
+    out, status = io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            main(shlex.split(line))
+        except SystemExit as error:
+            status = error.code or 0
+    seconds = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    loaded = [name for name in %r if name in sys.modules]
+    print(json.dumps([line, status, out.getvalue(), loaded, seconds]))
+"""
+
+
+def python(code: str, *, stdin: str = "", cwd: Path | None = None) -> str:
+    """What a program prints, in a Python of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=stdin, capture_output=True, text=True, timeout=300, cwd=cwd
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, list[str]]]:
+    """Status, output and heavy modules so far of each line of `LIGHT`, all run by one Python."""
+    lines = python(
+        RUN_ALL % (HEAVY,),
+        stdin=json.dumps([line for line, *_ in LIGHT]),
+        cwd=tmp_path_factory.mktemp("empty"),
+    ).splitlines()
+    print("CPU seconds of all lines:", json.loads(lines[-1])[4])
+    return {line: (status, out, loaded) for line, status, out, loaded, _ in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize(("line", "status", "text"), LIGHT, ids=lambda value: str(value)[:60])
+def test_help_and_mistakes_import_nothing_heavy(
+    answers: dict[str, tuple[int, str, list[str]]], line: str, status: int, text: str
+) -> None:
+    got_status, out, loaded = answers[line]
+    assert (got_status, loaded) == (status, []), out
+    assert text in out
+    assert status == 0 or not line or len(out.splitlines()) <= 3  # the mistake, not the whole usage
+
+
+def test_examples_parse() -> None:
+    for name, command in COMMANDS.items():
+        for example in command.examples:
+            words = shlex.split(example)
+            assert words[0] == name
+            assert command_parser(name).parse_args(words[1:])
+
+
+def test_method_names_are_the_names_of_the_files() -> None:
+    assert list(method_names()) == rx.encoding_names()
+
+
+def test_the_lazy_names_are_those_that_type_checkers_see() -> None:
+    tree = ast.parse(Path(rx.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    typed = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert typed == rx._MODULE_OF
+    assert sorted([*typed, "__version__"]) == rx.__all__
+    assert set(rx.__all__) <= set(dir(rx))
+    for name, module in typed.items():
+        assert getattr(rx, name) is getattr(importlib.import_module(str(module)), name)
+    with pytest.raises(AttributeError, match="no attribute 'extned'"):
+        rx.extned  # noqa: B018
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = f"import sys, rope_extend; print([name for name in {HEAVY} if name in sys.modules])"
+    assert python(code).strip() == "[]"
+
+
+def test_extend_imports_no_more_than_the_model_needs() -> None:
+    """transformers' own modelling code imports accelerate where it is installed; the rest is not needed."""
+    code = f"""
+import sys
+from transformers import LlamaConfig, LlamaForCausalLM
+model = LlamaForCausalLM(LlamaConfig(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16,
+    max_position_embeddings=64,
+))
+before = set(sys.modules)
+import rope_extend as rx
+rx.extend(model, "512")
+print(sorted(set({HEAVY}) & (set(sys.modules) - before)), rx.current_patch(model).encoding)
+"""
+    assert python(code).strip() == "[] yarn(factor=8)"
+
+
+@pytest.fixture(scope="module")
+def plugin_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a config that stock transformers must not load."""
+    directory = tmp_path_factory.mktemp("plugin-only")
+    config = {"model_type": "rope_extend", "rope_extend_family": "llama", "max_position_embeddings": 64}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import rope_extend\nfrom transformers import AutoModelForCausalLM, AutoConfig",
+        pytest.param(
+            "from transformers import AutoModelForCausalLM, AutoConfig\nimport rope_extend",
+            marks=pytest.mark.slow,
+        ),
+        "import importlib, transformers, rope_extend\nAutoConfig = transformers.AutoConfig\n"
+        "importlib.reload(rope_extend)\nAutoModelForCausalLM = transformers.AutoModelForCausalLM",
+    ],
+    ids=["rope_extend first", "transformers first", "lazily, with a reload in between"],
+)
+def test_plugin_only_checkpoints_are_known_in_any_order_of_imports(imports: str, plugin_only: Path) -> None:
+    code = f"""
+{imports}
+import pickle, sys
+config = AutoConfig.from_pretrained({str(plugin_only)!r})
+print(type(config).__name__, config.model_type, config.max_position_embeddings)
+print(AutoModelForCausalLM._model_mapping[type(config)].__name__)
+print(pickle.loads(pickle.dumps(type(config))) is type(config))
+print(sum("Registering" in type(finder).__name__ for finder in sys.meta_path))
+"""
+    assert python(code).splitlines() == ["GuardedConfig llama 64", "GuardedModel", "True", "1"]

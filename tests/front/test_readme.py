@@ -1,0 +1,139 @@
+"""Every command and every block of Python on the README and the pages of `docs/` works as written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+import rope_extend as rx
+from rope_extend.cli.main import parse
+from rope_extend.models.families import REFUSED
+from rope_extend.training.recipe import recipe_from_arguments
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+CARD = "rope_extend/demo/README.md"
+MOST_LINES, MOST_WORDS = 180, 1500
+
+
+class Block(NamedTuple):
+    """A fenced block of code on a page."""
+
+    page: str
+    language: str
+    text: str
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+BLOCKS = [
+    Block(page, language, text)
+    for page in [*PAGES, CARD]
+    for language, text in re.findall(r"^```(\w+)\n(.*?)^```", read(page), re.MULTILINE | re.DOTALL)
+]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The command lines of a block, as words; an inline Python block has none."""
+    if block.language != "bash":
+        return []
+    lines = [line for line in block.text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+COMMANDS = [words for block in BLOCKS for words in commands(block)]
+
+
+def arguments(words: list[str]) -> list[str] | None:
+    """What `rope-extend` gets: also behind a launcher's `-m rope_extend`."""
+    if words[0] == "rope-extend":
+        return words[1:]
+    return words[words.index("rope_extend") + 1 :] if "rope_extend" in words else None
+
+
+OURS = sorted({tuple(ours) for words in COMMANDS if (ours := arguments(words))})
+
+
+def runs_here(words: list[str]) -> bool:
+    """Whether a command needs neither a network, nor text of the user's, nor several processes."""
+    recipes = [word for word in words if word.startswith("configs/") and word.endswith(".yaml")]
+    models = [str(yaml.safe_load((ROOT / recipe).read_text()).get("model")) for recipe in recipes]
+    local = all(model.startswith("rope_extend/") for model in models)
+    return words[0] == "rope-extend" and local and not any(word.startswith("path/to/") for word in words)
+
+
+def test_the_pages_name_what_exists() -> None:
+    for name in rx.encoding_names():
+        assert f"`{name}`" in read("README.md"), name
+        assert f"| `{name}` |" in read("docs/methods.md"), name
+    supported = len(rx.supported_families())
+    assert f"{supported} of the {supported + len(REFUSED)} families" in read("README.md")
+    assert len(OURS) >= 10
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {words[1] for words in COMMANDS if words[0] == "make"} <= set(targets)
+
+
+def test_the_readme_is_short() -> None:
+    """Details belong to `docs/`."""
+    assert len(read("README.md").splitlines()) <= MOST_LINES
+    assert len(read("README.md").split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", CARD])
+def test_links_lead_somewhere(page: str) -> None:
+    """Each relative link is a file, and each `#section` a heading of it."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", read(page)):
+        path, _, section = target.partition("#")
+        if "://" in target:
+            continue
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.exists(), target
+        if section:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert section in slugs, target
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    unlinked = [page for page in PAGES[1:] if f"({page})" not in read("README.md")]
+    assert not unlinked
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_commands_parse(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    parsed = parse(words)
+    if words[0] == "finetune":
+        recipe_from_arguments(parsed)
+    for word in words:
+        if word.startswith(("configs/", "rope_extend/")):
+            assert Path(word).exists(), word
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.page)
+def test_python_compiles(block: Block) -> None:
+    compile(block.text, block.page, "exec")
+
+
+@pytest.mark.slow
+def test_everything_runs_as_written(tmp_path: Path) -> None:
+    """In a directory that looks like a clone: first the README, then each page of `docs/`."""
+    for name in ("rope_extend", "configs", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for block in BLOCKS:
+        for words in filter(runs_here, commands(block)):
+            subprocess.run([sys.executable, "-m", "rope_extend", *words[1:]], cwd=tmp_path, check=True)
+        if block.language == "python":
+            subprocess.run([sys.executable, "-c", block.text], cwd=tmp_path, check=True)
+    assert (tmp_path / "runs" / "report" / "perplexity.png").exists()
+    assert (tmp_path / "runs" / "extended" / "config.json").exists()

@@ -1,0 +1,179 @@
+"""The list of families is complete and documented; families with special shapes behave as described."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from cases import FAMILIES, TARGET, FamilyCase, tiny_config, tiny_model
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend.models.families import REFUSED, adapter_for
+from rope_extend.models.view import decoder_layers, rotary_part, shape_of
+
+ROOT = Path(__file__).parents[2]
+NAMES = """
+afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bitnet blt cohere cohere2 cohere2_moe
+cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama doge dots3_note_text ernie4_5 ernie4_5_moe
+exaone4 exaone_moe falcon falcon_h1 flex_olmo flint fuyu gemma gemma2 gemma3 gemma3_text gemma3n_text
+gemma4 gemma4_text gemma4_unified gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2
+gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+hrm_text hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm3 llama
+llama4_text longcat_flash mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral3
+mistral mixtral mllama modernbert-decoder moshi moss_transcribe_diarize nanochat olmo olmo2 olmo3
+olmo_hybrid olmoe persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text
+qwen3_5_text qwen3_moe qwen3_next recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2
+vaultgemma youtu zaya
+"""
+CAUSAL = NAMES.split()
+"""Every causal family of transformers 5.23 that has a rotary module."""
+
+
+def case_of(model_type: str) -> FamilyCase:
+    """The row of a family; skips if the installed transformers does not have it."""
+    found = [case for case in FAMILIES if case.model_type == model_type]
+    if not found:
+        pytest.skip(f"no {model_type} in this version of transformers")
+    return found[0]
+
+
+def tokens(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_every_causal_family_is_supported_or_refused_with_its_reason() -> None:
+    assert len(CAUSAL) == len(set(CAUSAL)) == 110
+    assert set(CAUSAL) == {*rx.supported_families(), *REFUSED}
+    assert not set(rx.supported_families()) & set(REFUSED)
+    assert len(rx.supported_families()) >= 100
+    assert all(len(reason) > 20 for reason in REFUSED.values())
+
+
+@pytest.mark.parametrize("model_type", sorted(REFUSED))
+def test_refusal_gives_the_reason(model_type: str) -> None:
+    with pytest.raises(rx.UnsupportedModelError, match=REFUSED[model_type][:40]):
+        adapter_for(model_type)
+
+
+def test_the_page_of_families_matches_the_code() -> None:
+    page = runpy.run_path(str(ROOT / "scripts" / "write_families.py"))["page"]()
+    assert (ROOT / "docs" / "families.md").read_text(encoding="utf-8") == page, (
+        "run scripts/write_families.py"
+    )
+
+
+def test_a_model_without_a_layer_of_the_extended_type_is_refused() -> None:
+    case = case_of("laguna")
+    sliding = {"layer_types": ["sliding_attention"] * 2}
+    model = tiny_model(FamilyCase(case.model_type, {**case.config, **sliding}))
+    with pytest.raises(rx.UnsupportedModelError, match="for layers of type full_attention"):
+        rx.extend(model, TARGET)
+
+
+def test_a_native_form_that_stock_misreads_is_not_written(tmp_path: Path) -> None:
+    """With several layer types, transformers looks for YaRN's `truncate` outside of their parameters."""
+    model = tiny_model(case_of("olmo3"))
+    options = {"truncate": False, "beta_fast": 4.0, "beta_slow": 0.5}
+    with (
+        rx.patch_model(model, rx.encoding("yarn", factor=8.0, **options), target_length=TARGET),
+        torch.no_grad(),
+    ):
+        assert rotary_part(model.config)[1]["rope_type"] == "longrope"
+        expected = model(tokens(1, 80)).logits
+        model.save_pretrained(tmp_path)
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        assert_same_but_rounding(stock(tokens(1, 80)).logits, expected)
+    with rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=TARGET):
+        assert rotary_part(model.config)[1]["rope_type"] == "yarn"
+
+
+def test_the_scale_of_the_softmax_does_not_change(tmp_path: Path) -> None:
+    """DeepSeek's attention also uses `mscale_all_dim`, so a patch neither writes nor removes it."""
+    case = case_of("deepseek_v2")
+    trained = {
+        "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    ours = rx.encoding("yarn", factor=8.0, mscale=0.7, mscale_all_dim=0.3)
+    for config in ({}, {"rope_parameters": trained, "max_position_embeddings": 128}):
+        model = tiny_model(FamilyCase(case.model_type, {**case.config, **config}))
+        with rx.patch_model(model, ours, target_length=TARGET), torch.no_grad():
+            expected = model(tokens(1, 80)).logits
+            model.save_pretrained(tmp_path)
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        with torch.no_grad():
+            assert_same_but_rounding(stock(tokens(1, 80)).logits, expected)
+
+
+def test_proportional_rotary_counts_the_pairs_that_rotate() -> None:
+    """Gemma 4 rotates a quarter of the pairs, with exponents over all channels."""
+    model = tiny_model(case_of("gemma4_text"))
+    shape = shape_of(model)
+    _, parameters = rotary_part(model.config)
+    assert (shape.dim, shape.trained_length) == (8, 32)
+    assert shape.theta == pytest.approx(parameters["rope_theta"] ** 0.25)
+    stock = [parameters["rope_theta"] ** (-2 * i / 32) for i in range(4)]
+    assert shape.inv_freq().tolist() == pytest.approx(stock)
+
+
+def test_lengths_of_blt_count_patches() -> None:
+    model = tiny_model(case_of("blt"))
+    before = model.config.to_dict()
+    assert shape_of(model).trained_length == model.config.global_config.max_position_embeddings == 32
+    with rx.extend(model, TARGET):
+        assert model.config.global_config.max_position_embeddings == TARGET
+        assert model.config.max_position_embeddings == before["max_position_embeddings"]
+        assert model.config.encoder_config.max_position_embeddings == 24_576
+
+
+def test_one_position_equals_three_equal_parts() -> None:
+    model = tiny_model(case_of("qwen3_5_text"))
+    ids = torch.arange(5)[None] * 100
+    with rx.extend(model, TARGET):
+        rotary = model.base_model.rotary_emb
+        for one, three in zip(
+            rotary(torch.zeros(1), ids), rotary(torch.zeros(1), ids.expand(3, -1, -1)), strict=True
+        ):
+            assert torch.equal(one, three)
+
+
+def test_a_patch_logs_which_layers_it_extends(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model(case_of("gemma3_text"))
+    with caplog.at_level("INFO", logger="rope_extend"), rx.extend(model, TARGET):
+        assert "only full_attention layers are extended" in caplog.text
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "moshi"])
+def test_a_model_moved_to_meta_and_back_under_a_patch_is_whole_again(model_type: str) -> None:
+    """As `from_pretrained` does with the tables of rotary modules, ours and the stock ones inside."""
+    model = tiny_model(case_of(model_type))
+    with torch.no_grad(), rx.extend(model, TARGET):
+        expected, state = model(tokens(1, 80)).logits, {k: v.clone() for k, v in model.state_dict().items()}
+        model.to("meta").to_empty(device="cpu")
+        for module in model.modules():
+            if "RotaryEmbedding" in type(module).__name__:
+                model._init_weights(module)
+        model.load_state_dict(state, strict=False)
+        for name, buffer in tiny_model(case_of(model_type)).named_buffers():
+            if "inv_freq" not in name:
+                model.get_buffer(name).copy_(buffer)
+        assert_same_but_rounding(model(tokens(1, 80)).logits, expected)
+    assert not hasattr(model.config, "rope_extend")
+
+
+def test_the_layers_of_a_decoder_are_found_in_every_family() -> None:
+    """One list of all layers, except in families whose layers are in several lists or stand for two."""
+    several = {"blt", "hrm_text", "longcat_flash"}
+    families = {case.model_type: case for case in FAMILIES}
+    for model_type, case in families.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config(case))
+        found = decoder_layers(model)
+        assert (found is not None and found.complete) == (model_type not in several), model_type
+        if found is not None:
+            assert getattr(found.parent, found.name) is found.layers
+            assert decoder_layers(model.base_model) == found

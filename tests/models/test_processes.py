@@ -1,0 +1,83 @@
+"""Several processes share the documents, with the results of a single process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_evaluate_resume import numbers
+
+import rope_extend as rx
+from rope_extend.cli.main import main
+from rope_extend.evaluation.evaluate import evaluation_rows
+from rope_extend.evaluation.perplexity_report import read_results
+
+
+def launch(command: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes} -m rope_extend"
+    return subprocess.run(
+        [sys.executable, *shlex.split(f"{launcher} {command} --device cpu")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_two_processes_give_the_results_of_one(work: Path, tmp_path: Path) -> None:
+    """Three documents, so that the shares differ; two methods and the control; and one file of each."""
+    command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,64 --methods none,dynamic_ntk"
+    main(shlex.split(f"{command} --device cpu --save-losses --output {tmp_path / 'one'}"))
+    ran = launch(f"{command} --save-losses --output {tmp_path / 'two'}")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("written:") == 1
+    assert ran.stderr.count("plan: ") == 1
+    one, two = (read_results(tmp_path / name) for name in ("one", "two"))
+    assert [row.label for row in two] == ["none", "none, cropped to 32", "dynamic_ntk"]
+    assert [numbers(row.result) for row in two] == [numbers(row.result) for row in one]
+    for line in (tmp_path / "two" / "results.jsonl").read_text().splitlines():
+        losses = json.loads(line)["losses"]
+        with np.load(tmp_path / "two" / losses) as ours, np.load(tmp_path / "one" / losses) as theirs:
+            for name in theirs.files:
+                np.testing.assert_array_equal(ours[name], theirs[name])
+    assert not (tmp_path / "two" / "unfinished").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_processes_keep_finished_documents_and_resume_together(work: Path, tmp_path: Path) -> None:
+    command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,64 --methods linear"
+    main(shlex.split(f"{command} --device cpu --no-cropped --output {tmp_path / 'whole'}"))
+    output = tmp_path / "report"
+    # The state after an interruption: the second process has finished its documents, the first has not.
+    config = rx.EvaluationConfig(
+        model=work / "model", data=work / "data", lengths=[16, 64], methods=["linear"], cropped=False
+    )
+    list(evaluation_rows(config, finished=output / "unfinished", progress=False))
+    (kept,) = (output / "unfinished").iterdir()
+    assert sorted(path.name for path in kept.iterdir())[:3] == ["00000.npz", "00001.npz", "00002.npz"]
+    (kept / "00000.npz").unlink()
+    (kept / "00002.npz").unlink()
+    before = (kept / "00001.npz").stat().st_mtime_ns
+    ran = launch(f"{command} --no-cropped --output {output}")
+    assert ran.returncode != 0
+    assert "--resume" in ran.stderr
+    assert (kept / "00001.npz").stat().st_mtime_ns == before
+    ran = launch(f"{command} --no-cropped --output {output} --resume")
+    assert ran.returncode == 0, ran.stderr
+    whole, resumed = (read_results(path)[0].result for path in (tmp_path / "whole", output))
+    assert numbers(resumed) == numbers(whole)
+
+
+@pytest.mark.slow
+def test_retrieval_is_refused_in_several_processes(work: Path, tmp_path: Path) -> None:
+    ran = launch(f"retrieve {work / 'model'} --output {tmp_path / 'no'}")
+    assert ran.returncode != 0
+    assert "retrieve runs in one process" in ran.stderr
+    assert not (tmp_path / "no").exists()

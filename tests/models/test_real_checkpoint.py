@@ -1,0 +1,73 @@
+"""Checks on a small published Llama with real books, if both are available.
+
+Put a checkpoint in `../shared/models/stories260K` and texts in `../shared/data/books/validation`, next to the
+repository. The suite is complete without them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_extend as rx
+
+SHARED = Path(__file__).parents[3] / "shared"
+MODEL, BOOKS = SHARED / "models" / "stories260K", SHARED / "data" / "books" / "validation"
+WINDOW, TARGET = 512, 4096
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (MODEL.exists() and BOOKS.exists()), reason=f"{MODEL.name} or the books are not available"
+    ),
+    pytest.mark.usefixtures("private_cache"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(MODEL).eval()
+
+
+@pytest.fixture
+def documents() -> list[rx.Document]:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return rx.load_documents(BOOKS, tokenizer, min_tokens=TARGET, max_tokens=TARGET, max_documents=4)
+
+
+def test_its_window_and_base_are_recognised() -> None:
+    found = rx.info(str(MODEL))
+    assert (found.shape.trained_length, found.shape.theta, found.encoding) == (WINDOW, 10_000.0, "none")
+
+
+def test_it_fails_at_eight_times_its_window_and_ntk_mends_it(
+    model: torch.nn.Module, documents: list[rx.Document]
+) -> None:
+    """Books are far from the children's stories it was trained on, so only the shape of the curve counts."""
+
+    def curve() -> dict[int, float]:
+        return rx.perplexity(model, documents, [TARGET // 2, TARGET], progress=False).ppl
+
+    plain = curve()
+    extended = {}
+    for method in ("linear", "ntk"):
+        with rx.extend(model, TARGET, method):
+            extended[method] = curve()
+    assert plain[TARGET] > 1.2 * plain[TARGET // 2]
+    assert extended["ntk"][TARGET] < 1.05 * extended["ntk"][TARGET // 2]
+    assert extended["ntk"][TARGET] < plain[TARGET]
+    assert extended["ntk"][TARGET] < extended["linear"][TARGET]  # linear needs training, as its paper says
+    assert curve() == plain
+
+
+def test_it_reloads_in_stock_transformers(model: torch.nn.Module, tmp_path: Path) -> None:
+    input_ids = torch.randint(3, 500, (1, 700), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for method in ("linear", "ntk", "yarn", "llama3", "abf"):
+            with rx.extend(model, TARGET, method):
+                expected = model(input_ids).logits
+                model.save_pretrained(tmp_path / method)
+            stock = AutoModelForCausalLM.from_pretrained(tmp_path / method).eval()
+            torch.testing.assert_close(stock(input_ids).logits, expected, rtol=0, atol=1e-3)

@@ -1,0 +1,235 @@
+"""The numbers of our rotary module stay exact through all operations on a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import FACTOR, TARGET, TRAINED, llama
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import rope_extend as rx
+from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.models.rotary import ExtendedRotaryEmbedding, split_angles, split_turns
+from rope_extend.models.view import unwrap
+
+FAR = 2_097_151
+BF16_ROUNDING = 2e-3
+POSITIONS = torch.tensor([[0, 1, 255, 4096, 65_537, 1_000_003, FAR - 1, FAR]])
+YARN = rx.encoding("yarn", factor=FACTOR)
+
+
+def expected(
+    encoding: RopeEncoding, shape: RopeShape, positions: Tensor = POSITIONS
+) -> tuple[Tensor, Tensor]:
+    """cos and sin `[1, T, dim/2]` by definition, in float64."""
+    angles = positions[..., None].double() * encoding.inv_freq(shape)
+    factor = encoding.attention_factor(shape)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotary(model: nn.Module) -> ExtendedRotaryEmbedding:
+    module = unwrap(model).base_model.rotary_emb
+    assert isinstance(module, ExtendedRotaryEmbedding)
+    return module
+
+
+def assert_exact(model: nn.Module, dtype: torch.dtype, tolerance: float) -> None:
+    module = rotary(model)
+    cos, sin = module(torch.zeros(1, dtype=dtype), POSITIONS)
+    assert cos.dtype == sin.dtype == dtype
+    want_cos, want_sin = expected(module.encoding, module.shape)
+    half = module.shape.dim // 2
+    for got, want in ((cos, want_cos), (sin, want_sin)):
+        assert (got[..., :half].double() - want).abs().max() <= tolerance
+        assert torch.equal(got[..., :half], got[..., half:])
+    assert module.inv_freq.dtype == torch.float32
+
+
+@pytest.fixture
+def patched() -> LlamaForCausalLM:
+    model = llama(hidden_size=128, head_dim=64)
+    # An attention factor of 1 keeps cos within 1, where bf16's rounding step is 2^-8.
+    rx.patch_model(model, rx.encoding("linear", factor=FACTOR))
+    return model
+
+
+def test_exact_at_two_million_in_each_dtype(patched: LlamaForCausalLM) -> None:
+    assert_exact(patched, torch.bfloat16, BF16_ROUNDING)
+    assert_exact(patched, torch.float16, 3e-4)
+    assert_exact(patched, torch.float32, 1e-6)
+
+
+def test_the_stock_module_is_not_exact_there() -> None:
+    """The failure that this module avoids; if this test fails, transformers has fixed it."""
+    model = llama(hidden_size=128, head_dim=64).to(torch.bfloat16)
+    cos, _ = model.base_model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), POSITIONS)
+    want, _ = expected(rx.encoding("none"), RopeShape(64, 10_000.0, TRAINED))  # type: ignore[arg-type]
+    assert (cos[..., :32].double() - want).abs().max() > 1
+
+
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "float64", "to_device_and_dtype"])
+def test_casts_do_not_reach_the_table(patched: LlamaForCausalLM, cast: str) -> None:
+    model = {
+        "bfloat16": lambda: patched.to(torch.bfloat16),
+        "half": lambda: patched.half(),
+        "float64": lambda: patched.double(),
+        "to_device_and_dtype": lambda: patched.to("cpu", torch.bfloat16).float().half(),
+    }[cast]()
+    assert_exact(model, torch.bfloat16, BF16_ROUNDING)
+    assert_exact(model, torch.float32, 1e-6)
+
+
+def test_copies_and_pickles(patched: LlamaForCausalLM) -> None:
+    patched.to(torch.bfloat16)
+    assert_exact(copy.deepcopy(patched), torch.bfloat16, BF16_ROUNDING)
+    assert_exact(pickle.loads(pickle.dumps(patched)), torch.bfloat16, BF16_ROUNDING)
+    buffer = io.BytesIO()
+    torch.save(patched, buffer)
+    buffer.seek(0)
+    assert_exact(torch.load(buffer, weights_only=False), torch.bfloat16, BF16_ROUNDING)
+
+
+def test_a_copy_owns_its_patch(patched: LlamaForCausalLM) -> None:
+    twin = copy.deepcopy(patched)
+    patch = rx.current_patch(twin)
+    assert patch is not None
+    patch.remove()
+    assert rx.current_patch(twin) is None
+    assert not isinstance(twin.base_model.rotary_emb, ExtendedRotaryEmbedding)
+    assert_exact(patched, torch.bfloat16, BF16_ROUNDING)
+
+
+def test_meta_device_and_to_empty() -> None:
+    config = llama(hidden_size=128, head_dim=64).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    patch = rx.patch_model(model, rx.encoding("linear", factor=FACTOR))
+    model.to_empty(device="cpu")
+    assert_exact(model, torch.bfloat16, BF16_ROUNDING)
+    # transformers refills rotary buffers through this hook after a meta-device load
+    rotary(model).inv_freq.fill_(torch.nan)
+    model._init_weights(rotary(model))
+    torch.testing.assert_close(
+        rotary(model).inv_freq.double(), patch.encoding.inv_freq(patch.shape), rtol=1e-6, atol=0
+    )
+    patch.remove()  # the stock module stayed on meta while the patch was active
+    cos, _ = model.base_model.rotary_emb(torch.zeros(1), torch.arange(TRAINED)[None])
+    want, _ = expected(rx.encoding("none"), patch.shape, torch.arange(TRAINED)[None])  # type: ignore[arg-type]
+    torch.testing.assert_close(cos[..., :32].double(), want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_from_pretrained_in_low_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    llama(hidden_size=128, head_dim=64).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    rx.patch_model(model, rx.encoding("linear", factor=FACTOR))
+    assert_exact(model, torch.bfloat16, BF16_ROUNDING)
+
+
+def test_state_dict_is_the_stock_one(patched: LlamaForCausalLM) -> None:
+    stock = llama(hidden_size=128, head_dim=64)
+    assert list(patched.state_dict()) == list(stock.state_dict())
+    assert patched.load_state_dict(stock.state_dict()).missing_keys == []
+
+
+@given(
+    position=st.integers(0, 2**24 - 1),
+    dim=st.integers(1, 64).map(lambda half: 2 * half),
+    theta=st.floats(2, 1e9),
+    factor=st.floats(1, 1e4),
+)
+def test_split_floats_equal_float64(position: int, dim: int, theta: float, factor: float) -> None:
+    """The path for devices without float64 (MPS), run on the CPU."""
+    table = RopeShape(dim, theta, 64).inv_freq() / factor
+    positions = torch.tensor([[position]])
+    got = split_angles(positions, split_turns(table))
+    assert got.dtype == torch.float32
+    want = positions[..., None].double() * table
+    assert (got.double().cos() - want.cos()).abs().max() < 1e-5
+    assert (got.double().sin() - want.sin()).abs().max() < 1e-5
+
+
+def test_the_module_uses_split_floats_where_there_is_no_float64(
+    patched: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rope_extend.models.rotary.has_float64", lambda device: False)
+    patched.to(torch.bfloat16)  # moving the model chooses the form of the table
+    assert rotary(patched)._table.dtype == torch.float32
+    assert_exact(patched, torch.bfloat16, BF16_ROUNDING)
+    assert_exact(patched, torch.float32, 1e-5)
+
+
+@pytest.mark.slow
+def test_compiles_without_a_graph_break() -> None:
+    model = llama()
+    rx.extend(model, TARGET)
+    input_ids = torch.randint(3, 64, (1, 50))
+    with torch.no_grad():
+        eager = model(input_ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True)(input_ids, use_cache=False).logits
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-4)
+
+
+def test_traces_without_a_graph_break() -> None:
+    """The whole model is one graph; runs without inductor, which makes the slow test slow."""
+    model = llama()
+    rx.extend(model, TARGET)
+    input_ids = torch.randint(3, 64, (1, 50))
+    with torch.no_grad():
+        eager = model(input_ids, use_cache=False).logits
+        traced = torch.compile(model, fullgraph=True, backend="eager")(input_ids, use_cache=False).logits
+    torch.testing.assert_close(traced, eager, rtol=0, atol=1e-5)
+
+
+def test_gradient_checkpointing_gives_equal_gradients() -> None:
+    model = llama()
+    rx.extend(model, TARGET)
+    input_ids = torch.randint(3, 64, (2, 50))
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    model.train()
+    plain = gradients()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for got, want in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_data_parallel(tmp_path: Path) -> None:
+    model = llama()
+    rx.extend(model, TARGET)
+    input_ids = torch.randint(3, 64, (2, 50))
+    want = model(input_ids).logits
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(model)
+        torch.testing.assert_close(wrapped(input_ids).logits, want)
+        assert rx.current_patch(wrapped) is rx.current_patch(model)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_exact_on_a_gpu(patched: LlamaForCausalLM) -> None:
+    module = rotary(patched.to("cuda", torch.bfloat16))
+    cos, _ = module(torch.zeros(1, dtype=torch.bfloat16, device="cuda"), POSITIONS.cuda())
+    want, _ = expected(module.encoding, module.shape)
+    assert (cos[..., : module.shape.dim // 2].cpu().double() - want).abs().max() <= BF16_ROUNDING
+
+
+def test_repr_shows_the_encoding(patched: LlamaForCausalLM) -> None:
+    assert "linear(factor=8), dim=64, trained_length=32" in repr(patched)

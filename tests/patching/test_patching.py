@@ -1,0 +1,332 @@
+"""A patch can be undone exactly, and mistakes are refused with a way out."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from peft import LoraConfig, PeftModel, get_peft_model
+from tolerances import assert_same_but_rounding
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+import rope_extend as rx
+from rope_extend.encodings import RopeShape
+from rope_extend.models.families import adapter_for
+from rope_extend.models.rotary import ExtendedRotaryEmbedding
+from rope_extend.models.view import length_groups, shape_of, trained_length_of, unwrap
+
+IDS = torch.randint(3, 64, (1, 90), generator=torch.Generator().manual_seed(0))
+YARN = rx.encoding("yarn", factor=FACTOR)
+
+
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(IDS).logits
+
+
+class Tokenizer:
+    """A tokenizer with the attribute that patching changes."""
+
+    model_max_length = TRAINED
+
+
+def snapshot(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Everything a patch may touch, by value and by identity."""
+    base = unwrap(model)
+    return (
+        base.config.to_dict(),
+        base.generation_config.to_dict(),
+        [(name, id(module)) for name, module in base.named_modules()],
+        sorted(vars(base)),
+        base.config.rope_parameters,
+    )
+
+
+def test_extend_is_one_dial_and_reversible() -> None:
+    model, tokenizer = llama(), Tokenizer()
+    model.generation_config.max_length = TRAINED
+    before, config = logits(model), snapshot(model)
+    patch = rx.extend(model, TARGET, tokenizer=tokenizer)
+    assert patch.encoding == YARN
+    assert patch.changed
+    assert rx.current_patch(model) is patch
+    assert model.config.max_position_embeddings == TARGET
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    assert model.config.rope_parameters["rope_theta"] == 10_000.0
+    assert model.generation_config.max_length == TARGET
+    assert tokenizer.model_max_length == TARGET
+    assert not torch.equal(logits(model), before)
+    patch.remove()
+    assert torch.equal(logits(model), before)
+    assert snapshot(model) == config
+    assert tokenizer.model_max_length == TRAINED
+    assert rx.current_patch(model) is None
+    patch.remove()  # removing twice does nothing
+    assert "removed" in repr(patch)
+
+
+@pytest.mark.parametrize("failing", ["_update_config", "_replace"])
+def test_an_exception_half_way_leaves_nothing_behind(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = llama(), Tokenizer()
+    before, config = logits(model), snapshot(model)
+    original = getattr(rx.Patch, failing)
+
+    def fail(self: rx.Patch, *arguments: Any) -> None:
+        original(self, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rx.Patch, failing, fail)
+    with pytest.raises(KeyboardInterrupt):
+        rx.extend(model, TARGET, tokenizer=tokenizer)
+    assert snapshot(model) == config
+    assert torch.equal(logits(model), before)
+    assert rx.current_patch(model) is None
+
+
+def test_an_exception_in_the_block_unwinds() -> None:
+    model = llama()
+    before = logits(model)
+    with pytest.raises(ZeroDivisionError), rx.extend(model, TARGET):
+        _ = 1 / 0
+    assert torch.equal(logits(model), before)
+
+
+def test_nested_patches_unwind_in_order() -> None:
+    model = llama()
+    plain = logits(model)
+    outer = rx.extend(model, TARGET, "linear")
+    under_linear, config = logits(model), snapshot(model)
+    inner = rx.extend(model, 2 * TARGET, "ntk")
+    assert inner.shape == outer.shape  # the trained window, not the first patch's target
+    assert inner.encoding == rx.encoding("ntk", factor=2 * FACTOR)
+    with pytest.raises(
+        rx.PatchError, match=r"cannot remove linear\(factor=8\): ntk\(factor=16\) was applied after"
+    ):
+        outer.remove()
+    inner.remove()
+    assert torch.equal(logits(model), under_linear)
+    assert snapshot(model) == config
+    outer.remove()
+    assert torch.equal(logits(model), plain)
+
+
+def test_models_do_not_leak_into_each_other() -> None:
+    one, two = llama(), llama()
+    before = logits(two)
+    with rx.extend(one, TARGET):
+        assert torch.equal(logits(two), before)
+        assert rx.current_patch(two) is None
+        with rx.extend(two, TARGET, "linear"):
+            assert not torch.equal(logits(one), logits(two))
+        fresh = llama()
+        assert torch.equal(logits(fresh), before)
+
+
+def lora(model: PreTrainedModel) -> PeftModel:
+    torch.manual_seed(1)
+    wrapped = get_peft_model(
+        model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    )
+    return wrapped.eval()
+
+
+def test_peft_before_and_after_are_the_same() -> None:
+    first = llama()
+    patch_first = rx.extend(first, TARGET)
+    patched_then_lora = logits(lora(first))
+    second = lora(llama())
+    plain = logits(second)
+    patch_second = rx.extend(second, TARGET)
+    assert torch.equal(logits(second), patched_then_lora)
+    assert rx.current_patch(second) is patch_second
+    assert any(isinstance(module, ExtendedRotaryEmbedding) for module in second.modules())
+    patch_second.remove()
+    assert torch.equal(logits(second), plain)
+    patch_first.remove()
+    assert torch.equal(logits(first), plain)  # peft changes the model it wraps in place
+
+
+def test_a_compiled_model_is_patched_inside() -> None:
+    model = llama()
+    compiled = torch.compile(model, backend="eager")
+    with rx.extend(compiled, TARGET) as patch:
+        assert rx.current_patch(model) is patch
+
+
+ALREADY_SCALED = {
+    "llama3": {
+        "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": TRAINED, "rope_theta": 10_000.0,
+    },
+    "yarn": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED,
+        "rope_theta": 10_000.0,
+    },
+    "longrope": {
+        "rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": TRAINED, "rope_theta": 10_000.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rope_type", sorted(ALREADY_SCALED))
+def test_scaling_that_the_checkpoint_carries_is_replaced_knowingly(
+    rope_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = llama(rope_parameters=dict(ALREADY_SCALED[rope_type]), max_position_embeddings=4 * TRAINED)
+    assert trained_length_of(model.config) == TRAINED
+    before = logits(model)
+    with caplog.at_level(logging.INFO, "rope_extend"):
+        patch = rx.extend(model, TARGET, "linear")
+    assert patch.encoding == rx.encoding("linear", factor=FACTOR)  # over the trained window, not on top
+    assert f"{rope_type} (window {4 * TRAINED}) replaced by linear(factor=8)" in caplog.text
+    fresh = llama()
+    rx.extend(fresh, TARGET, "linear")
+    assert_same_but_rounding(logits(model), logits(fresh))
+    patch.remove()
+    assert torch.equal(logits(model), before)
+
+
+def test_linear_scaling_without_the_trained_length_is_refused() -> None:
+    model = llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0})
+    with pytest.raises(
+        rx.RopeExtendError, match=r"does not say which window it was pretrained on.*trained_length="
+    ):
+        rx.extend(model, TARGET)
+    assert rx.extend(model, TARGET, trained_length=TRAINED).encoding == YARN
+
+
+def test_the_same_scaling_again_is_a_no_op_and_refused() -> None:
+    parameters = {"rope_type": "yarn", "factor": FACTOR, "original_max_position_embeddings": TRAINED}
+    model = llama(rope_parameters={**parameters, "rope_theta": 10_000.0}, max_position_embeddings=TARGET)
+    config = snapshot(model)
+    with pytest.raises(rx.PatchError, match="leaves the rotary tables as they were"):
+        rx.extend(model, TARGET, "yarn")
+    assert snapshot(model) == config
+    with rx.patch_model(model, YARN) as patch:  # on purpose, for its exact tables
+        assert not patch.changed
+
+
+def test_a_saved_and_reloaded_model_knows_its_trained_window(tmp_path: Path) -> None:
+    model = llama()
+    rx.extend(model, TARGET, "ntk")  # saved as a larger theta, which alone would hide the trained one
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert shape_of(reloaded) == RopeShape(16, 10_000.0, TRAINED)
+    assert rx.extend(reloaded, 2 * TARGET, "linear").encoding == rx.encoding("linear", factor=2 * FACTOR)
+
+
+def test_a_record_overtaken_by_an_edit_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    rx.extend(model, TARGET, "ntk")
+    model.save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 20_000.0}
+    with caplog.at_level(logging.WARNING, "rope_extend"):
+        assert trained_length_of(config) == TARGET
+    assert "is ignored" in caplog.text
+
+
+def test_a_damaged_record_is_named() -> None:
+    model = llama()
+    model.config.rope_extend = {"encoding": {"name": "yarn"}}
+    with pytest.raises(rx.RopeExtendError, match=r"config\.rope_extend is damaged"):
+        rx.extend(model, TARGET)
+
+
+def test_families_without_rope_are_refused_with_the_reason() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64))
+    with pytest.raises(rx.UnsupportedModelError, match=r"no RoPE\. It uses a learned vector") as error:
+        rx.extend(model, TARGET)
+    assert "llama" not in str(error.value)  # not the list of all families
+
+
+def test_unknown_families_are_refused_with_the_way_to_add_one() -> None:
+    with pytest.raises(rx.UnsupportedModelError, match="Did you mean 'llama'") as error:
+        adapter_for("lama")
+    assert "patches/lama.py" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda model: rx.extend(model, TRAINED), "must exceed the trained window of 32 tokens, got 32"),
+        (lambda model: rx.extend(model, 16), "must exceed the trained window"),
+        (lambda model: rx.extend(model, 64.5), "target_length must be a whole number"),
+        (lambda model: rx.extend(model, True), "target_length must be a whole number"),
+        (lambda model: rx.extend(model, "32kb"), "not a length in tokens"),
+        (lambda model: rx.extend("some/model", 64), "Load it first"),
+        (lambda model: rx.extend(model, TARGET, "yarm"), "Did you mean 'yarn'"),
+        (lambda model: rx.extend(model, TARGET, factor=8.0), "factor follows from target_length"),
+        (lambda model: rx.extend(model, TARGET, "none"), "leaves the rotary tables as they were"),
+        (lambda model: rx.extend(model, TARGET, beta=3), "unknown parameter 'beta'"),
+        (lambda model: rx.extend(model, TARGET, trained_length=-1), "trained_length must be between"),
+        (lambda model: rx.extend(model, 32 * 70_000, "linear"), "factor must be a finite number"),
+        (lambda model: rx.patch_model(model, "yarn"), "patch_model takes an encoding"),
+        (lambda model: rx.extend(nn.Linear(2, 2), TARGET), "needs a transformers model"),
+    ],
+)
+def test_mistakes_are_explained_and_change_nothing(act: Any, message: str) -> None:
+    model = llama()
+    config = snapshot(model)
+    with pytest.raises(rx.RopeExtendError, match=message):
+        act(model)
+    assert snapshot(model) == config
+
+
+def test_length_groups() -> None:
+    model = llama()
+    lengths = [16, TRAINED, 64, 128, 64]
+    assert length_groups(model, lengths) == [[16, 32, 64, 128]]
+    with rx.extend(model, TARGET, "yarn"):
+        assert length_groups(model, lengths) == [[16, 32, 64, 128]]
+    with rx.extend(model, TARGET, "dynamic_ntk"):  # each query uses its own length, so one pass serves all
+        assert length_groups(model, lengths) == [[16, 32, 64, 128]]
+    with rx.extend(model, TARGET, "dynamic_ntk", per="row"):
+        assert length_groups(model, lengths) == [[16, 32], [64], [128]]
+    stock = llama(rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10_000.0})
+    assert length_groups(stock, lengths) == [[16, 32], [64], [128]]
+    longrope = llama(rope_parameters=dict(ALREADY_SCALED["longrope"]), max_position_embeddings=4 * TRAINED)
+    assert length_groups(longrope, lengths) == [[16, 32], [64, 128]]
+
+
+def test_dynamic_rows_choose_their_own_table() -> None:
+    """A long row in the batch does not change a short one; in stock transformers it does."""
+    model = llama()
+    with rx.extend(model, TARGET, "dynamic_ntk"):
+        short, long = IDS[:, :TRAINED], IDS
+        rows = torch.cat([torch.nn.functional.pad(short, (IDS.shape[1] - TRAINED, 0)), long])
+        mask = torch.ones_like(rows)
+        mask[0, : IDS.shape[1] - TRAINED] = 0
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        with torch.no_grad():
+            together = model(rows, attention_mask=mask, position_ids=positions).logits
+            assert_same_but_rounding(together[0, -TRAINED:], model(short).logits[0])
+            assert_same_but_rounding(together[1], model(long).logits[0])
+
+
+def test_generate_with_left_padding_equals_the_single_rows() -> None:
+    model = llama(pad_token_id=0)
+    with rx.extend(model, TARGET):
+        options: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+        short = IDS[:, :41]
+        rows = torch.cat([torch.nn.functional.pad(short, (IDS.shape[1] - 41, 0)), IDS])
+        mask = (rows != 0).long()
+        together = model.generate(rows, attention_mask=mask, **options)
+        for index, alone in enumerate((short, IDS)):
+            expected = model.generate(alone, attention_mask=torch.ones_like(alone), **options)
+            assert torch.equal(together[index, -20:], expected[0, -20:])
+
+
+def test_mixtral_saves_a_head_dim_that_stock_scaling_needs(tmp_path: Path) -> None:
+    model = tiny_model(FamilyCase("mixtral", {"num_local_experts": 2}))
+    assert model.config.head_dim is None
+    with rx.extend(model, TARGET):
+        model.save_pretrained(tmp_path)
+        assert AutoConfig.from_pretrained(tmp_path).head_dim == 16
+    assert model.config.head_dim is None

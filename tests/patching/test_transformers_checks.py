@@ -1,0 +1,918 @@
+"""The checks that transformers applies to its own models, applied to a patched one.
+
+Three families are patched with `none` and with `yarn`. With `none` the model must equal the stock model. With
+`yarn` it must equal stock transformers' own YaRN. The oracle is a stock model of the same weights that
+rope_extend never touched. A check without a stock side, such as a cast, states its own condition.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, init_empty_weights
+from accelerate.hooks import remove_hook_from_submodules
+from cases import FACTOR, TARGET, TRAINED, FamilyCase, tiny_config, tiny_model
+from covering import few
+from safetensors import safe_open
+from torch import Tensor
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+    PreTrainedModel,
+    StaticCache,
+)
+
+import rope_extend as rx
+from rope_extend.models.rotary import ExtendedRotaryEmbedding
+
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 2e-4}
+"""Our angles are float64, the stock module's float32; the difference in logits of size 1."""
+PAD = {"pad_token_id": 0}
+FAMILIES = [
+    FamilyCase("llama", PAD),
+    # Narrower than the texts below, so that the window moves.
+    FamilyCase("mistral", {**PAD, "sliding_window": 24}),
+    FamilyCase("qwen2", PAD),
+]
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": FACTOR,
+    "original_max_position_embeddings": TRAINED,
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One family and one method; makes the patched model, and the stock one that it must equal."""
+
+    family: FamilyCase
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.method}"
+
+    def with_config(self, **changes: Any) -> Setup:
+        config = {**self.family.config, **changes}
+        return Setup(FamilyCase(self.family.model_type, config), self.method)
+
+    @property
+    def stock_case(self) -> FamilyCase:
+        if self.method == "none":
+            return self.family
+        scaled = {"rope_parameters": dict(YARN), "max_position_embeddings": TARGET}
+        return FamilyCase(self.family.model_type, {**self.family.config, **scaled})
+
+    def stock(self) -> PreTrainedModel:
+        return tiny_model(self.stock_case)
+
+    def patch(self, model: Any) -> rx.Patch:
+        if self.method == "none":
+            return rx.patch_model(model, rx.encoding("none"))
+        return rx.extend(model, TARGET, self.method)
+
+    def patched(self) -> PreTrainedModel:
+        model = tiny_model(self.family)
+        self.patch(model)
+        return model
+
+
+SETUPS = [Setup(family, method) for family in FAMILIES for method in ("none", "yarn")]
+
+
+@pytest.fixture(params=[*SETUPS[:2], *few(SETUPS[2:], 2, 1)], ids=str, scope="module")
+def setup(request: pytest.FixtureRequest) -> Setup:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def stock(setup: Setup) -> PreTrainedModel:
+    """The oracle. Shared: a test that changes a model makes its own."""
+    return setup.stock()
+
+
+@pytest.fixture(scope="module")
+def patched(setup: Setup) -> PreTrainedModel:
+    """The model under test. Shared, as above."""
+    return setup.patched()
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    """Random ids without the padding, begin and end tokens."""
+    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+IDS = tokens(2, 60)
+"""Longer than the trained window and than Mistral's sliding one."""
+
+
+@torch.no_grad()
+def logits(model: Any, input_ids: Tensor = IDS, **inputs: Any) -> Tensor:
+    return model(input_ids, **inputs).logits
+
+
+def stand_in(model: Any) -> ExtendedRotaryEmbedding:
+    """The replaced rotary module of a patched causal or base model."""
+    module = model.base_model.rotary_emb
+    assert isinstance(module, ExtendedRotaryEmbedding)
+    return module
+
+
+def assert_alike(model: Any, stock: Any, input_ids: Tensor = IDS) -> None:
+    torch.testing.assert_close(logits(model, input_ids), logits(stock, input_ids), **CLOSE)
+
+
+def test_the_oracle_is_untouched_and_of_the_same_weights(
+    setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel
+) -> None:
+    assert type(stock.base_model.rotary_emb).__module__.startswith("transformers.")
+    assert stock.base_model.rotary_emb.rope_type == ("default" if setup.method == "none" else "yarn")
+    for (name, ours), theirs in zip(patched.named_parameters(), stock.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert_alike(patched, stock)
+    # Wrong positions change the logits, or no test below could fail.
+    shifted = torch.arange(IDS.shape[1]).expand(2, -1) * 2
+    assert (logits(stock) - logits(stock, position_ids=shifted)).abs().max() > 0.1
+
+
+def saved_keys(directory: Path) -> dict[str, set[str]]:
+    """The tensors in each safetensors file of a checkpoint."""
+    found = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found[path.name] = set(file.keys())
+    return found
+
+
+def reload(directory: Path, **options: Any) -> PreTrainedModel:
+    """Load with stock transformers, which must find exactly the tensors it expects."""
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **options)
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        assert not info.get(problem), problem
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"max_shard_size": "8KB"}, {"variant": "other"}, {"state_dict": True}],
+    ids=["whole", "sharded", "variant", "given-state"],
+)
+def test_what_is_saved_is_what_stock_saves(
+    setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel, form: dict[str, Any], tmp_path: Path
+) -> None:
+    for name, model in (("stock", stock), ("ours", patched)):
+        options = {**form, **({"state_dict": model.state_dict()} if "state_dict" in form else {})}
+        model.save_pretrained(tmp_path / name, **options)
+    assert saved_keys(tmp_path / "ours") == saved_keys(tmp_path / "stock")
+    assert (len(saved_keys(tmp_path / "ours")) > 3) == ("max_shard_size" in form)
+    written, expected = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "stock")
+    )
+    assert written.pop("rope_extend")["encoding"]["name"] == setup.method
+    # A stock form may spell out defaults; it may not say anything else.
+    assert expected.pop("rope_parameters").items() <= written.pop("rope_parameters").items()
+    assert written == expected
+    variant = {"variant": form["variant"]} if "variant" in form else {}
+    again = reload(tmp_path / "ours", **variant)
+    assert_alike(again, stock)
+    rx.patch_model(again, stand_in(patched).encoding)
+    assert torch.equal(logits(again), logits(patched))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_map": {"": "cpu"}},
+        {"device_map": "cpu"},
+        {"low_cpu_mem_usage": True},
+        {"use_safetensors": True},
+    ],
+    ids=["device-map", "device-name", "low-memory", "safetensors"],
+)
+def test_loading_through_meta_and_patching(
+    setup: Setup, tmp_path: Path, options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Loading goes through the meta device. All that a patch uses must be defined afterwards."""
+    plain = tiny_model(setup.family).to(dtype)
+    plain.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **options).eval()
+    setup.patch(model)
+    expected = setup.patched().to(dtype)
+    assert torch.equal(logits(model), logits(expected))
+
+
+def test_loading_under_a_device_context_and_a_default_device(setup: Setup, tmp_path: Path) -> None:
+    tiny_model(setup.family).save_pretrained(tmp_path)
+    expected = logits(setup.patched())
+    with torch.device("cpu"):
+        under_context = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        setup.patch(under_context)
+    assert torch.equal(logits(under_context), expected)
+    torch.set_default_device("cpu")
+    try:
+        under_default = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        setup.patch(under_default)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(logits(under_default), expected)
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "cpu": lambda: torch.device("cpu"),
+    "meta": lambda: torch.device("meta"),
+    "empty-weights": init_empty_weights,
+    "no-gradients": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_patching_under_a_context(setup: Setup, patched: PreTrainedModel, context: str) -> None:
+    """A context that changes new tensors must change neither the tables nor their sources."""
+    model = tiny_model(setup.family)
+    with CONTEXTS[context]():
+        setup.patch(model)
+    assert torch.equal(logits(model), logits(patched))
+    assert_same_buffers(model, patched)
+
+
+def test_patching_under_another_default_dtype(setup: Setup, patched: PreTrainedModel) -> None:
+    model = tiny_model(setup.family)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        setup.patch(model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(logits(model), logits(patched))
+    assert_same_buffers(model, patched)
+
+
+def test_made_and_patched_under_meta(setup: Setup, patched: PreTrainedModel) -> None:
+    """As a large model is prepared: built and patched without memory, filled afterwards."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(setup.family)).eval()
+        setup.patch(model)
+    model.to_empty(device="cpu")
+    model.load_state_dict(patched.state_dict())
+    assert torch.equal(logits(model), logits(patched))
+
+
+def test_a_mismatched_head_is_reinitialised_and_the_rest_loaded(
+    setup: Setup, patched: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Loading a patched checkpoint into another head, with the classes that share the decoder."""
+    patched.save_pretrained(tmp_path)
+    head = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
+    decoder = AutoModel.from_pretrained(tmp_path).eval()
+    body = patched.base_model
+    rx.patch_model(decoder, stand_in(patched).encoding)
+    with torch.no_grad():
+        assert torch.equal(decoder(IDS).last_hidden_state, body(IDS).last_hidden_state)
+    assert head(IDS[:1]).logits.shape == (1, 5)
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path, vocab_size=70, ignore_mismatched_sizes=True).eval()
+    assert logits(grown).shape[-1] == 70
+
+
+def test_the_state_dict_is_the_stock_one(
+    setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel
+) -> None:
+    ours, theirs = patched.state_dict(), stock.state_dict()
+    assert list(ours) == list(theirs)
+    assert not any("inv_freq" in name for name in ours)
+    assert set(dict(patched.named_buffers())) == set(dict(stock.named_buffers()))
+    assert list(dict(patched.named_parameters())) == list(dict(stock.named_parameters()))
+    # Strictly, both ways, and through torch.save.
+    other = setup.patched()
+    assert not any(other.load_state_dict(theirs, strict=True))
+    assert not any(setup.stock().load_state_dict(ours, strict=True))
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    assert not any(other.load_state_dict(torch.load(file), strict=True))
+    assert torch.equal(logits(other), logits(patched))
+
+
+def test_meta_init_and_assigned_weights(setup: Setup, patched: PreTrainedModel) -> None:
+    """`torch.device("meta")`, a patch, and `load_state_dict(assign=True)`, in this order and in the other."""
+    weights = patched.state_dict()
+    for patch_first in (True, False):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config(setup.family)).eval()
+        if patch_first:
+            setup.patch(model)
+        model.load_state_dict(weights, assign=True)
+        if not patch_first:
+            setup.patch(model)
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+        assert torch.equal(logits(model), logits(patched))
+
+
+def test_buffers_are_restored_after_the_meta_device(setup: Setup, patched: PreTrainedModel) -> None:
+    """`to_empty` leaves every tensor undefined. Buffers that are in no state dict must be restored."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(setup.family)).eval()
+    setup.patch(model)
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    model.to_empty(device="cpu")
+    model.load_state_dict(patched.state_dict())
+    assert_same_buffers(model, patched)
+    assert torch.equal(logits(model), logits(patched))
+    # and there and back, as a model that is unloaded and loaded again
+    model.to("meta")
+    model.to_empty(device="cpu")
+    model.load_state_dict(patched.state_dict())
+    assert torch.equal(logits(model), logits(patched))
+
+
+def assert_same_buffers(one: Any, other: Any) -> None:
+    for (name, ours), theirs in zip(one.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_buffers_are_those_of_the_stock_module(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    """In name, shape, dtype, value and persistence, for code that uses them."""
+    ours, theirs = stand_in(patched), stock.base_model.rotary_emb
+    assert ours._non_persistent_buffers_set == theirs._non_persistent_buffers_set
+    assert list(dict(ours.named_buffers())) == list(dict(theirs.named_buffers()))
+    for name in ("inv_freq", "original_inv_freq"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-6, atol=0, msg=name)
+    assert ours.attention_scaling == pytest.approx(theirs.attention_scaling)
+    assert ours.config is patched.config
+    assert list(inspect.signature(ours.forward).parameters)[:2] == ["x", "position_ids"]
+
+
+def test_init_weights_fills_every_buffer_and_changes_nothing_else(
+    setup: Setup, patched: PreTrainedModel
+) -> None:
+    """transformers fills buffers with `_init_weights` when it loads. The values must stay the same."""
+    model = setup.patched()
+    model._init_weights(stand_in(model))
+    assert_same_buffers(model, patched)
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.fill_(1e9)
+    for _ in range(2):
+        model._init_weights(stand_in(model))
+        assert_same_buffers(model, patched)
+        assert torch.equal(logits(model), logits(patched))
+    # The whole model: with every weight marked as loaded, as after from_pretrained, none may change.
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor._is_hf_initialized = True
+    model.init_weights()
+    assert_same_buffers(model, patched)
+    assert torch.equal(logits(model), logits(patched))
+
+
+def test_initialising_draws_the_same_weights(setup: Setup) -> None:
+    """The patched rotary module draws no random numbers, and every weight is still initialised."""
+    states = []
+    for model in (setup.stock(), setup.patched()):
+        torch.manual_seed(3)
+        model.init_weights()
+        states.append(model.state_dict())
+    for name, ours in states[1].items():
+        assert torch.equal(ours, states[0][name]), name
+
+
+def test_copies_and_pickles(setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    whole = io.BytesIO()
+    torch.save(patched, whole)
+    whole.seek(0)
+    for other in (
+        copy.deepcopy(patched),
+        pickle.loads(pickle.dumps(patched)),
+        torch.load(whole, weights_only=False),
+    ):
+        assert torch.equal(logits(other), logits(patched))
+        assert_same_buffers(other, patched)
+        with torch.no_grad():
+            next(other.parameters()).zero_()
+        patch = rx.current_patch(other)
+        assert patch is not None
+        assert patch is not rx.current_patch(patched)
+        patch.remove()
+        assert rx.current_patch(patched) is not None
+    assert_alike(patched, stock)
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+        (lambda m: m.double(), torch.float64),
+        (lambda m: m.to("cpu", torch.bfloat16), torch.bfloat16),
+    ],
+    ids=["half", "bfloat16", "double", "device-and-dtype"],
+)
+def test_a_cast_and_back_loses_only_what_the_weights_lose(
+    setup: Setup, cast: Callable[[Any], Any], dtype: torch.dtype
+) -> None:
+    """A stock model keeps the rounding of its rotary table after a cast. A patched one must not."""
+    model = cast(setup.patched())
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    low = logits(model)
+    assert low.dtype == dtype
+    assert low.isfinite().all()
+    rounded = setup.stock()
+    with torch.no_grad():
+        for weight in rounded.parameters():
+            weight.copy_(weight.to(dtype))
+    assert_alike(model.float(), rounded)
+    if dtype == torch.float64:  # nothing is rounded on the way
+        torch.testing.assert_close(low.float(), logits(model), rtol=0, atol=1e-4)
+
+
+def test_offloading_by_hooks(setup: Setup, patched: PreTrainedModel, tmp_path: Path) -> None:
+    """accelerate moves weights in hooks of each module, and never with `Module.to`."""
+    expected = logits(patched)
+    offloads: list[Callable[[Any], Any]] = [
+        lambda m: cpu_offload(m, execution_device="cpu"),
+        lambda m: cpu_offload(m, execution_device="cpu", offload_buffers=True),
+        lambda m: disk_offload(m, tmp_path / "plain", execution_device="cpu"),
+        lambda m: disk_offload(m, tmp_path / "buffers", execution_device="cpu", offload_buffers=True),
+    ]
+    for offload in offloads:
+        model = setup.patched()
+        offload(model)
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+        assert torch.equal(logits(model), expected)
+        remove_hook_from_submodules(model)
+
+
+def test_forward_signature_and_determinism(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    assert inspect.signature(patched.forward) == inspect.signature(stock.forward)
+    assert torch.equal(logits(patched), logits(patched))
+    as_dict, as_tuple = patched(IDS), patched(IDS, return_dict=False)
+    assert torch.equal(as_dict.logits, as_tuple[0])
+    assert len(as_dict.to_tuple()) == len(as_tuple) == len(stock(IDS, return_dict=False))
+
+
+def test_a_batch_equals_its_rows(patched: PreTrainedModel) -> None:
+    for row, together in zip(IDS, logits(patched), strict=True):
+        torch.testing.assert_close(together, logits(patched, row[None])[0], rtol=0, atol=1e-5)
+
+
+def test_inputs_embeds_equal_input_ids(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    with torch.no_grad():
+        embeds = patched.get_input_embeddings()(IDS)
+        assert torch.equal(patched(inputs_embeds=embeds).logits, logits(patched))
+        torch.testing.assert_close(patched(inputs_embeds=embeds).logits, logits(stock), **CLOSE)
+
+
+def test_hidden_states_and_attentions(setup: Setup) -> None:
+    stock, patched = setup.stock(), setup.patched()
+    for model in (stock, patched):
+        model.set_attn_implementation("eager")
+    outputs = [model(IDS, output_hidden_states=True, output_attentions=True) for model in (patched, stock)]
+    for kind, count in (("hidden_states", 3), ("attentions", 2)):
+        ours, theirs = (getattr(output, kind) for output in outputs)
+        assert len(ours) == len(theirs) == count
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, **CLOSE)
+    assert outputs[0].attentions[0].shape == (2, 2, 60, 60)
+    torch.testing.assert_close(outputs[0].attentions[0].sum(-1), torch.ones(2, 2, 60))
+
+
+def test_gradients_reach_hidden_states_and_attentions(setup: Setup) -> None:
+    gradients = []
+    for model in (setup.patched(), setup.stock()):
+        model.set_attn_implementation("eager")
+        output = model(IDS, output_hidden_states=True, output_attentions=True)
+        kept = [output.hidden_states[0], output.hidden_states[1], output.attentions[0]]
+        for tensor in kept:
+            tensor.retain_grad()
+        output.logits.flatten()[7].backward(retain_graph=True)
+        gradients.append([tensor.grad for tensor in kept])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def test_eager_and_sdpa_agree(setup: Setup, stock: PreTrainedModel) -> None:
+    model = setup.patched()
+    mask = torch.ones_like(IDS)
+    mask[0, :9] = 0
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        assert model.config._attn_implementation == implementation
+        seen = logits(model, attention_mask=mask)
+        expected = logits(stock, attention_mask=mask)
+        # The output of a padded query is undefined.
+        torch.testing.assert_close(seen[mask.bool()], expected[mask.bool()], **CLOSE)
+
+
+def test_given_position_ids(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    plain = torch.arange(60).expand(2, -1)
+    assert torch.equal(logits(patched, position_ids=plain), logits(patched))
+    assert torch.equal(logits(patched, position_ids=plain[:1]), logits(patched))  # one row for the batch
+    gaps = torch.stack([plain[0] * 3, plain[1] + 7])
+    torch.testing.assert_close(logits(patched, position_ids=gaps), logits(stock, position_ids=gaps), **CLOSE)
+    # Rotary positions are relative.
+    torch.testing.assert_close(logits(patched, position_ids=plain + 100), logits(patched), **CLOSE)
+
+
+def test_packed_rows_equal_the_separate_rows(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    """Positions that start again mark a new text; transformers masks what lies before."""
+    lengths = (23, 8, 29)
+    texts = [tokens(1, length, seed=length) for length in lengths]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = torch.cat(texts, dim=1)
+    options = {"position_ids": positions, "use_cache": False}
+    ours = logits(patched, packed, **options)
+    torch.testing.assert_close(ours, logits(stock, packed, **options), **CLOSE)
+    for text, part in zip(texts, ours.split(lengths, dim=1), strict=True):
+        torch.testing.assert_close(part, logits(stock, text), **CLOSE)
+
+
+def test_a_mask_of_four_dimensions(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    """Several continuations of one prompt in one row, separated by the mask and by equal positions."""
+    prompt, ends = tokens(1, 20), tokens(3, 1, seed=9)
+    row = torch.cat([prompt, ends.T], dim=1)
+    mask = torch.ones(23, 23).tril().bool()
+    mask[20:, 20:] = torch.eye(3).bool()
+    positions = torch.tensor([[*range(20), 20, 20, 20]])
+    shared = logits(patched, row, attention_mask=mask[None, None], position_ids=positions)
+    for index, end in enumerate(ends):
+        alone = logits(stock, torch.cat([prompt, end[None]], dim=1))
+        torch.testing.assert_close(shared[0, 20 + index], alone[0, -1], **CLOSE)
+
+
+def test_longer_than_the_config_says(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    """No stock model refuses, truncates or warns of a text longer than its window, and no patch may."""
+    long, short = tokens(1, TARGET + 40), tokens(1, 10)
+    assert long.shape[1] > patched.config.max_position_embeddings
+    before = logits(patched, short)
+    torch.testing.assert_close(logits(patched, long), logits(stock, long), rtol=0, atol=5e-4)
+    assert torch.equal(logits(patched, short), before)  # a long text leaves nothing behind
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_scaling_from_a_config(family: FamilyCase) -> None:
+    """As transformers checks its rope types: static scaling changes every text, dynamic only long ones."""
+    short, long = tokens(1, 10), tokens(1, int(1.5 * TRAINED))
+    plain = tiny_model(family)
+    for method in ("linear", "yarn", "dynamic_ntk"):
+        scaled = tiny_model(family)
+        with rx.extend(scaled, 10 * TRAINED, method):
+            changed = (logits(scaled, short) - logits(plain, short)).abs().max() > 1e-3
+            assert changed == (method != "dynamic_ntk")
+            assert (logits(scaled, long) - logits(plain, long)).abs().max() > 1e-3
+        assert torch.equal(logits(scaled, long), logits(plain, long))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_frequencies_of_the_stand_in(family: FamilyCase) -> None:
+    """transformers' check of its rotary modules, on ours."""
+    model, x = tiny_model(family), torch.zeros(1)
+    original = model.base_model.rotary_emb
+    short, long = torch.arange(10)[None], torch.arange(48)[None]
+
+    def table(positions: Tensor) -> tuple[Tensor, Tensor]:
+        return model.base_model.rotary_emb(x, positions)
+
+    with rx.patch_model(model, rx.encoding("none")):
+        torch.testing.assert_close(table(long), original(x, long), rtol=0, atol=1e-5)
+    for method in ("linear", "yarn"):
+        with rx.extend(model, 10 * TRAINED, method):
+            for one, other in zip(table(short), table(long), strict=True):
+                assert torch.equal(one, other[:, :10])
+            assert not torch.allclose(table(short)[0], original(x, short)[0])
+            if method == "linear":  # every tenth position is an original one
+                for one, other in zip(table(long[:, ::10]), original(x, long[:, :5]), strict=True):
+                    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_another_patch_at_run_time(setup: Setup, stock: PreTrainedModel) -> None:
+    """Scaling is changed on a live model, and changed back; nothing of it is cached anywhere."""
+    model = setup.patched()
+    plain = logits(model)
+    with rx.patch_model(model, rx.encoding("linear", factor=4.0)):
+        assert (logits(model) - plain).abs().max() > 1e-2
+        linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+        config = {**setup.family.config, "rope_parameters": linear}
+        expected = tiny_model(FamilyCase(setup.family.model_type, config))
+        torch.testing.assert_close(logits(model), logits(expected), **CLOSE)
+    assert torch.equal(logits(model), plain)
+    assert_alike(model, stock)
+
+
+def loss_and_gradients(model: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    model.zero_grad()
+    loss = model(IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}
+
+
+def test_training_gives_every_parameter_its_gradient(setup: Setup) -> None:
+    (ours, mine), (theirs, stock) = (
+        loss_and_gradients(model.train()) for model in (setup.patched(), setup.stock())
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for name, gradient in mine.items():
+        assert gradient is not None, name
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradient, stock[name], rtol=1e-3, atol=2e-4, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpointing:FutureWarning")  # a new name is on its way
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(setup: Setup, use_reentrant: bool) -> None:
+    model = setup.patched().train()
+    loss, gradients = loss_and_gradients(model)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        model.enable_input_require_grads()
+    again, checkpointed = loss_and_gradients(model)
+    model.gradient_checkpointing_disable()
+    assert torch.equal(again, loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_one_step_of_an_optimiser(setup: Setup) -> None:
+    weights = []
+    for model in (setup.patched().train(), setup.stock().train()):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_and_gradients(model)
+        optimizer.step()
+        weights.append(dict(model.named_parameters()))
+    for name, ours in weights[0].items():
+        torch.testing.assert_close(ours, weights[1][name], rtol=0, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("tie_word_embeddings", [False, True], ids=["untied", "tied"])
+def test_embeddings_tie_and_resize(setup: Setup, tie_word_embeddings: bool, tmp_path: Path) -> None:
+    setup = setup.with_config(tie_word_embeddings=tie_word_embeddings)
+    stock, model = setup.stock(), setup.patched()
+    for each in (stock, model):
+        assert (each.lm_head.weight is each.get_input_embeddings().weight) == tie_word_embeddings
+        each.resize_token_embeddings(70, mean_resizing=False)
+        assert (each.lm_head.weight is each.get_input_embeddings().weight) == tie_word_embeddings
+        with torch.no_grad():  # new rows are random
+            for weight in (each.get_input_embeddings().weight, each.lm_head.weight):
+                weight[64:] = 0.01
+    assert model.config.vocab_size == 70
+    assert_alike(model, stock)
+    assert list(model.state_dict()) == list(stock.state_dict())
+    model.save_pretrained(tmp_path)
+    stock.save_pretrained(tmp_path / "stock")
+    assert saved_keys(tmp_path) == saved_keys(tmp_path / "stock")
+    assert_alike(reload(tmp_path), stock)
+    model.resize_token_embeddings(64)
+    assert_alike(model, setup.stock())
+
+
+def test_a_past_and_its_attention_mask(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    """A second chunk of several tokens, behind a cache and a mask with holes."""
+    mask = torch.ones_like(IDS)
+    mask[0, :11] = 0
+    mask[1, 15:19] = 0
+    whole = [logits(model, attention_mask=mask)[:, 40:] for model in (patched, stock)]
+    torch.testing.assert_close(whole[0], whole[1], **CLOSE)
+    with torch.no_grad():
+        first = patched(IDS[:, :40], attention_mask=mask[:, :40], use_cache=True)
+        rest = patched(IDS[:, 40:], attention_mask=mask, past_key_values=first.past_key_values)
+    torch.testing.assert_close(rest.logits, whole[1], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_prefill_in_chunks(setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel, kind: str) -> None:
+    caches = {
+        "dynamic": lambda config: DynamicCache(config=config),
+        "static": lambda config: StaticCache(config=config, max_cache_len=64),
+    }
+    cache = caches[kind](patched.config)
+    steps, start = [], 0
+    with torch.no_grad():
+        for size in (17, 1, 20, 13, 1, 8):
+            chunk = IDS[:, start : start + size]
+            steps.append(patched(chunk, past_key_values=cache, use_cache=True).logits)
+            start += size
+    torch.testing.assert_close(torch.cat(steps, dim=1), logits(stock), **CLOSE)
+
+
+def test_the_cache_has_the_stock_layout(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    ours, theirs = (model(IDS, use_cache=True).past_key_values for model in (patched, stock))
+    assert type(ours) is type(theirs)
+    assert ours.get_seq_length() == theirs.get_seq_length() == 60
+    for one, other in zip(ours.layers, theirs.layers, strict=True):
+        assert type(one) is type(other)
+        torch.testing.assert_close(one.keys, other.keys, **CLOSE)
+        torch.testing.assert_close(one.values, other.values, **CLOSE)
+
+
+def test_left_padding_equals_no_padding(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    """A padded row without `position_ids` is shifted, which changes nothing for a rotary model."""
+    padded = torch.nn.functional.pad(IDS, (32, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(IDS), (32, 0))
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for options in ({}, {"position_ids": positions}):
+        seen = logits(patched, padded, attention_mask=mask, **options)[:, 32:]
+        torch.testing.assert_close(seen, logits(stock), **CLOSE)
+
+
+PROMPT = IDS[:, :20]
+NEW = 20
+"""Enough tokens to cross the trained window and Mistral's sliding window."""
+
+
+def generate(model: Any, prompt: Tensor | None = PROMPT, *, new: int = NEW, **options: Any) -> Any:
+    """Generate exactly `new` tokens, with their logits."""
+    torch.manual_seed(0)
+    if prompt is not None and "attention_mask" not in options:
+        options["attention_mask"] = torch.ones_like(prompt)
+    return model.generate(
+        prompt,
+        **{
+            "do_sample": False, "min_new_tokens": new, "max_new_tokens": new,
+            "return_dict_in_generate": True, "output_logits": True, **options,
+        },
+    )  # fmt: skip
+
+
+def assert_generated_alike(ours: Any, theirs: Any) -> None:
+    assert torch.equal(ours.sequences, theirs.sequences)
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), **CLOSE)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "no-cache": {"use_cache": False},
+    "static-cache": {"cache_implementation": "static"},
+    "chunked-prefill": {"prefill_chunk_size": 6},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},
+    "several-samples": {"do_sample": True, "top_p": 0.9, "num_return_sequences": 3},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beam-sampling": {"num_beams": 2, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("mode", few(MODES, 3, 1))
+def test_generate_gives_the_stock_tokens(stock: PreTrainedModel, patched: PreTrainedModel, mode: str) -> None:
+    ours = generate(patched, **MODES[mode])
+    assert_generated_alike(ours, generate(stock, **MODES[mode]))
+    assert ours.sequences.shape[1] == 40
+
+
+def test_every_way_to_decode_greedily_gives_the_same_tokens(patched: PreTrainedModel) -> None:
+    """No cache, a static cache and a prompt in chunks give the tokens of the default cache."""
+    expected = generate(patched)
+    for mode in ("no-cache", "static-cache", "chunked-prefill"):
+        assert_generated_alike(generate(patched, **MODES[mode]), expected)
+
+
+@pytest.mark.parametrize("helper", ["model", "prompt-lookup"])
+def test_assisted_generation(setup: Setup, helper: str) -> None:
+    """Rejected drafts are cut from the cache, which needs a full cache: no sliding window."""
+    setup = setup.with_config(sliding_window=None) if setup.family.model_type == "mistral" else setup
+    stock, patched = setup.stock(), setup.patched()
+    prompt = PROMPT[:1].repeat(1, 2)[:, :24]  # something to look up
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
+    if helper == "model":
+        assistant = tiny_model(replace(setup.family, seed=5))
+        setup.patch(assistant)
+        options = {"assistant_model": assistant}
+    ours = generate(patched, prompt, **options)
+    assert_generated_alike(ours, generate(stock, prompt))
+    if helper == "model":  # an assistant that is always right, too
+        assert_generated_alike(generate(patched, prompt, assistant_model=setup.patched()), ours)
+
+
+def test_generate_with_left_padding(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    padded, mask = PROMPT.clone(), torch.ones_like(PROMPT)
+    padded[1, :9], mask[1, :9] = 0, 0
+    ours = generate(patched, padded, attention_mask=mask)
+    assert_generated_alike(ours, generate(stock, padded, attention_mask=mask))
+    alone = generate(stock, PROMPT[1:, 9:])
+    assert torch.equal(ours.sequences[1, 20:], alone.sequences[0, 11:])
+
+
+def test_generate_from_inputs_embeds(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    expected = generate(stock)
+    with torch.no_grad():
+        embeds = patched.get_input_embeddings()(PROMPT)
+    for options in ({}, {"cache_implementation": "static"}):
+        mask = torch.ones_like(PROMPT)
+        both = generate(patched, PROMPT, inputs_embeds=embeds, attention_mask=mask, **options)
+        assert torch.equal(both.sequences, expected.sequences)
+        alone = generate(patched, None, inputs_embeds=embeds, attention_mask=mask, **options)
+        assert torch.equal(alone.sequences, expected.sequences[:, 20:])
+        torch.testing.assert_close(torch.stack(alone.logits), torch.stack(expected.logits), **CLOSE)
+
+
+def test_generate_continues_from_a_cache(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    expected = generate(stock)
+
+    @torch.no_grad()
+    def past() -> Any:
+        """The cache after a forward of the prompt without its last token."""
+        return patched(PROMPT[:, :-1], use_cache=True).past_key_values
+
+    first = generate(patched, new=8)
+    rest = generate(patched, first.sequences, new=NEW - 8, past_key_values=first.past_key_values)
+    assert torch.equal(rest.sequences, expected.sequences)
+    assert_generated_alike(generate(patched, past_key_values=past()), expected)
+    shared = past()
+    for _ in range(2):  # several continuations of one past
+        branch = generate(patched, past_key_values=copy.deepcopy(shared))
+        assert torch.equal(branch.sequences, expected.sequences)
+
+
+def test_generate_with_given_positions(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    positions = torch.arange(20).expand(2, -1)
+    assert_generated_alike(generate(patched, position_ids=positions), generate(stock))
+    moved = generate(patched, position_ids=positions + 5)
+    assert_generated_alike(moved, generate(stock, position_ids=positions + 5))
+
+
+def test_generate_shows_its_states(setup: Setup) -> None:
+    stock, patched = setup.stock(), setup.patched()
+    options = {"output_hidden_states": True, "output_attentions": True, "output_scores": True}
+    for model in (stock, patched):
+        model.set_attn_implementation("eager")
+    ours, theirs = (generate(model, new=6, **options) for model in (patched, stock))
+    assert_generated_alike(ours, theirs)
+    for kind in ("hidden_states", "attentions"):
+        for one, other in zip(getattr(ours, kind), getattr(theirs, kind), strict=True):
+            for tensor, expected in zip(one, other, strict=True):
+                torch.testing.assert_close(tensor, expected, **CLOSE)
+
+
+def test_logits_to_keep(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    for keep in (1, 7, torch.tensor([0, 30, 59])):
+        torch.testing.assert_close(
+            logits(patched, logits_to_keep=keep), logits(stock, logits_to_keep=keep), **CLOSE
+        )
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Start and end without compiled code."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+TRACED = [setup for setup in SETUPS if setup.method == "none" or setup.family.model_type == "llama"]
+"""Tracing costs seconds, and methods differ only in numbers."""
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("setup", few(TRACED, 4, 1), ids=str, indirect=True)
+def test_compiled_in_one_graph(setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    compiled = torch.compile(patched, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(IDS, use_cache=False).logits, logits(stock), **CLOSE)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("setup", TRACED[:1], ids=str, indirect=True)
+def test_a_compiled_step_serves_every_position(
+    setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel
+) -> None:
+    """Decoding with a static cache: one graph without breaks, and no new graph for each token."""
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    step = torch.compile(patched.forward, fullgraph=True, backend=backend)
+    seen = []
+    cache = StaticCache(config=patched.config, max_cache_len=64)
+    with torch.no_grad():
+        for position in range(12):
+            ids, at = IDS[:, position, None], torch.tensor([[position]])
+            seen.append(step(ids, position_ids=at, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(seen, dim=1), logits(stock, IDS[:, :12]), **CLOSE)
+    assert len(graphs) <= 2, "once for the empty cache, once for the rest"
+
+
+@pytest.mark.parametrize("setup", few(TRACED, 4, 2), ids=str, indirect=True)
+def test_exported(setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    """One graph for any length, with the table of the export."""
+    program = torch.export.export(
+        patched,
+        (),
+        {"input_ids": IDS, "use_cache": False},
+        dynamic_shapes={"input_ids": {1: torch.export.Dim("length", min=2, max=128)}, "use_cache": None},
+        strict=False,
+    )
+    for length in (60, 31):
+        ids = IDS[:, :length]
+        with torch.no_grad():
+            exported = program.module()(input_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(exported, logits(stock, ids), **CLOSE)

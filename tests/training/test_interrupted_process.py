@@ -1,0 +1,116 @@
+"""Ctrl-C on the real commands in their own processes: they stop at once, and resume to the same numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.evaluation.retrieval_report import read_retrieval
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+
+# A process in the background may ignore Ctrl-C.
+LISTENING = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from rope_extend.cli.main import main; main()"
+)
+
+
+def interrupted(command: str, ready: Callable[[], bool]) -> str:
+    """Start a command, press Ctrl-C once it is ready, and return its output."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENING, *shlex.split(command)], stderr=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    deadline = time.monotonic() + 240
+    while not ready():
+        assert process.poll() is None, f"it ended before it could be interrupted: {process.stderr.read()}"
+        assert time.monotonic() < deadline, "it never came so far"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.fixture
+def texts(work: Path, tmp_path: Path) -> Path:
+    """Eight documents, so that there is time to press Ctrl-C."""
+    (tmp_path / "data").mkdir()
+    words = (work / "data" / "a.txt").read_text()
+    for number in range(8):
+        (tmp_path / "data" / f"{number:02d}.txt").write_text(f"{number} {words}")
+    return tmp_path / "data"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_an_interrupted_evaluation_resumes_to_the_same_numbers(texts: Path, tmp_path: Path) -> None:
+    """Interrupted in its second row: the first row is complete, the second has some documents."""
+    command = f"evaluate {MODEL_DIR} --data {texts} --lengths 512 --methods yarn,linear --retrieval 1"
+    out = tmp_path / "stopped"
+    unfinished = out / "unfinished"
+
+    def ready() -> bool:
+        trials = list(unfinished.glob("yarn-*/trials.jsonl"))
+        return bool(trials) and len(list(unfinished.glob("linear-*/*.npz"))) >= 2
+
+    said = interrupted(f"{command} --output {out}", ready)
+    assert "the same command with --resume continues" in said
+    assert not (out / "results.jsonl").exists()
+    kept = {path: path.read_bytes() for path in unfinished.rglob("*") if path.is_file()}
+    finished = [path for path in kept if path.suffix == ".npz"]
+    assert 10 <= len(finished) < 24
+    main(shlex.split(f"{command} --output {out} --resume"))
+    main(shlex.split(f"{command} --output {tmp_path / 'whole'}"))
+    again, whole = read_results(out), read_results(tmp_path / "whole")
+    assert [one.label for one in again] == ["yarn", "linear", "none, cropped to 256"]
+    assert [numbers(one.to_dict()) for one in again] == [numbers(one.to_dict()) for one in whole]
+    assert {len(one.retrieval.cells) for one in again} == {5}
+    assert again[0].retrieval.forward_tokens == 0  # read from the file, not answered again
+    assert whole[0].retrieval.forward_tokens > 0
+    assert not unfinished.exists()
+
+
+@pytest.mark.slow
+def test_interrupted_retrieval_resumes_to_the_same_answers(tmp_path: Path) -> None:
+    command = (
+        f"retrieve {MODEL_DIR} --lengths 256,320 --depths 2 --trials 4 --methods none,yarn --batch-tokens 256"
+    )
+    out = tmp_path / "stopped"
+    trials = out / "trials.jsonl"
+    said = interrupted(f"{command} --output {out}", lambda: trials.exists() and trials.stat().st_size > 1000)
+    assert "resume the run to use them" in said
+    assert not (out / "results.jsonl").exists()
+    before = trials.read_text()
+    main(shlex.split(f"{command} --output {out} --resume"))
+    assert trials.read_text().startswith(before[: before.rfind("\n") + 1])  # nothing is answered twice
+    main(shlex.split(f"{command} --output {tmp_path / 'whole'}"))
+    assert read_retrieval(out) == read_retrieval(tmp_path / "whole")
+    assert lines(trials) == lines(tmp_path / "whole" / "trials.jsonl")
+
+
+def numbers(value: Any) -> Any:
+    """All measurements, without time and memory."""
+    cost = ("seconds", "peak_memory_bytes", "forward_tokens", "tokens_per_second")
+    if isinstance(value, dict):
+        return {name: numbers(one) for name, one in value.items() if name not in cost}
+    return [numbers(one) for one in value] if isinstance(value, list) else value
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]

@@ -1,0 +1,171 @@
+"""A run that is killed at any moment, also while it saves, resumes and ends bit for bit the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from covering import OPTIONS
+
+from rope_extend.training.finetune import Recipe
+
+# Everything that changes the disk, and every batch, is an event; a process is killed at one of them. Each is
+# a fork of one that has torch loaded and has not computed anything, which costs no start.
+_SCRIPT = """
+import json, os, shutil, signal, sys, traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from rope_extend.training import loop, resume
+from rope_extend.training.finetune import Recipe, finetune
+
+torch.set_num_threads(1)
+base, jobs, said = Recipe.from_yaml(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
+events = []
+
+
+def happens(name, kill_at):
+    events.append(name)
+    if kill_at == ["any", len(events)] or kill_at == [name, events.count(name)]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch(owner, name, kill_at, file_at=None):
+    original = getattr(owner, name)
+
+    def watched(*args, **kwargs):
+        happens("before " + name, kill_at)
+        result = original(*args, **kwargs)
+        if file_at is not None:  # as if the process had written half
+            content = Path(args[file_at]).read_bytes()
+            Path(args[file_at]).write_bytes(content[: len(content) // 2])
+            happens("in the middle of " + name, kill_at)
+            Path(args[file_at]).write_bytes(content)
+        happens("after " + name, kill_at)
+        return result
+
+    setattr(owner, name, watched)
+
+
+def child(recipe, kill_at, log=None):
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        watch(loop.TrainingRun, "_batch", kill_at)
+        watch(resume, "save_file", kill_at, 1)
+        watch(torch, "save", kill_at, 1)
+        for owner, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree"), (Path, "write_text")):
+            watch(owner, name, kill_at)
+        run = Path(recipe.output_dir)
+        finetune(recipe, resume=run.exists() and any(run.iterdir()))
+        if log is not None:
+            log.write_bytes(json.dumps(events).encode())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+report = []
+for name, kills in jobs:
+    recipe = replace(base, output_dir=str(said.parent / name))
+    codes = [child(recipe, kill_at) for kill_at in kills]
+    codes.append(child(recipe, None, said.parent / (name + ".events")))
+    report.append((name, codes))
+said.write_text(json.dumps(report))
+"""
+
+
+@pytest.fixture
+def recipe(work: Path, tmp_path: Path) -> Recipe:
+    return Recipe(
+        model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "unused"),
+        target_length=128, steps=3, learning_rate=1e-2, warmup_steps=2, lora_rank=4, lora_dropout=0.2,
+        gradient_accumulation=2, save_every=1, gradient_checkpointing=False, positions="pose",
+        block_length=64,
+    )  # fmt: skip
+
+
+Kills = list[tuple[str, int]]
+"""The events at which a run is killed, one after the other: name (or any), and its number under that name."""
+
+
+def run(recipe: Recipe, tmp_path: Path, work: Path, kills: list[Kills]) -> None:
+    """For each list of events, a run that is killed at these and then finishes, in a directory `0`, `1`, …"""
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())
+    jobs = [(str(number), one) for number, one in enumerate(kills)]
+    arguments = [str(tmp_path / "recipe.yaml"), json.dumps(jobs), str(tmp_path / "report.json")]
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(work / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, *arguments],
+        env=environment, capture_output=True, text=True, timeout=1500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    for (_, codes), one in zip(json.loads((tmp_path / "report.json").read_text()), kills, strict=True):
+        assert codes == [-9] * len(one) + [0], (one, codes, done.stderr[-3000:])
+
+
+def outcome(directory: Path) -> dict[str, Any]:
+    """All files of a run, without those that contain times."""
+    assert not list(directory.glob(".saving-*"))
+    checkpoints = directory / "checkpoints"
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    manifests = {
+        path.parent.name: json.loads(path.read_text())["files"] for path in checkpoints.glob("*/*.json")
+        if path.name == "manifest.json"
+    }  # fmt: skip
+    return {
+        "adapter": (directory / "adapter_model.safetensors").read_bytes(),
+        "metrics": [
+            {k: v for k, v in line.items() if "second" not in k and k != "peak_memory_bytes"}
+            for line in lines
+        ],
+        "checkpoints": sorted(path.name for path in checkpoints.iterdir()),
+        "files": {
+            (step, name): values
+            for step, files in manifests.items()
+            for name, values in files.items()
+            if name != "state.json"
+        },
+    }
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_bit_for_bit_the_same(recipe: Recipe, tmp_path: Path, work: Path) -> None:
+    kills: list[Kills] = [
+        [],
+        [("after _batch", 4)],  # in step 2
+        [("in the middle of save", 2), ("before fsync", 4), ("before replace", 1)],  # again and again
+        [("before rmtree", 2)],
+    ]
+    run(recipe, tmp_path, work, kills)
+    expected = outcome(tmp_path / "0")
+    assert len(expected["files"]) == 2 * 3
+    for number, one in enumerate(kills):
+        assert outcome(tmp_path / str(number)) == expected, one
+
+
+EVERY = 7
+"""Without `--full`, a run is killed at every seventh event, which in time meets each kind of event."""
+
+
+@pytest.mark.slow
+def test_at_every_event(recipe: Recipe, tmp_path: Path, work: Path) -> None:
+    run(recipe, tmp_path, work, [[]])
+    expected = outcome(tmp_path / "0")
+    events = json.loads((tmp_path / "0.events").read_bytes())
+    (tmp_path / "killed").mkdir()
+    every = 1 if OPTIONS.full else EVERY
+    kills: list[Kills] = [[("any", number)] for number in range(1, len(events) + 1, every)]
+    run(recipe, tmp_path / "killed", work, kills)
+    for number, one in enumerate(kills):
+        assert outcome(tmp_path / "killed" / str(number)) == expected, (one, events[one[0][1] - 1])

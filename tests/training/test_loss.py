@@ -1,0 +1,437 @@
+"""The chunked loss equals the loss that stock transformers computes from all logits."""
+
+import copy
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.loss import IGNORED, NextTokenLoss, hidden_states, next_token_loss, output_head, token_losses
+
+VOCABULARY = 97
+SIZE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HEAD_DIM = {"head_dim": 8}
+# What surrounds each family's last matrix, made strong enough that leaving it out could not go unnoticed.
+FAMILIES = {
+    "llama": {},
+    "gpt_neox": {},
+    "gemma2": {**HEAD_DIM, "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 8},
+    "granite": {"logits_scaling": 7.0},
+    "hyperclovax": {"logits_scaling": 7.0},  # the same name as granite's, and it multiplies
+    "cohere": {"logit_scale": 0.125},
+    "phi": {},
+    "llama4_text": {**HEAD_DIM, "num_local_experts": 2, "intermediate_size_mlp": 48},
+}
+
+
+def tiny(family: str, **changes: object) -> torch.nn.Module:
+    torch.manual_seed(0)
+    options = {k: v for k, v in SIZE.items() if (family, k) != ("gpt_neox", "num_key_value_heads")}
+    config = CONFIG_MAPPING[family](**{**options, **FAMILIES[family], **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:  # the default initialisation gives logits of nearly nothing
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def batch(length: int = 23) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(3, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :5] = IGNORED
+    labels[1, -3:] = IGNORED
+    return ids, labels
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_training_step(model: torch.nn.Module, chunk_bytes: int) -> None:
+    ids, labels = batch()
+    stock = model(ids, labels=labels).loss
+    stock.backward()
+    expected = gradients(model)
+    model.zero_grad(set_to_none=True)
+
+    ours = next_token_loss(model, ids, labels, chunk_bytes=chunk_bytes)
+    ours.backward()
+    found = gradients(model)
+
+    assert ours.dtype == torch.float32
+    assert ours.item() == pytest.approx(stock.item(), abs=1e-5)
+    assert found.keys() == expected.keys()
+    assert any(gradient.abs().max() > 1e-3 for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_the_stock_model(family: str) -> None:
+    assert_same_training_step(tiny(family), chunk_bytes=5 * 4 * VOCABULARY)  # 5 tokens: an uneven split
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2**26])
+def test_any_chunk_size_gives_the_same_step(chunk_bytes: int) -> None:
+    assert_same_training_step(tiny("llama"), chunk_bytes)
+
+
+def test_tied_embeddings_collect_both_gradients() -> None:
+    assert_same_training_step(tiny("llama", tie_word_embeddings=True), chunk_bytes=2000)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite"])
+def test_lora_is_trained(family: str) -> None:
+    base = tiny(family)
+    ids, labels = batch()
+    without = next_token_loss(base, ids, labels).item()
+    # One adapter on the head itself: it must act in the loss as it does in the model.
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "lm_head"])).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    assert abs(next_token_loss(model, ids, labels).item() - without) > 1e-3
+    assert_same_training_step(model, chunk_bytes=2000)
+    assert gradients(model).keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+
+
+def test_autocast_trains_the_head_too() -> None:
+    """Autocast caches its casts of weights; the gradient of each chunk must still reach the weight."""
+    model = tiny("llama")
+    ids, labels = batch()
+    steps = []
+    for loss in (
+        lambda: model(ids, labels=labels).loss,
+        lambda: next_token_loss(model, ids, labels, chunk_bytes=2000),
+    ):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = loss()
+        value.backward()
+        steps.append(gradients(model))
+        model.zero_grad(set_to_none=True)
+    stock, ours = steps
+    assert ours.keys() == stock.keys() == dict(model.named_parameters()).keys()
+    for name, gradient in stock.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=0.1, atol=0.05 * gradient.abs().max().item())
+
+
+def test_labels_default_to_the_input() -> None:
+    model = tiny("llama")
+    ids, _ = batch()
+    assert next_token_loss(model, ids).item() == pytest.approx(model(ids, labels=ids).loss.item(), abs=1e-5)
+
+
+def test_nothing_to_score_is_a_loss_of_zero_that_trains_nothing() -> None:
+    model = tiny("llama")
+    ids, _ = batch()
+    loss = next_token_loss(model, ids, torch.full_like(ids, IGNORED))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients(model).values())
+
+
+def test_positions_with_gaps_stay_one_text() -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    positions = torch.arange(ids.shape[1])[None] * 3
+    ours = next_token_loss(model, ids, labels, position_ids=positions).item()
+    # With a cache, as by default, stock transformers does not look for packed texts.
+    assert ours == pytest.approx(model(ids, labels=labels, position_ids=positions).loss.item(), abs=1e-5)
+    # Without one it does, and cuts the text at every gap: this is what we must not do.
+    cut = model(ids, labels=labels, position_ids=positions, use_cache=False).loss.item()
+    assert ours != pytest.approx(cut, abs=1e-3)
+    assert ours != pytest.approx(next_token_loss(model, ids, labels).item(), abs=1e-3)
+
+
+def test_token_losses_are_the_log_probabilities() -> None:
+    model = tiny("granite").double()
+    ids, labels = batch()
+    with torch.no_grad():
+        expected = -model(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        hidden = hidden_states(model, ids)[:, :-1]
+    found = token_losses(hidden, output_head(model), labels[:, 1:], chunk_bytes=3 * 4 * VOCABULARY)
+    assert not found.requires_grad
+    scored = labels[:, 1:] != IGNORED
+    assert found.dtype == torch.float32
+    assert found.shape == (2, ids.shape[1] - 1)
+    torch.testing.assert_close(found[scored].double(), expected[scored], rtol=1e-5, atol=1e-5)
+    assert not found[~scored].any()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_head_gives_the_models_own_logits(family: str, dtype: torch.dtype) -> None:
+    """Also in the buffer that an earlier, longer call has written to. The last matrix of phi has a bias."""
+    model = tiny(family).to(dtype)
+    if family == "phi":
+        torch.nn.init.normal_(model.lm_head.bias)
+    ids, _ = batch()
+    with torch.no_grad():
+        hidden, expected, head = hidden_states(model, ids), model(ids).logits, output_head(model)
+        for rows in (slice(0, 2), slice(1, 2)):
+            torch.testing.assert_close(head(hidden[rows]), expected[rows], rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_overwritten_unless_they_have_a_gradient() -> None:
+    model = tiny("llama")
+    states, head = torch.ones(1, 3, 32), output_head(model)
+    with torch.no_grad():
+        assert head(states).data_ptr() == head(2 * states).data_ptr() == head(states[:, :1]).data_ptr()
+    first = head(states)
+    torch.testing.assert_close(head(2 * states), 2 * first)
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("how", ["hook", "autocast", "adapter"])
+def test_a_head_that_does_more_than_one_product_runs_itself(how: str) -> None:
+    model, states = tiny("llama"), torch.linspace(-1, 1, 96).view(1, 3, 32)
+    if how == "hook":
+        model.lm_head.register_forward_hook(lambda module, args, output: output + 1)
+    if how == "adapter":
+        model = get_peft_model(model, LoraConfig(target_modules=["lm_head"], init_lora_weights=False))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        found, expected = output_head(model)(states), model.get_output_embeddings()(states)
+    assert torch.equal(found, expected)
+    assert found.dtype == (torch.bfloat16 if how == "autocast" else torch.float32)
+
+
+def train_only(model: torch.nn.Module, *parts: str) -> torch.nn.Module:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in parts))
+    return model
+
+
+def test_logits_stay_within_the_budget_and_are_not_kept_for_the_backward_pass() -> None:
+    model = tiny("llama")
+    ids, _ = batch(64)
+    sizes: list[int] = []
+    model.lm_head.register_forward_hook(lambda *call: sizes.append(call[-1].shape[1]))
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        loss = next_token_loss(model, ids, chunk_bytes=10 * 4 * VOCABULARY)
+    weights = VOCABULARY * 32
+    logits_of_chunk = 10 * VOCABULARY
+    assert max(sizes) == 10
+    assert sum(sizes) == 2 * 63 + 1  # all that is scored, and one token to learn the vocabulary's size
+    assert not [n for n in kept if n % VOCABULARY == 0 and n >= logits_of_chunk and n != weights]
+    sizes.clear()
+    loss.backward()
+    assert not sizes  # nor computed again
+
+
+def flops(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, int]:
+    with FlopCounterMode(display=False) as counter:
+        result = run()
+    return result, counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("trained", "products"), [(["norm"], 2), (["norm", "lm_head"], 3), (["lm_head"], 2)])
+def test_the_head_is_multiplied_no_more_often_than_its_gradients_need(
+    trained: list[str], products: int
+) -> None:
+    model = train_only(tiny("llama"), *trained)
+    ids, labels = batch()
+    hidden, decoder = flops(lambda: model.model(ids, use_cache=False).last_hidden_state)
+    loss, forward = flops(lambda: next_token_loss(model, ids, labels, chunk_bytes=2000))
+    product = 2 * 32 * VOCABULARY  # of one token
+    scored = int((labels[:, 1:] != IGNORED).sum())
+    assert forward - decoder == (products * scored + 1) * product
+    through_decoder = flops(lambda: hidden.sum().backward())[1] if hidden.requires_grad else 0
+    assert flops(lambda: loss.backward())[1] == through_decoder
+
+
+def test_without_anything_to_train_there_is_a_loss_and_no_gradient() -> None:
+    model = train_only(tiny("llama"))
+    ids, labels = batch()
+    loss = next_token_loss(model, ids, labels)
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(model(ids, labels=labels).loss.item(), abs=1e-5)
+
+
+@cache
+def small(family: str, vocabulary: int, bias: bool) -> torch.nn.Module:
+    model = tiny(family, vocab_size=vocabulary, num_hidden_layers=1, tie_word_embeddings=False)
+    if bias:
+        model.lm_head = torch.nn.Linear(32, vocabulary)
+    return model
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    family=st.sampled_from(["llama", "gemma2", "granite", "cohere"]),
+    vocabulary=st.sampled_from([13, 50]),
+    bias=st.booleans(),
+    trained=st.sampled_from([["model."], ["lm_head"], ["model.", "lm_head"]]),
+    texts=st.integers(1, 3).flatmap(
+        lambda width: st.lists(
+            st.lists(st.integers(3, 12), min_size=width, max_size=width), min_size=1, max_size=3
+        )
+    ),
+    ignored=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 9))),
+    chunk=st.integers(1, 12),
+    items=st.none() | st.integers(1, 40),
+)
+def test_loss_and_gradients_are_those_of_float64(
+    family: str, vocabulary: int, bias: bool, trained: list[str], texts: list[list[int]],
+    ignored: set[tuple[int, int]], chunk: int, items: int | None,
+) -> None:  # fmt: skip
+    """Compared with log-probabilities in float64, with every quotient and sum written out."""
+    model = train_only(small(family, vocabulary, bias), *trained)
+    ids = torch.tensor(texts)
+    labels = ids.clone()
+    for row, column in ignored:
+        if row < ids.shape[0] and column < ids.shape[1]:
+            labels[row, column] = IGNORED
+    exact = copy.deepcopy(model).double()
+    exact.zero_grad(set_to_none=True)
+    logits = exact(ids).logits
+    terms = [
+        logits[row, place - 1].exp().sum().log() - logits[row, place - 1, labels[row, place]]
+        for row in range(ids.shape[0])
+        for place in range(1, ids.shape[1])
+        if labels[row, place] != IGNORED
+    ]
+    expected = sum(terms, start=torch.zeros((), dtype=torch.float64)) / (items or max(1, len(terms)))
+    model.zero_grad(set_to_none=True)
+    loss = next_token_loss(model, ids, labels, chunk_bytes=chunk * 4 * vocabulary, num_items_in_batch=items)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    if not terms:
+        assert all(not gradient.any() for gradient in gradients(model).values())
+        return
+    expected.backward()
+    found, wanted = gradients(model), gradients(exact)
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        largest = max(1.0, gradient.abs().max().item())
+        torch.testing.assert_close(found[name].double(), gradient, rtol=0, atol=1e-5 * largest)
+
+
+def test_tokens_have_the_same_weight_in_every_forward_pass() -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    next_token_loss(model, ids, labels).backward()
+    whole = gradients(model)
+    model.zero_grad(set_to_none=True)
+    scored = (labels[:, 1:] != IGNORED).sum()  # 18 in the first row and 19 in the second
+    for row in range(2):
+        one = slice(row, row + 1)
+        next_token_loss(model, ids[one], labels[one], num_items_in_batch=scored).backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_half_precision_rounds_no_more_than_the_stock_model(scale: float) -> None:
+    """Gradients of a bfloat16 model, and their scale, compared with the same weights in float64."""
+    model = tiny("llama").bfloat16()
+    ids, labels = batch()
+    exact = copy.deepcopy(model).double()
+    (exact(ids, labels=labels).loss * scale).backward()
+    wanted = gradients(exact)
+    errors = []
+    for loss in (lambda: model(ids, labels=labels).loss, lambda: next_token_loss(model, ids, labels)):
+        model.zero_grad(set_to_none=True)
+        (loss() * scale).backward()
+        found = gradients(model)
+        assert {gradient.dtype for gradient in found.values()} == {torch.bfloat16}
+        errors.append({n: ((found[n].double() - g).norm() / g.norm()).item() for n, g in wanted.items()})
+    stock, ours = errors
+    for name, error in ours.items():
+        assert error < 1.2 * stock[name] + 1e-3, name
+
+
+def test_backward_runs_twice_but_there_is_no_second_derivative() -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    loss = next_token_loss(model, ids, labels)
+    loss.backward(retain_graph=True)
+    once = gradients(model)
+    loss.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, 2 * once[name])
+    with pytest.raises(RopeExtendError, match="no second derivative"):
+        next_token_loss(model, ids, labels).backward(create_graph=True)
+
+
+def test_the_head_leaves_no_trace_in_the_model() -> None:
+    model = tiny("llama")
+    modules = dict(model.named_modules())
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    output_head(model)(torch.zeros(1, 2, 32))
+    assert dict(model.named_modules()) == modules
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_module_around_the_loss_gives_the_same_loss() -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    module = NextTokenLoss(model, chunk_bytes=2000)
+    assert torch.equal(module(ids, labels), next_token_loss(model, ids, labels, chunk_bytes=2000))
+    assert {id(p) for p in module.parameters()} == {id(p) for p in model.parameters()}
+
+
+def test_gradient_checkpointing_gives_the_same_step() -> None:
+    model = tiny("llama").train()
+    model.gradient_checkpointing_enable()
+    assert_same_training_step(model, chunk_bytes=2000)
+
+
+def test_models_without_a_usable_head_are_refused() -> None:
+    config = CONFIG_MAPPING["llama"](**SIZE)
+    ids, _ = batch()
+    with pytest.raises(RopeExtendError, match="AutoModelForCausalLM"):
+        next_token_loss(AutoModelForSequenceClassification.from_config(config), ids)
+    with pytest.raises(RopeExtendError):
+        next_token_loss(torch.nn.Linear(2, 2), ids)
+    prompt = get_peft_model(tiny("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(RopeExtendError, match="shifts every position"):
+        next_token_loss(prompt, ids)
+
+
+def test_a_family_whose_head_cannot_run_alone_is_refused_by_name() -> None:
+    config = CONFIG_MAPPING["opt"](
+        vocab_size=VOCABULARY, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(RopeExtendError, match="'decoder'"):
+        next_token_loss(AutoModelForCausalLM.from_config(config), batch()[0])
+
+
+def test_data_parallel_is_refused_where_gradients_would_not_be_synchronised(tmp_path: object) -> None:
+    model = tiny("llama")
+    ids, labels = batch()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        with pytest.raises(RopeExtendError, match=r"NextTokenLoss\(model\)"):
+            next_token_loss(wrapped, ids, labels)
+        with torch.no_grad():
+            expected = next_token_loss(model, ids, labels)
+            assert torch.equal(next_token_loss(wrapped, ids, labels), expected)
+        loss = torch.nn.parallel.DistributedDataParallel(NextTokenLoss(model))(ids, labels)
+        loss.backward()
+        assert gradients(model)
+    finally:
+        torch.distributed.destroy_process_group()

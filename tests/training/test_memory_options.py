@@ -1,0 +1,448 @@
+"""Memory options keep loss and gradients, alone and combined, save memory, and can be removed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import FAMILIES, tiny_llama, tiny_model
+from peft import LoraConfig, get_peft_model
+from tolerances import rounding
+from torch.utils.flop_counter import FlopCounterMode
+
+from rope_extend import RopeExtendError
+from rope_extend.loss import next_token_loss
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.training.memory_options import (
+    HostOffload,
+    MemoryOptions,
+    apply_memory_options,
+    expand_segments,
+    tileable,
+    tiled,
+)
+
+COMBINATIONS = [
+    MemoryOptions(checkpointing, tiles, offload)
+    for checkpointing, tiles, offload in itertools.product((False, True), (0, 6), (False, True))
+    if checkpointing or not offload
+]
+SOME = ("llama", "gemma2", "gpt_neox", "phi3", "deepseek_v2", "bitnet", "mixtral")
+IN_FLOAT32 = ("deepseek_v2", "mixtral")
+"""Families whose experts do not support float64."""
+NO_LORA = ("falcon_h1", "llama4_text", "phimoe")
+"""Families in which peft or stock transformers cannot train all linear layers."""
+NOT_RECOMPUTED = ("gpt_neox_japanese", "jetmoe", "blt")
+"""Families without float64, and one whose embeddings transformers writes to although they are a leaf."""
+
+
+def family_named(name: str) -> Any:
+    return next(case for case in FAMILIES if case.model_type == name)
+
+
+def with_adapter(model: Any, dtype: torch.dtype = torch.float64, **how: Any) -> Any:
+    """LoRA on all linear layers, with random weights: at the usual start, half of the gradient is zero."""
+    config = LoraConfig(**{"task_type": "CAUSAL_LM", "r": 2, "target_modules": "all-linear", **how})
+    adapter = get_peft_model(model.to(dtype), config)
+    torch.manual_seed(0)
+    for name, parameter in adapter.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return adapter.train()
+
+
+def step(adapter: Any, memory_options: MemoryOptions, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Loss and gradients."""
+    torch.manual_seed(1)
+    with apply_memory_options(adapter.get_base_model(), memory_options):
+        loss = next_token_loss(adapter, ids)
+        loss.backward()
+    found = {name: value.grad for name, value in adapter.named_parameters() if value.grad is not None}
+    adapter.zero_grad()
+    return {"loss": loss.detach(), **found}
+
+
+TERMS = 2_000
+"""Products in the longest sum of a gradient: of 40 tokens with about 48 channels."""
+GAIN = 8
+"""Factor by which two layers may amplify an error on its way to the first."""
+FLOAT64 = GAIN * rounding(torch.float64, TERMS)
+FLOAT32 = GAIN * rounding(torch.float32, TERMS)
+BFLOAT16 = rounding(torch.bfloat16, 4)
+"""Products are added in float32 and rounded once, a few times on the way."""
+
+
+def assert_close(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], bound: float = FLOAT64
+) -> None:
+    """Equal to within `bound` times the largest value of each gradient: another order of summation."""
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        atol = bound * float(theirs[name].abs().max()) + 1e-12
+        torch.testing.assert_close(value, theirs[name], rtol=0, atol=atol, msg=name)
+
+
+def pullable(model: Any, memory_options: MemoryOptions) -> MemoryOptions:
+    """Leave tiles out if no MLP supports them."""
+    tiles = memory_options.mlp_tiles if tileable(model).modules else 0
+    return MemoryOptions(memory_options.gradient_checkpointing, tiles, memory_options.offload_checkpoints)
+
+
+def undropped(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "residual_dropout"):
+            module.residual_dropout = 0.0
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 60, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_every_combination_gives_the_same_gradients(name: str, ids: torch.Tensor) -> None:
+    single = name in IN_FLOAT32
+    adapter = with_adapter(tiny_model(family_named(name)), torch.float32 if single else torch.float64)
+    expected = step(adapter, MemoryOptions(), ids)
+    for memory_options in COMBINATIONS[1:]:
+        memory_options = pullable(adapter.get_base_model(), memory_options)
+        found = step(adapter, memory_options, ids)
+        if memory_options.mlp_tiles:
+            assert_close(found, expected, FLOAT32 if single else FLOAT64)
+        else:  # the same operations in the same order
+            assert all(torch.equal(value, expected[key]) for key, value in found.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [case for case in FAMILIES if case.model_type not in NO_LORA], ids=str)
+def test_every_family_keeps_its_gradients(family: Any, ids: torch.Tensor) -> None:
+    adapter = with_adapter(tiny_model(family), torch.float32)
+    undropped(adapter)
+    expected = step(adapter, MemoryOptions(), ids)
+    checkpointing = family.model_type not in NOT_RECOMPUTED
+    memory_options = pullable(adapter.get_base_model(), MemoryOptions(checkpointing, 6, checkpointing))
+    assert_close(step(adapter, memory_options, ids), expected, FLOAT32)
+
+
+def test_in_float32_tiles_differ_by_rounding(ids: torch.Tensor) -> None:
+    adapter = with_adapter(tiny_llama(), torch.float32)
+    expected = step(adapter, MemoryOptions(), ids)
+    assert_close(step(adapter, MemoryOptions(mlp_tiles=6), ids), expected, FLOAT32)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 38, 39])
+def test_tiles_of_any_size_give_the_same_gradients(tokens: int, ids: torch.Tensor) -> None:
+    adapter = with_adapter(tiny_llama())
+    assert_close(step(adapter, MemoryOptions(True, tokens), ids), step(adapter, MemoryOptions(), ids))
+
+
+def test_weights_of_an_mlp_are_trained_in_tiles_too(ids: torch.Tensor) -> None:
+    model = tiny_llama().double().train()
+    adapter = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+    for name, parameter in adapter.named_parameters():
+        parameter.requires_grad_("mlp" in name)
+    expected = step(adapter, MemoryOptions(), ids)
+    assert sum("mlp" in name for name in expected) == 6
+    for memory_options in COMBINATIONS[1:]:
+        assert_close(step(adapter, memory_options, ids), expected)
+
+
+def mlps(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.model.layers]
+
+
+def test_dropout_inside_a_tile_is_drawn_once_for_both_passes(ids: torch.Tensor) -> None:
+    """Compared with the same tiles under plain autograd, which keeps the masks; and with the same seed."""
+    adapter = with_adapter(tiny_llama(), lora_dropout=0.3)
+    model = adapter.get_base_model()
+    found = step(adapter, MemoryOptions(mlp_tiles=6), ids)
+    again = step(adapter, MemoryOptions(mlp_tiles=6), ids)
+    recomputed = step(adapter, MemoryOptions(True, 6, True), ids)
+    for mlp in mlps(model):
+        plain = mlp.forward
+        mlp.forward = lambda states, plain=plain: torch.cat([plain(x) for x in states.split(3, 1)], 1)
+    expected = step(adapter, MemoryOptions(), ids)
+    for key, value in found.items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+        assert torch.equal(value, again[key])
+        assert torch.equal(value, recomputed[key])
+
+
+def test_tiles_multiply_under_autocast_as_without_them(ids: torch.Tensor) -> None:
+    adapter = with_adapter(tiny_llama(), torch.bfloat16)
+    for parameter in adapter.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = step(adapter, MemoryOptions(True, 6), ids)
+        expected = step(adapter, MemoryOptions(), ids)
+    assert {value.dtype for name, value in found.items()} == {torch.float32}
+    assert_close(found, expected, BFLOAT16)
+
+
+def test_with_checkpointing_tiles_cost_no_operations(ids: torch.Tensor) -> None:
+    """Recomputation of a layer ends before its MLP: with and without tiles, an MLP runs twice per token."""
+    adapter = with_adapter(tiny_llama())
+    counts = []
+    for memory_options in (
+        MemoryOptions(),
+        MemoryOptions(True),
+        MemoryOptions(True, 6),
+        MemoryOptions(True, 6, True),
+    ):
+        rows = 0
+
+        def note(module: Any, inputs: Any) -> None:
+            nonlocal rows
+            rows += inputs[0][..., 0].numel()
+
+        handles = [mlp.gate_proj.register_forward_pre_hook(note) for mlp in mlps(adapter.get_base_model())]
+        step(adapter, memory_options, ids)
+        for handle in handles:
+            handle.remove()
+        counts.append(rows / (2 * ids.numel()))
+    assert counts == [1, 2, 2, 2]
+
+
+def operations(adapter: Any, memory_options: MemoryOptions, ids: torch.Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        step(adapter, memory_options, ids)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("targets", ["attention", "all-linear"])
+def test_the_last_frozen_product_of_a_layer_is_not_recomputed(targets: str, ids: torch.Tensor) -> None:
+    """Recomputation is a forward pass without the MLP's last product, also if that product has LoRA."""
+    names = {"all-linear": "all-linear", "attention": ["q_proj", "k_proj", "v_proj", "o_proj"]}[targets]
+    adapter = with_adapter(tiny_llama(), torch.float32, target_modules=names)
+    model = adapter.get_base_model()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        adapter.get_base_model().model(ids)
+    forward = sum(counter.get_flop_counts()["LlamaModel"].values())
+    forward -= sum(counter.get_flop_counts().get("LlamaModel.rotary_emb", {}).values())
+    down = model.model.layers[0].mlp.down_proj
+    last = 2 * ids.numel() * down.in_features * down.out_features * len(model.model.layers)
+    again = operations(adapter, MemoryOptions(True), ids) - operations(adapter, MemoryOptions(), ids)
+    assert again == forward - last
+
+
+def test_an_adapter_that_is_not_plain_lora_is_left_to_peft(ids: torch.Tensor) -> None:
+    for how in ({"use_dora": True}, {"lora_dropout": 0.3}, {"use_rslora": True}):
+        adapter = with_adapter(tiny_llama(), **how)
+        expected, found = (
+            step(adapter, memory_options, ids) for memory_options in (MemoryOptions(), MemoryOptions(True))
+        )
+        assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    adapter = with_adapter(tiny_llama(), torch.float32)
+    with apply_memory_options(adapter.get_base_model(), MemoryOptions(True)), torch.no_grad():
+        with adapter.disable_adapter():
+            without = adapter(ids).logits
+        assert torch.equal(without, tiny_llama()(ids).logits)
+        assert not torch.equal(without, adapter(ids).logits)
+
+
+def test_each_memory_option_saves_memory() -> None:
+    model = tiny_llama(intermediate_size=512, num_hidden_layers=4)
+    adapter = with_adapter(model, torch.float32)
+    ids = torch.randint(3, 60, (1, 512))
+    kept, peaks = [], []
+    for memory_options in (
+        MemoryOptions(),
+        MemoryOptions(mlp_tiles=32),
+        MemoryOptions(True),
+        MemoryOptions(True, 32),
+    ):
+        with LiveBytes() as memory, apply_memory_options(model, memory_options):
+            loss = next_token_loss(adapter, ids, chunk_bytes=1)
+            kept.append(memory.live)
+            loss.backward()
+            del loss
+            adapter.zero_grad()
+        peaks.append(memory.peak)
+    assert peaks[3] < min(peaks[1:3])
+    assert max(peaks[1:3]) < peaks[0] / 2
+    assert peaks[3] < peaks[2] / 2  # of a wide MLP, one tile
+    assert kept[2] == kept[3] < kept[1] < kept[0]
+
+
+def test_evaluation_runs_in_tiles(ids: torch.Tensor) -> None:
+    model = tiny_llama().double().eval()
+    with torch.no_grad():
+        expected = model(ids).logits
+        with tiled(model, 6):
+            found = model(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_input_of_every_layer_is_offloaded_and_fetched_once(
+    ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves: list[tuple[str, int]] = []
+    offload, fetch = HostOffload._offload, HostOffload._fetch
+
+    def offloading(self: HostOffload, tensor: torch.Tensor) -> Any:
+        kept = offload(self, tensor)
+        moves.append(("out", id(kept)))
+        return kept
+
+    def fetching(self: HostOffload, kept: Any) -> None:
+        if kept.back is None:
+            moves.append(("in", id(kept)))
+        fetch(self, kept)
+
+    monkeypatch.setattr(HostOffload, "_offload", offloading)
+    monkeypatch.setattr(HostOffload, "_fetch", fetching)
+    adapter = with_adapter(tiny_llama(num_hidden_layers=4))
+    step(adapter, MemoryOptions(True, 0, True), ids)
+    out = [which for way, which in moves if way == "out"]
+    back = [which for way, which in moves if way == "in"]
+    assert len(out) == 4
+    assert back == out[::-1]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_states_of_every_family_are_offloaded(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a family passed hidden states by keyword, they would stay on the device."""
+    if family.model_type in (*NOT_RECOMPUTED, *NO_LORA[1:]):
+        pytest.skip("its layers are not recomputed, or it cannot be trained")
+    calls: dict[str, int] = {}
+
+    def counting(name: str) -> Any:
+        method = getattr(HostOffload, name)
+
+        def counted(self: HostOffload, *args: Any) -> Any:
+            # Without gradients, as in the first rounds of a model that loops, nothing is kept.
+            calls[name] = calls.get(name, 0) + (torch.is_grad_enabled() or name != "checkpoint")
+            return method(self, *args)
+
+        return counted
+
+    for name in ("checkpoint", "_offload"):
+        monkeypatch.setattr(HostOffload, name, counting(name))
+    model = tiny_model(family).train()
+    ids = torch.randint(3, 60, (1, 12))
+    with apply_memory_options(model, MemoryOptions(True, 0, True)):
+        next_token_loss(model, ids).backward()
+    assert calls["_offload"] == calls["checkpoint"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_offloaded_inputs_come_back_unchanged() -> None:
+    adapter = with_adapter(tiny_llama(num_hidden_layers=6).to("cuda"), torch.float32)
+    ids = torch.randint(3, 60, (2, 1000), device="cuda")
+    for tiles in (0, 128):
+        expected = step(adapter, MemoryOptions(True, tiles), ids)
+        for _ in range(3):
+            found = step(adapter, MemoryOptions(True, tiles, True), ids)
+            assert_close(found, expected, FLOAT32)
+
+
+def traces(model: Any) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if "forward" in vars(module):
+            yield f"{name}.forward"
+        if getattr(module, "gradient_checkpointing", False):
+            yield f"{name}.gradient_checkpointing"
+        function = vars(module).get("_gradient_checkpointing_func")
+        if getattr(getattr(function, "func", None), "__self__", None) is not None:
+            yield f"{name} offloads"
+
+
+def test_memory_options_leave_no_trace(ids: torch.Tensor) -> None:
+    model = tiny_llama()
+    with apply_memory_options(model, MemoryOptions(True, 4, True)):
+        assert len(list(traces(model))) >= 6
+    assert not list(traces(model))
+    with pytest.raises(KeyboardInterrupt), apply_memory_options(model, MemoryOptions(True, 4, True)):
+        raise KeyboardInterrupt
+    assert not list(traces(model))
+
+
+def test_an_instance_forward_from_elsewhere_is_restored() -> None:
+    model = tiny_llama()
+    own = mlps(model)[0].forward
+    mlps(model)[0].forward = own
+    with tiled(model, 4):
+        assert mlps(model)[0].forward is not own
+    assert vars(mlps(model)[0])["forward"] is own
+    assert "forward" not in vars(mlps(model)[1])
+
+
+def test_a_refused_memory_option_leaves_the_others_off() -> None:
+    model = tiny_model(family_named("mixtral"))
+    with pytest.raises(RopeExtendError, match="MixtralSparseMoeBlock holds a Mixtral"):
+        apply_memory_options(model, MemoryOptions(True, 4, True))
+    assert not list(traces(model))
+
+
+def test_contradicting_options_are_refused() -> None:
+    with pytest.raises(RopeExtendError, match="without gradient_checkpointing no layer is recomputed"):
+        MemoryOptions(offload_checkpoints=True)
+    with pytest.raises(RopeExtendError, match="does not support gradient checkpointing"):
+        apply_memory_options(tiny_model(family_named("gpt_neox_japanese")), MemoryOptions(True))
+
+
+def test_only_token_wise_mlps_run_in_tiles() -> None:
+    found = tileable(tiny_model(family_named("deepseek_v2")))
+    assert [type(module).__name__ for module in found.modules] == ["DeepseekV2MLP"]
+    assert found.reasons == (
+        "DeepseekV2Moe holds a DeepseekV2Experts, which may not compute each token independently",
+    )
+
+    class Shift(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            return states.roll(1, -2) * self.weight
+
+    model = tiny_llama()
+    model.model.layers[0].mlp.add_module("shift", Shift())
+    model.model.layers[1].mlp.forward = lambda states, mask: states
+    found = tileable(model)
+    assert not found.modules
+    assert [reason.split(" ", 1)[1] for reason in found.reasons] == [
+        "holds a Shift, which may not compute each token independently", "needs more than hidden states",
+    ]  # fmt: skip
+
+
+def test_segments_expand_on_a_gpu_unless_the_user_set_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    for variable in (name, "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with caplog.at_level("INFO", "rope_extend"):
+        expand_segments("auto")
+        assert not caplog.text
+        expand_segments(True)
+    assert "there is no GPU" in caplog.text
+    assert name not in os.environ
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    expand_segments(False)
+    assert name not in os.environ
+    expand_segments("auto")
+    assert os.environ[name] == "expandable_segments:True"
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    expand_segments(True)
+    assert os.environ[name] == "max_split_size_mb:512,expandable_segments:True"
+    monkeypatch.setenv(name, "expandable_segments:False")
+    expand_segments(True)
+    assert os.environ[name] == "expandable_segments:False"
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    expand_segments(True)
+    assert "CUDA is already initialized" in caplog.text
+    assert name not in os.environ

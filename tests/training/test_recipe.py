@@ -1,0 +1,214 @@
+"""A recipe is read strictly: from YAML, from flags, and back to what it was."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rope_extend import RopeExtendError
+from rope_extend.data.choices import SAMPLED
+from rope_extend.data.sampled_positions import SAMPLERS
+from rope_extend.encodings import encoding_names
+from rope_extend.method_names import method_names
+from rope_extend.training.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
+
+REQUIRED = {"model": "some/model", "data": "books/", "output_dir": "runs/one", "target_length": 32768}
+CONFIGS = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    if not path.name.startswith("pretrain_")  # a configuration of another script
+]
+
+lengths = st.integers(2, 2**24)
+words = st.from_regex(r"[a-z][a-z0-9_./-]{0,12}", fullmatch=True)
+positive = st.floats(1e-12, 1e6)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Any recipe that is valid."""
+    target = draw(lengths)
+    held_out = draw(st.none() | words | st.lists(words, min_size=1, max_size=3))
+    return Recipe(
+        model=draw(words),
+        data=draw(words | st.lists(words, min_size=1, max_size=3)),
+        output_dir=draw(words),
+        target_length=target,
+        method=draw(st.sampled_from(["yarn", "linear", "none"])),
+        block_length=draw(st.none() | st.integers(1, target)),
+        steps=draw(st.integers(1, 10**9)),
+        learning_rate=draw(positive),
+        weight_decay=draw(st.floats(0, 10)),
+        betas=draw(st.tuples(st.floats(0, 0.999), st.floats(0, 0.999))),
+        lora_dropout=draw(st.floats(0, 0.99)),
+        lora_targets=draw(
+            st.sampled_from(["attention", "all-linear"]) | st.lists(words, min_size=1, unique=True)
+        ),
+        train_norm_embed=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["auto", "float32", "bfloat16"])),
+        eval_data=held_out,
+        eval_lengths=draw(st.none() | st.lists(lengths, min_size=1)) if held_out else None,
+        max_tokens=draw(st.none() | st.integers(1, 10**9)),
+    )
+
+
+@given(recipes())
+def test_round_trip_through_dict_and_yaml(recipe: Recipe) -> None:
+    assert Recipe.from_dict(recipe.to_dict()) == recipe
+    assert Recipe.from_dict(yaml.safe_load(recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("steps", "many", "a whole number, at least 1"),
+        ("steps", 1.5, "a whole number, at least 1"),
+        ("steps", True, "a whole number, at least 1"),
+        ("steps", 0, "a whole number, at least 1"),
+        ("seed", -1, "at least 0"),
+        ("learning_rate", float("nan"), "a number above 0"),
+        ("learning_rate", 0, "a number above 0"),
+        ("learning_rate", "fast", "a number above 0"),
+        ("lora_dropout", 1, "below 1"),
+        ("betas", [0.9], "two numbers"),
+        ("betas", [0.9, 1.0], "two numbers"),
+        ("tensorboard", "yes", "true or false"),
+        ("tensorboard", 1, "true or false"),
+        ("dtype", "float16", "auto, float32, bfloat16"),
+        ("target_length", "32 kb", "such as 32768 or 32k"),
+        ("target_length", 0, "such as 32768 or 32k"),
+        ("model", "", "text"),
+        ("model", None, "text"),
+        ("data", [], "a path, a glob"),
+        ("lora_targets", [], "attention, all-linear"),
+        ("lora_targets", [1], "attention, all-linear"),
+        ("method_parameters", [1], "a mapping"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_was_expected(field: str, value: object, expected: str) -> None:
+    with pytest.raises(RopeExtendError, match=rf"recipe: {field} must be .*{expected}") as error:
+        Recipe.from_dict({**REQUIRED, field: value})
+    assert repr(value) in str(error.value)
+
+
+def test_an_unknown_key_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RopeExtendError, match=r"unknown key 'learning_rte'\. Did you mean 'learning_rate'\?"):
+        Recipe.from_dict({**REQUIRED, "learning_rte": 1e-4})
+
+
+def test_missing_keys_are_all_named() -> None:
+    with pytest.raises(RopeExtendError, match=r"missing data, output_dir; .* --data, --output-dir"):
+        Recipe.from_dict({"model": "m", "target_length": "32k"})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"method": "yran"}, "Did you mean 'yarn'"),
+        ({"method_parameters": {"betafast": 3}}, "unknown parameter 'betafast'.*beta_fast"),
+        ({"block_length": "64k"}, "block_length 65536 is greater than target_length 32768"),
+        ({"eval_every": 10}, "eval_every needs eval_data"),
+        ({"eval_lengths": ["4k"]}, "eval_lengths needs eval_data"),
+    ],
+)
+def test_contradictions_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        Recipe.from_dict({**REQUIRED, **values})
+
+
+def test_yaml_reads_what_people_write(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "model: m\ndata: [a.txt, b]\noutput_dir: o\ntarget_length: 32k\n"
+        "learning_rate: 2e-5\neval_data: c\neval_lengths: [8k, 4k, 4096]\n"  # YAML 1.1 reads 2e-5 as text
+    )
+    recipe = Recipe.from_yaml(file, {"steps": 7})
+    assert recipe.target_length == 32 * 1024
+    assert recipe.learning_rate == 2e-5
+    assert recipe.eval_lengths == (4096, 8192)
+    assert recipe.data == ("a.txt", "b")
+    assert recipe.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: m\nmodel: n\n", "the key 'model' is given twice"),
+        ("model: [m\n", "not valid YAML"),
+        ("- model\n", "must hold `key: value` lines"),
+        ("modle: m\n", "recipe.yaml: recipe: unknown key 'modle'"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(RopeExtendError, match=message):
+        Recipe.from_yaml(file)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RopeExtendError, match="cannot read the recipe"):
+        Recipe.from_yaml(tmp_path / "none.yaml")
+
+
+def parse(*arguments: str) -> Recipe:
+    parser = argparse.ArgumentParser()
+    add_recipe_arguments(parser)
+    return recipe_from_arguments(parser.parse_args(arguments))
+
+
+def test_flags_replace_the_file_and_nothing_else(tmp_path: Path) -> None:
+    base = Recipe.from_dict({**REQUIRED, "steps": 5, "tensorboard": True, "eval_data": "held-out"})
+    file = tmp_path / "recipe.yaml"
+    file.write_text(base.to_yaml())
+    assert parse(str(file)) == base
+    recipe = parse(
+        str(file), "--target-length", "64k", "--learning-rate", "1e-4", "--no-tensorboard",
+        "--betas", "0.9,0.99", "--eval-lengths", "4k,64k", "--lora-targets", "q_proj,k_proj",
+        "--method-parameters", "beta_fast=16,truncate=false",
+    )  # fmt: skip
+    assert recipe == Recipe.from_dict({
+        **base.to_dict(), "target_length": 65536, "learning_rate": 1e-4, "tensorboard": False,
+        "betas": [0.9, 0.99], "eval_lengths": [4096, 65536], "lora_targets": ["q_proj", "k_proj"],
+        "method_parameters": {"beta_fast": 16, "truncate": False},
+    })  # fmt: skip
+
+
+def test_flags_alone_make_a_recipe() -> None:
+    flags = [text for name, value in REQUIRED.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    assert parse(*flags) == Recipe.from_dict(REQUIRED)
+
+
+@pytest.mark.parametrize("text", ["x", "0.9", "[0.9"])
+def test_a_wrong_flag_is_refused_like_the_file(text: str) -> None:
+    with pytest.raises(RopeExtendError, match="betas must be two numbers"):
+        parse("--betas", text, "--model", "m", "--data", "d", "--output-dir", "o", "--target-length", "8k")
+
+
+def test_light_modules_name_what_the_heavy_ones_have() -> None:
+    assert set(SAMPLED) == set(SAMPLERS)
+    assert set(method_names()) == set(encoding_names())
+
+
+def test_help_documents_every_field() -> None:
+    parser = argparse.ArgumentParser()
+    add_recipe_arguments(parser)
+    flags = {name for action in parser._actions for name in action.option_strings if action.help}
+    assert {"--" + name.replace("_", "-") for name in Recipe(**REQUIRED).to_dict()} <= flags  # type: ignore[arg-type]
+    assert "yarn" in parser.format_help()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_configs_are_valid_and_every_line_is_commented(path: Path) -> None:
+    Recipe.from_yaml(path)
+    for line in path.read_text().splitlines():
+        assert not line.strip() or "#" in line, f"{path.name}: no comment on {line!r}"
+
+
+def test_there_are_configs() -> None:
+    assert {"llama_7b_32k_linear.yaml", "llama_7b_32k_yarn.yaml"} <= {path.name for path in CONFIGS}

@@ -1,0 +1,600 @@
+"""Estimated against measured memory of a step, the memory options that are chosen, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import FAMILIES, tiny_config
+from covering import few
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from rope_extend import RopeExtendError, finetune
+from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR as MODEL
+from rope_extend.data.documents import Document
+from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.loss import NextTokenLoss
+from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.training import step_plan as planning
+from rope_extend.training.finetune import plan
+from rope_extend.training.lora import adapted, extended
+from rope_extend.training.memory_options import TILE, MemoryOptions, apply_memory_options
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import RunState, read_state
+from rope_extend.training.step_plan import TrainingPlan, plan_training, resumed_options
+
+CPU = LoadOptions(device="cpu", dtype=torch.float32)
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CANDIDATES = [MemoryOptions(), MemoryOptions(True), MemoryOptions(True, TILE)]
+
+
+def recipe(model: Any, **changes: Any) -> Recipe:
+    return Recipe(**{
+        "model": str(model), "data": "books", "output_dir": "runs/one", "target_length": 4096,
+        "lora_targets": "all-linear", "gradient_accumulation": 1, **changes,
+    })  # fmt: skip
+
+
+def planned(run: Recipe, **options: Any) -> TrainingPlan:
+    plan = plan_training(run, **{"load_options": CPU, **options})
+    assert plan is not None
+    return plan
+
+
+def measured(
+    run: Recipe, memory_options: MemoryOptions, dtype: torch.dtype, config: Any = None
+) -> tuple[int, int]:
+    """Bytes of tensors at the end of the second step's forward pass, and their peak."""
+    if config is None:
+        model = AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    extended(model, run)
+    adapter = adapted(model, run).train()
+    parameters = [value for value in adapter.parameters() if value.requires_grad]
+    optimizer, objective = torch.optim.AdamW(parameters), NextTokenLoss(adapter)
+    memory = LiveBytes()
+    for tensor in (*adapter.parameters(), *adapter.buffers()):
+        memory.add(tensor)
+    ids = torch.randint(0, 60, (run.batch_size, run.length))
+    kept = 0
+    with apply_memory_options(model, memory_options), memory:
+        for _ in range(2):
+            memory.peak = memory.live
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = objective(input_ids=ids)
+            kept = memory.live
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, run.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    return kept, memory.peak
+
+
+@pytest.mark.parametrize(
+    ("memory_options", "dtype", "changes"),
+    few(
+        [
+            (MemoryOptions(), torch.float32, {}),
+            (MemoryOptions(True), torch.float32, {"lora_targets": "attention"}),
+            (MemoryOptions(True, 128), torch.float32, {"batch_size": 2}),
+            (MemoryOptions(False, 128), torch.bfloat16, {}),
+            (MemoryOptions(True, 128, True), torch.bfloat16, {"train_norm_embed": True}),
+            (MemoryOptions(True), torch.float32, {"method": "alibi"}),
+            (MemoryOptions(), torch.float32, {"method": "linear_attention"}),
+        ],
+        2,
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("tokens", [256, pytest.param(1024, marks=pytest.mark.slow)])
+def test_memory_equals_the_estimate(
+    memory_options: MemoryOptions, dtype: torch.dtype, changes: dict[str, Any], tokens: int
+) -> None:
+    """To 5 %, on the bundled model, whose dry run leaves most layers out."""
+    run = recipe(MODEL, block_length=tokens, **changes)
+    step = planned(run, load_options=replace(CPU, dtype=dtype), memory_options=memory_options).chosen
+    kept, peak = measured(run, memory_options, dtype)
+    assert step.total == pytest.approx(peak, rel=0.05)
+    assert step.weights + step.trained + step.saved == pytest.approx(kept, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "masked"), [("yarn", False), ("dynamic_ntk", True)])
+def test_packed_documents_take_a_mask_where_the_encoding_acts_inside_attention(
+    method: str, masked: bool
+) -> None:
+    run = recipe(MODEL, block_length=1024, method=method)
+    packed = replace(run, packing="restart")
+    alone, together = (
+        planned(each, memory_options=MemoryOptions(True)).chosen.total for each in (run, packed)
+    )
+    assert together - alone == (pytest.approx(1024**2, rel=0.01) if masked else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_options", [MemoryOptions(), MemoryOptions(True, 128)], ids=str)
+def test_the_memory_of_a_longer_block_is_estimated(memory_options: MemoryOptions) -> None:
+    run = recipe(MODEL, block_length=1024)
+    total = planned(run, memory_options=memory_options).chosen.total
+    assert total == pytest.approx(measured(run, memory_options, torch.float32)[1], rel=0.02)
+
+
+def test_learned_biases_are_trained_in_the_dry_run_too() -> None:
+    run = recipe(MODEL, block_length=512, method="fire", method_parameters={"width": 8})
+    step = planned(run, memory_options=MemoryOptions(True)).chosen
+    assert step.total == pytest.approx(measured(run, MemoryOptions(True), torch.float32)[1], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "memory_options"),
+    few(
+        [
+            ("yarn", torch.float32, MemoryOptions()),
+            ("yarn", torch.float32, MemoryOptions(True, 128)),
+            ("linear", torch.bfloat16, MemoryOptions(True)),
+            ("dynamic_ntk", torch.float32, MemoryOptions(True)),
+            ("alibi", torch.float32, MemoryOptions()),
+            ("t5_bias", torch.float32, MemoryOptions(True)),
+            ("learned", torch.float32, MemoryOptions(True)),
+        ],
+        4,
+        2,
+    ),
+    ids=str,
+)
+@pytest.mark.parametrize("strategy", few(("in one pass", "layer by layer"), 2, 1))
+def test_evaluations_of_a_run_need_the_estimated_memory(
+    method: str, dtype: torch.dtype, memory_options: MemoryOptions, strategy: str
+) -> None:
+    """To 5 %, with the adapter and the optimizer's moments; in chunks if memory is short."""
+    run, cpu = recipe(MODEL, block_length=64, method=method), replace(CPU, dtype=dtype)
+    estimate = planned(
+        run, load_options=cpu, memory_options=memory_options, evaluation_lengths=[256, 2048]
+    ).evaluation
+    assert estimate is not None
+    if strategy != "in one pass":
+        less = replace(cpu, limit_memory=int(0.9 * estimate.memory))
+        estimate = planned(
+            run, load_options=less, memory_options=memory_options, evaluation_lengths=[256, 2048]
+        ).evaluation
+        assert estimate is not None
+        assert estimate.chunk_size < 2048
+    model = AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype)
+    extended(model, run)
+    adapter = adapted(model, run)
+    parameters = [value for value in adapter.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(parameters)
+    memory = LiveBytes()
+    for tensor in (*adapter.parameters(), *adapter.buffers()):
+        memory.add(tensor)
+    text = [Document("text", torch.randint(0, 60, (2048,)))]
+    with (
+        apply_memory_options(model, memory_options),
+        memory,
+        torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
+    ):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        memory.peak = memory.live
+        options = RunOptions(suggested_chunk=estimate.chunk_size)
+        perplexity(adapter.eval(), text, [2048], options=options, progress=False)
+    assert estimate.memory == pytest.approx(memory.peak, rel=0.05)
+    assert estimate.strategy == strategy
+    assert estimate.fits
+
+
+SHAPES: dict[str, PretrainedConfig] = {
+    "large vocabulary": LlamaConfig(
+        vocab_size=32_768, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        tie_word_embeddings=True, max_position_embeddings=256,
+    ),
+    "small": LlamaConfig(
+        vocab_size=500, hidden_size=32, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=256,
+    ),
+    "sliding window": Qwen2Config(
+        vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=2,
+        num_key_value_heads=2, use_sliding_window=True, sliding_window=100, max_position_embeddings=256,
+        layer_types=["full_attention", "sliding_attention"] * 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("memory_options", [MemoryOptions(), MemoryOptions(True, 128)], ids=str)
+def test_other_shapes_are_estimated_too(name: str, memory_options: MemoryOptions, tmp_path: Path) -> None:
+    SHAPES[name].save_pretrained(tmp_path)
+    run = recipe(tmp_path, target_length=1024)
+    step = planned(run, memory_options=memory_options).chosen
+    assert step.total == pytest.approx(
+        measured(run, memory_options, torch.float32, SHAPES[name])[1], rel=0.05
+    )
+
+
+@pytest.mark.slow
+def test_layers_left_out_of_the_dry_run_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for memory_options in CANDIDATES:
+        monkeypatch.setattr(planning, "DEPTH", 2)
+        few = asdict(planned(recipe(MODEL), memory_options=memory_options).chosen)
+        monkeypatch.setattr(planning, "DEPTH", 100)
+        for key, value in asdict(planned(recipe(MODEL), memory_options=memory_options).chosen).items():
+            assert few[key] == (pytest.approx(value, rel=0.02) if key != "memory_options" else value), key
+
+
+def test_accumulated_gradients_wait_and_processes_keep_them_twice() -> None:
+    run = recipe(MODEL, block_length=256, train_norm_embed=True)
+    alone = planned(run).chosen
+    trained = alone.trained / 3  # a weight, and its two moments
+    waiting = planned(replace(run, gradient_accumulation=2)).chosen
+    assert waiting.total - alone.total == pytest.approx(trained, rel=0.3)
+    shared = planned(run, processes=2).chosen
+    assert shared.trained == pytest.approx(4 * trained, rel=0.05)
+
+
+def test_four_bits_and_offloading_are_estimated_without_a_gpu() -> None:
+    run = recipe(MODEL)
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = plan(run, limit_memory=80 * 10**9)
+    assert [step.memory_options for step in result.steps] == [*CANDIDATES, MemoryOptions(True, TILE, True)]
+    assert result.device.type == "cuda"
+    assert result.available == 80 * 10**9
+    tiled, offloaded = result.steps[-2:]
+    assert offloaded.host + offloaded.saved == tiled.saved
+    assert offloaded.host > tiled.saved / 2
+    config = LlamaConfig.from_pretrained(MODEL)
+    states = config.num_hidden_layers * 4096 * config.hidden_size * 2
+    assert offloaded.host == pytest.approx(states, rel=0.2)  # in bfloat16
+    assert result.quantized is not None
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # Only the matrices of the layers; those of the adapter stay, and one at a time is dequantized.
+    matrices = [part.weight for name, part in empty.named_modules() if name.endswith("_proj")]
+    small = sum(weight.numel() for weight in matrices) * (2 - 0.5625) - max(w.nbytes for w in matrices)
+    assert offloaded.weights - result.quantized.weights == pytest.approx(small, rel=1e-3)
+
+
+def test_the_plan_of_a_loaded_model_uses_its_weights() -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    run = recipe(MODEL)
+    assert planned(run, model=model).chosen == planned(run).chosen
+
+
+def limited(limit: float) -> LoadOptions:
+    return replace(CPU, limit_memory=int(limit))
+
+
+def test_as_few_memory_options_as_are_needed_the_cheapest_first(tmp_path: Path) -> None:
+    SHAPES["small"].save_pretrained(tmp_path)
+    run = recipe(tmp_path, target_length=8192)
+    totals = [planned(run, memory_options=memory_options).chosen.total for memory_options in CANDIDATES]
+    assert totals == sorted(totals, reverse=True)
+    for total, memory_options in zip(totals[:2], CANDIDATES, strict=False):
+        result = planned(run, load_options=limited(total / 0.94))
+        assert result.chosen.memory_options == memory_options
+        assert len(result.steps) == 1 + CANDIDATES.index(memory_options)
+        result.check()
+    assert planned(run, load_options=limited(totals[0] / 0.96)).chosen.memory_options == MemoryOptions(True)
+
+
+@pytest.mark.slow
+def test_what_the_recipe_says_is_not_changed() -> None:
+    run = recipe(MODEL, gradient_checkpointing=False, mlp_tiles=0)
+    result = planned(run, load_options=limited(5e7))
+    assert [step.memory_options for step in result.steps] == [MemoryOptions()]
+    with pytest.raises(RopeExtendError, match="gradient_checkpointing and mlp_tiles on auto"):
+        result.check()
+    result = planned(replace(run, gradient_checkpointing=True, mlp_tiles=100, offload_checkpoints=True))
+    assert result.chosen.memory_options == MemoryOptions(True, 100, True)
+    table = str(plan(recipe(MODEL, offload_checkpoints=True)))
+    assert "\ngradient checkpointing, checkpoints offloaded to host memory " in table
+    assert "\n+ MLP in tiles of 1,024 tokens " in table
+
+
+@pytest.mark.slow
+def test_a_block_that_does_not_fit_is_refused_with_the_longest_that_does(tmp_path: Path) -> None:
+    SHAPES["small"].save_pretrained(tmp_path)
+    run = recipe(tmp_path, target_length=8192, batch_size=2)
+    need = planned(run, memory_options=CANDIDATES[-1]).chosen.total
+    result = planned(run, load_options=limited(need / 2))
+    longest = result.longest_block
+    assert longest is not None
+    assert 0 < longest < 8192
+    message = rf"2 x 8,192 tokens needs about .* blocks of up to {longest:,} tokens fit.*smaller batch_size"
+    with pytest.raises(RopeExtendError, match=message):
+        result.check()
+    short = replace(run, block_length=longest)
+    planned(short, load_options=limited(need / 2)).check()
+    beyond = replace(run, block_length=longest + max(64, longest // 64))
+    with pytest.raises(RopeExtendError):
+        planned(beyond, load_options=limited(need / 2)).check()
+    none = planned(run, load_options=limited(1000))
+    with pytest.raises(RopeExtendError, match="no block fits"):
+        none.check()
+
+
+@pytest.mark.parametrize("edge", [63, 64, 65, 200, 3000, 8100, 100_000, 1_000_000])
+@pytest.mark.parametrize("curve", [1.0, 2.0, 0.5])
+def test_the_longest_block_is_found_on_any_curve(edge: int, curve: float) -> None:
+    """To within a 64th, by few evaluations of the curve."""
+    lengths = []
+
+    def share(tokens: int) -> float:
+        lengths.append(tokens)
+        return float(0.2 + 0.8 * (tokens / edge) ** curve)
+
+    longest = planning._longest_block(share, 2**20 if edge > 8192 else 8192)
+    assert edge - max(64, edge / 64) < longest + 1 <= edge + 1
+    assert len(lengths) <= (6 if curve == 1 else 20)
+
+
+def test_the_plan_names_options_that_a_family_does_not_support(tmp_path: Path) -> None:
+    def remarks(name: str) -> str:
+        case = next(case for case in FAMILIES if case.model_type == name)
+        tiny_config(case).save_pretrained(tmp_path / name)
+        run = recipe(tmp_path / name, target_length=2048, lora_targets="attention")
+        return "\n".join(plan(run).remarks)
+
+    assert "no MLP can run in tiles: MixtralSparseMoeBlock holds a" in remarks("mixtral")
+    assert "some MLPs do not run in tiles: DeepseekV2Moe holds a" in remarks("deepseek_v2")
+    assert "does not support gradient checkpointing" in remarks("gpt_neox_japanese")
+    run = recipe(tmp_path / "mixtral", mlp_tiles=64)
+    with pytest.raises(RopeExtendError, match="no MLP of MixtralForCausalLM can run in tiles"):
+        plan(run)
+    run = recipe(tmp_path / "gpt_neox_japanese", gradient_checkpointing=True)
+    with pytest.raises(RopeExtendError, match="does not support gradient checkpointing"):
+        plan(run)
+
+
+def settings(work: Path) -> dict[str, Any]:
+    return {
+        "model": str(work / "model"), "data": str(work / "data"), "target_length": 128, "steps": 2,
+        "gradient_accumulation": 1, "lora_rank": 4, "lora_dropout": 0.2, "lora_targets": "all-linear",
+        "save_every": 1,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def tiny(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
+    return Recipe(**settings(work), output_dir=str(tmp_path / "run"))
+
+
+def test_a_resumed_run_keeps_its_memory_options(
+    tiny: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(planning, "TILE", 16)
+    need = planned(replace(tiny, target_length=128), memory_options=MemoryOptions(True, 16)).chosen.total
+    with caplog.at_level("INFO", "rope_extend"):
+        finetune(replace(tiny, steps=1), limit_memory=int(need / 0.94))
+    assert "memory options: gradient checkpointing, MLP in tiles of 16 tokens" in caplog.text
+    checkpoint = Path(tiny.output_dir) / "checkpoints" / "step-1"
+    assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True, 16))
+    result = finetune(tiny, resume=True)  # without a limit
+    last = Path(tiny.output_dir) / "checkpoints" / "step-2"
+    assert read_state(last).memory_options == asdict(MemoryOptions(True, 16))
+    straight = finetune(replace(tiny, output_dir=tiny.output_dir + "-straight", mlp_tiles=16))
+    assert result.loss == straight.loss
+    for (name, value), other in zip(
+        result.model.named_parameters(), straight.model.parameters(), strict=True
+    ):
+        assert torch.equal(value, other), name
+
+
+def test_memory_options_do_not_change_the_training(tiny: Recipe) -> None:
+    undropped = replace(tiny, lora_dropout=0.0)
+    runs = [
+        finetune(replace(undropped, output_dir=f"{tiny.output_dir}-{number}", **memory_options))
+        for number, memory_options in enumerate(
+            (
+                {"gradient_checkpointing": False},
+                {"gradient_checkpointing": True, "mlp_tiles": 16, "offload_checkpoints": True},
+            )
+        )
+    ]
+    assert runs[0].loss == pytest.approx(runs[1].loss, rel=1e-6)
+    assert not any("forward" in vars(module) for module in runs[1].model.modules())
+
+
+def test_the_recipe_may_change_some_options_of_a_resumed_run(tiny: Recipe) -> None:
+    state = RunState(1, 0, 0.0, "", 1, tiny.to_dict(), memory_options=asdict(MemoryOptions(True, 16, True)))
+    assert resumed_options(tiny, state) == MemoryOptions(True, 16, True)
+    assert resumed_options(replace(tiny, gradient_checkpointing=False), state) == MemoryOptions(False, 16)
+    assert resumed_options(replace(tiny, offload_checkpoints=False), state) == MemoryOptions(True, 16)
+    before = {**tiny.to_dict(), "gradient_checkpointing": False}
+    assert resumed_options(tiny, replace(state, memory_options=None, recipe=before)) == MemoryOptions()
+    del before["gradient_checkpointing"]
+    assert resumed_options(tiny, replace(state, memory_options=None, recipe=before)) == MemoryOptions(True)
+    off = replace(state, memory_options=asdict(MemoryOptions()))
+    assert resumed_options(replace(tiny, offload_checkpoints=True), off) == MemoryOptions(True, 0, True)
+
+
+def test_a_run_is_refused_before_its_weights_and_data_are_read(tiny: Recipe, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(tiny.model) / name).read_bytes())  # there are no weights
+    with pytest.raises(RopeExtendError, match="1 x 128 tokens needs about"):
+        finetune(replace(tiny, model=str(tmp_path), data="nowhere"), limit_memory=10_000)
+    assert not Path(tiny.output_dir).exists()
+
+
+@pytest.mark.slow
+def test_a_run_evaluates_in_the_planned_chunks(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps fit easily; the evaluation, whose window is much longer, fits only in chunks."""
+    run = replace(tiny, steps=1, target_length=1024, positions="pose", block_length=64, eval_data=tiny.data,
+                  eval_lengths=(1024,), eval_documents=1)  # fmt: skip
+    whole = planned(run, evaluation_lengths=[1024])
+    assert whole.evaluation is not None
+    assert whole.evaluation.strategy == "in one pass"
+    assert whole.evaluation.memory == whole.total > whole.chosen.total
+    room = int(0.9 * whole.total)
+    less = planned(run, evaluation_lengths=[1024], load_options=replace(CPU, limit_memory=room)).evaluation
+    assert less is not None
+    chunks = []
+
+    def spy(*args: Any, **options: Any) -> Any:
+        chunks.append(options["options"].suggested_chunk)
+        return perplexity(*args, **options)
+
+    monkeypatch.setattr("rope_extend.training.loop.perplexity", spy)
+    finetune(run, limit_memory=room)
+    assert chunks == [less.chunk_size] * 2
+    assert less.chunk_size < 1024
+    with pytest.raises(RopeExtendError, match=r"evaluations at 1,024 tokens need .* up to \d+ tokens fit"):
+        finetune(replace(run, data="nowhere"), overwrite=True, limit_memory=int(0.6 * whole.total))
+
+
+def test_a_plan_leaves_out_evaluations_that_do_not_run_on_the_meta_device(
+    tiny: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("needs values")
+
+    monkeypatch.setattr(planning.ForwardEstimator, "estimate", fail)
+    result = plan(replace(tiny, eval_data=tiny.data))
+    assert result.evaluation is None
+    assert result.chosen.total == result.total == plan(tiny).total
+
+
+def test_a_family_without_a_dry_run_trains_with_the_options_of_the_recipe(
+    tiny: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("needs values")
+
+    monkeypatch.setattr(planning._StepEstimator, "step", fail)
+    finetune(replace(tiny, steps=1))
+    checkpoint = Path(tiny.output_dir) / "checkpoints" / "step-1"
+    assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True))
+    with pytest.raises(RopeExtendError, match="cannot estimate the memory of a step"):
+        plan(tiny)
+
+
+def test_four_bits_need_bitsandbytes_and_a_model_by_name(
+    tiny: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny.model)
+    with pytest.raises(RopeExtendError, match="this model is loaded already"):
+        finetune(replace(tiny, quantize="4bit"), model=model)
+    monkeypatch.setattr("rope_extend.models.load_options.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RopeExtendError, match="needs bitsandbytes"):
+        plan(replace(tiny, quantize="4bit"))
+
+
+def test_four_bits_train_with_every_memory_option(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bitsandbytes")
+    run = replace(tiny, quantize="4bit", gradient_checkpointing=True, mlp_tiles=16, offload_checkpoints=True)
+    result = finetune(run)
+    mlp = result.model.get_base_model().model.layers[0].mlp
+    assert type(mlp.up_proj.base_layer).__name__ == "Linear4bit"
+    assert mlp.up_proj.base_layer.weight.dtype == torch.uint8
+    assert 0 < result.loss < 10
+    demo = replace(run, model=str(MODEL), target_length=512)
+    plain = planned(replace(demo, quantize=None)).chosen
+    small = planned(demo, load_options=LoadOptions("cpu", dtype=torch.float32, quantize="4bit")).chosen
+    loaded = LoadOptions("cpu", dtype=torch.float32, quantize="4bit").load(str(MODEL))
+    held = sum(value.nbytes for value in loaded.parameters())
+    assert small.quantized
+    assert small.weights == pytest.approx(held, rel=0.2)  # without scales, and without a dequantized matrix
+    assert held <= small.weights < plain.weights / 2
+
+
+def test_contradictions_in_a_recipe_are_refused() -> None:
+    with pytest.raises(RopeExtendError, match="gradient_checkpointing is false"):
+        recipe(MODEL, gradient_checkpointing=False, offload_checkpoints=True)
+    for name, value in (("mlp_tiles", -1), ("mlp_tiles", True), ("offload_checkpoints", "yes"),
+                        ("quantize", "3bit"), ("expandable_segments", 1)):  # fmt: skip
+        with pytest.raises(RopeExtendError, match=f"recipe: {name} must be"):
+            recipe(MODEL, **{name: value})
+
+
+def test_the_command_prints_the_plan_and_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"finetune --plan --model {MODEL} --data nowhere --output-dir {tmp_path / 'run'}"
+    main(shlex.split(f"{command} --target-length 4k"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("plan: steps of 1 x 4,096 tokens, ")
+    assert lines[1].split() == [
+        "memory",
+        "options",
+        "weights",
+        "trained",
+        "saved",
+        "forward",
+        "backward",
+        "total",
+        "in",
+        "host",
+    ]
+    assert [line[:44].strip() for line in lines[2:5]] == [
+        "no memory options", "+ gradient checkpointing", "+ MLP in tiles of 1,024 tokens",
+    ]  # fmt: skip
+    assert sum(line.endswith("chosen") for line in lines) == 1
+    assert "evaluation" not in "".join(lines)
+    main(shlex.split(f"{command} --target-length 4k --eval-data nowhere --eval-lengths 256,8k"))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"evaluation at 8,192 tokens +[\d.]+ [MG]B +-  fits, in one pass", last)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_command_refuses_a_window_that_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = f"finetune --plan --model {MODEL} --data nowhere --output-dir {tmp_path} --target-length 1024k"
+    with pytest.raises(SystemExit):
+        main(shlex.split(f"{command} --limit-memory 300MB"))
+    captured = capsys.readouterr()
+    assert "does not fit" in captured.out
+    assert "1 x 1,048,576 tokens needs about" in captured.err
+    assert "tokens fit" in captured.err
+
+
+SHAPES_OF_CONFIGS = {
+    "llama3_8b": LlamaConfig(
+        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
+    ),
+    "llama_7b": LlamaConfig(max_position_embeddings=4096),  # the defaults are those of the first Llama
+    "tinyllama_1b": LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
+        num_key_value_heads=4, max_position_embeddings=2048,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if "A step needs" in path.read_text()], ids=lambda path: path.stem
+)
+def test_the_memory_in_the_comments_of_recipes_is_the_estimate(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parents[1])
+    comment = re.search(r"^# A step needs ([\d.]+) GB", path.read_text(), re.MULTILINE)
+    assert comment is not None
+    shape = next((shape for name, shape in SHAPES_OF_CONFIGS.items() if path.stem.startswith(name)), None)
+    changes = {}
+    if shape is None and torch.cuda.is_available():
+        pytest.skip("the estimate of the bundled model is for a CPU")
+    if shape is not None:
+        shape.save_pretrained(tmp_path)
+        changes["model"] = str(tmp_path)
+    limit = None if shape is None else (24 if "1b" in path.stem else 80) * 10**9
+    result = plan(Recipe.from_yaml(path, changes), limit_memory=limit)
+    assert result.fits(result.chosen)
+    assert result.chosen.total / 1e9 == pytest.approx(float(comment[1]), abs=0.051, rel=0.01)

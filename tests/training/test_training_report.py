@@ -1,0 +1,283 @@
+"""Trackers, utilisation and memory of a run, and the report at its end."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from cases import TRAINED, tiny_llama
+from peft import get_peft_model
+from test_finetune import TARGET, metrics, settings
+from torch.utils.flop_counter import FlopCounterMode
+
+import rope_extend.training.run_report as report_module
+from rope_extend import RopeExtendError
+from rope_extend.loss import NextTokenLoss
+from rope_extend.plots import training_curves as plots
+from rope_extend.report.tables import number
+from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.lora import lora_config
+from rope_extend.training.run_report import RunLog, write_training_report
+from rope_extend.training.utilisation import device_peak, peak_flops, training_flops
+
+
+@pytest.fixture
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
+    return Recipe(**{**settings(work), "steps": 4, "save_every": 0}, output_dir=str(tmp_path / "run"))
+
+
+class Recorder(GeneralTracker):
+    """A tracker that records what it receives."""
+
+    name = "recorder"
+    requires_logging_directory = False
+    seen: list[tuple[str, Any, Any]]
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+        self.seen.append(("start", run_name, None))
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.seen.append(("config", values, None))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.seen.append(("log", values, step))
+
+    def finish(self) -> None:
+        self.seen.append(("finish", None, None))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    """A tracker that is registered like those of accelerate."""
+    Recorder.seen = []
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "recorder", Recorder)
+    return Recorder
+
+
+def test_every_tracker_gets_every_line(recipe: Recipe, work: Path, recorder: type[Recorder]) -> None:
+    recipe = replace(
+        recipe, tensorboard=True, trackers=("recorder",), eval_data=str(work / "data"), eval_every=2
+    )
+    finetune(recipe)
+    kinds = [kind for kind, *_ in recorder.seen]
+    assert kinds == ["start", "config", *["log"] * 7, "finish"]
+    assert recorder.seen[0][1] == "rope_extend"
+    assert recorder.seen[1][1]["target_length"] == str(TARGET)
+    logged = [(step, values) for kind, values, step in recorder.seen if kind == "log"]
+    assert [step for step, _ in logged] == [0, 1, 2, 2, 3, 4, 4]
+    for (step, values), line in zip(logged, metrics(recipe.output_dir), strict=True):
+        curve = {f"perplexity/{length}": value for length, value in line.pop("perplexity", {}).items()}
+        assert {"step": step, **values} == line | curve
+    assert list(Path(recipe.output_dir, "tensorboard").glob("events.*"))
+
+
+def test_a_tracker_without_its_package_is_refused_before_anything_is_written(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = next(name for name in ("comet_ml", "clearml", "aim") if importlib.util.find_spec(name) is None)
+    with pytest.raises(RopeExtendError, match=rf"tracker {absent} is missing; pip install"):
+        finetune(replace(recipe, trackers=(absent,)))
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    with pytest.raises(RopeExtendError, match=r"tracker tensorboard is missing.*rope_extend\[tensorboard\]"):
+        finetune(replace(recipe, tensorboard=True))
+    assert not Path(recipe.output_dir).exists()
+
+
+def test_a_tracker_that_does_not_start_is_one_clear_error(
+    recipe: Recipe, recorder: type[Recorder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Recorder) -> None:
+        raise ConnectionError("no such server")
+
+    monkeypatch.setattr(recorder, "start", fail)
+    with pytest.raises(
+        RopeExtendError, match=r"tracker recorder does not start: no such server.*leave it out"
+    ):
+        finetune(replace(recipe, trackers=("recorder",)))
+
+
+def test_trackers_are_known_by_name() -> None:
+    required = {"model": "m", "data": "d", "output_dir": "o", "target_length": 64}
+    for given in (["wandb", "tensorboard"], "wandb,tensorboard", ("wandb", "wandb", "tensorboard")):
+        assert Recipe(**required, trackers=given).trackers == ("wandb", "tensorboard")
+    assert Recipe(**required, tensorboard=True, trackers=["wandb"]).tracked_by == ("tensorboard", "wandb")
+    assert Recipe(**required, tensorboard=True, trackers=["tensorboard"]).tracked_by == ("tensorboard",)
+    assert Recipe(**required, trackers=[]).tracked_by == ()
+    with pytest.raises(RopeExtendError, match=r"trackers must be .*mlflow.*wandb.*; got 'wandbb'"):
+        Recipe(**required, trackers=["wandbb"])
+
+
+WAYS = {
+    "attention": {},
+    "all-linear": {"lora_targets": "all-linear"},
+    "with the head": {"lora_targets": "all-linear", "train_norm_embed": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_operations_are_those_that_a_training_step_does(recipe: Recipe, way: str) -> None:
+    """Compared with the products that torch counts in a real step with eager attention."""
+    model = tiny_llama(tie_word_embeddings=True)
+    model.set_attn_implementation("eager")
+    peft_model = get_peft_model(model, lora_config(model, replace(recipe, **WAYS[way])))
+    for tokens in (32, 96):
+        ids = torch.randint(0, 60, (1, tokens))
+        with FlopCounterMode(display=False) as counter:
+            NextTokenLoss(peft_model)(ids).backward()
+        heads = model.config.num_attention_heads * model.config.head_dim
+        attention = 3 * 4 * heads * model.config.num_hidden_layers * tokens * tokens
+        products = counter.get_total_flops() - attention  # eager attention computes all pairs
+        expected, flat = (
+            training_flops(peft_model, tokens, quadratic=quadratic) for quadratic in (True, False)
+        )
+        assert expected is not None
+        assert flat is not None
+        causal = 3 * 4 * heads * model.config.num_hidden_layers * (tokens + 1) / 2
+        assert expected - flat == pytest.approx(causal)
+        # The last token is not scored, and one token more is used to find the size of the vocabulary.
+        head = 6 if "train_norm_embed" in WAYS[way] else 4
+        flat -= (head - 2) * model.lm_head.weight.numel() / tokens
+        if head == 4:  # nothing before the first layer is trained, so its input has no gradient
+            inputs = [
+                getattr(model.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj", "v_proj")
+            ]
+            weights = [(one.base_layer.weight, one.lora_A["default"].weight) for one in inputs]
+            flat -= sum(2 * weight.numel() for pair in weights for weight in pair)
+        assert flat == pytest.approx(products / tokens, rel=1e-12)
+
+
+def test_peaks_are_known_by_the_device_names_of_drivers() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": 989.4e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200": 989.4e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA A100 80GB PCIe": 312e12,
+        "NVIDIA A10G": 70e12,
+        "NVIDIA A10": 125e12,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40S": 362e12,
+        "NVIDIA GeForce RTX 4090": 165.2e12,
+        "NVIDIA GH200 480GB": 989.4e12,
+    }
+    assert {name: peak_flops(name) for name in names} == names
+    for unknown in ("Tesla T4", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA GeForce RTX 4090 D", "cpu"):
+        assert peak_flops(unknown) is None, unknown
+    assert device_peak(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_metrics_have_memory_and_utilisation_if_the_peak_is_known(recipe: Recipe, tmp_path: Path) -> None:
+    finetune(recipe)
+    lines = metrics(recipe.output_dir)
+    assert all("mfu" not in line for line in lines)
+    assert all(line["peak_memory_bytes"] > 2**20 for line in lines)
+    known = replace(recipe, peak_flops=1e9, output_dir=str(tmp_path / "known"))
+    result = finetune(known)
+    flops = training_flops(result.model, known.length)
+    assert flops is not None
+    for line in metrics(known.output_dir):
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 1e9, rel=1e-3, abs=1e-4)
+
+
+@pytest.fixture
+def run(recipe: Recipe, work: Path) -> Path:
+    recipe = replace(recipe, eval_data=str(work / "data"), eval_every=2, eval_documents=1, peak_flops=1e10)
+    finetune(recipe)
+    return Path(recipe.output_dir)
+
+
+def cells(markdown: str) -> dict[str, list[str]]:
+    """The rows of all tables by their first cell."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in markdown.splitlines() if "|" in line]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_report_has_the_measurements(run: Path) -> None:
+    assert sorted(path.name for path in (run / "report").iterdir()) == [
+        "perplexity.png", "report.html", "report.md", "training.png",
+    ]  # fmt: skip
+    text = (run / "report" / "report.md").read_text()
+    rows = cells(text)
+    lines = metrics(run)
+    curves = {line["step"]: line["perplexity"] for line in lines if "perplexity" in line}
+    assert list(curves) == [0, 2, 4]
+    for step, name in ((0, "before training"), (2, "after step 2"), (4, "after step 4")):
+        shown = [float(cell.replace(",", "")) for cell in rows[name]]
+        assert shown == pytest.approx(list(curves[step].values()), rel=5e-3)
+    ratios = [curves[4][length] / curves[0][length] for length in curves[0]]
+    assert [float(cell) for cell in rows["ratio, last to first"]] == pytest.approx(ratios, abs=5e-4)
+    assert rows["steps"] == ["4"]
+    assert rows["tokens"] == [f"{4 * 2 * TARGET:,}"]
+    steps = [line for line in lines if "loss" in line]
+    assert rows["norm of the gradient, largest"] == [f"{max(line['grad_norm'] for line in steps):.3g}"]
+    assert any("MFU" in name for name in rows)
+    html = (run / "report" / "report.html").read_text()
+    assert html.count('src="data:image/png;base64,') == 2
+    assert not re.search(r'(src|href)="(?!data:)', html)
+    assert "after step 4" in html
+    card = (run / "README.md").read_text()
+    assert list(cells(card)["before training, extended"]) == [number(v) for v in curves[0].values()]
+
+
+def test_a_report_replaces_the_one_before_whole_or_not_at_all(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {path.name: path.read_bytes() for path in (run / "report").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(report_module, "page", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            write_training_report(run, trained_length=TRAINED)
+    assert {path.name: path.read_bytes() for path in (run / "report").iterdir()} == before
+    (run / "report" / "old.txt").write_text("of an earlier run")
+    assert write_training_report(run, trained_length=TRAINED) == run / "report"
+    assert sorted(path.name for path in (run / "report").iterdir()) == sorted(before)
+    assert not list(run.glob(".report*"))
+
+
+def test_a_report_that_fails_does_not_fail_the_run(
+    recipe: Recipe, work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plots, "plot_training", lambda *_: 1 / 0)
+    result = finetune(replace(recipe, eval_data=str(work / "data"), eval_documents=1))
+    assert result.steps == 4
+    assert "cannot write the training report" in caplog.text
+    assert (result.output_dir / "adapter_model.safetensors").exists()
+    assert not list(result.output_dir.glob("*report*"))
+
+
+def test_an_incomplete_log_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with pytest.raises(RopeExtendError, match="cannot read the metrics"):
+        RunLog.read(path)
+    path.write_text('{"step": 1, "skipped": 1}\n{"step": 2, "lo')
+    with pytest.raises(RopeExtendError, match="no line of a step"):
+        RunLog.read(path)
+    lines = [{"step": 0, "perplexity": {"32": math.inf}}, {"step": 1, "loss": 2.0}, {"step": 2, "skipped": 1}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 3, "lo')
+    log = RunLog.read(path)
+    assert (log.values("loss"), log.curves, log.skipped) == ([2.0], {0: {32: math.inf}}, 1)
+
+
+def test_the_course_is_drawn_in_every_form(tmp_path: Path) -> None:
+    curves = {0: {32: 10.0, 64: 90.0}, 2: {32: 10.0, 64: 30.0}, 4: {32: 10.0, 64: 9.0}}
+    for name in ("a.png", "a.svg"):
+        plots.plot_course(curves, 32, tmp_path / name)
+    text = (tmp_path / "a.svg").read_text()
+    assert "step 4" in text
+    assert "before" in text
+    with pytest.raises(RopeExtendError, match="nothing to draw"):
+        plots.plot_course({0: {}}, 32, tmp_path / "b.png")
