@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.functions import AttentionCall, extended_modules
 from rope_extend.attention.positions import AttentionHandler, Forward, cached_tokens
 from rope_extend.attention.registry import is_dense
 from rope_extend.attention.rotation import rotate
