@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +53,27 @@ def base_fingerprint(model: nn.Module, *, in_float16: bool = False) -> str | Non
 
 def fingerprint_of(matrices: Iterable[tuple[str, Tensor]]) -> str:
     """`base_fingerprint` of tensors that may come one at a time, in the order of `base_matrices`."""
-    digest = hashlib.sha256()
-    for name, matrix in matrices:
-        digest.update(f"{name} {tuple(matrix.shape)}\n".encode())
-        digest.update(_sample(matrix))
-    return digest.hexdigest()
+    return _digest(_lines(matrices).values())
 
 
 def check_base_fingerprint(
-    fingerprint: str, recorded: str, *, adapter: Path, trained_on: str | None, base: str, advice: str
+    matrices: Iterable[tuple[str, Tensor]],
+    recorded: str,
+    *,
+    adapter: Path,
+    token_layers: Collection[str],
+    trained_on: str | None,
+    base: str,
+    advice: str,
 ) -> None:
     """Refuse a base model with other weights than the one that an adapter was trained on.
 
     Args:
-        fingerprint: of the base model at hand.
+        matrices: of the base model at hand, in the order of `base_matrices`.
         recorded: the fingerprint in the adapter's record.
         adapter: the adapter's directory.
+        token_layers: the layers in which the adapter trains single tokens, see `token_layers_of`. Early
+            versions left their matrices out of the fingerprint; such a fingerprint is accepted too.
         trained_on: the base model that the record names.
         base: the name of the base model at hand.
         advice: what to do, the end of the error message.
@@ -76,11 +81,30 @@ def check_base_fingerprint(
     Raises:
         RopeExtendError: the fingerprints differ.
     """
-    if fingerprint != recorded:
+    lines = _lines(matrices)
+    fingerprint = _digest(lines.values())
+    left_out = {f"{layer}.weight" for layer in token_layers}
+    earlier = _digest(line for name, line in lines.items() if name not in left_out)
+    if recorded not in (fingerprint, earlier):
         raise RopeExtendError(
             f"the adapter in {adapter} was trained on {trained_on!r} (fingerprint {recorded[:12]}), but the "
             f"base model {base!r} has other weights (fingerprint {fingerprint[:12]}){advice}"
         )
+
+
+def token_layers_of(base: Any, config: Any) -> set[str]:
+    """Paths of the layers in which an adapter trains single tokens (peft's `trainable_token_indices`).
+
+    Args:
+        base: the base model, with or without the adapter.
+        config: the adapter's config.
+    """
+    indices = getattr(config, "trainable_token_indices", None) or ()
+    paths = dict(base.named_modules())
+    if isinstance(indices, dict):
+        return {path for path in paths if any(f".{path}".endswith(f".{name}") for name in indices)}
+    embedding = base.get_input_embeddings() if indices else None
+    return {path for path, module in paths.items() if module is embedding}
 
 
 def changes_base(config: Any) -> str | None:
@@ -113,6 +137,15 @@ def base_matrices(base: Any) -> list[tuple[str, Tensor]]:
     return sorted(matrices, key=lambda row: row[0])
 
 
+def _lines(matrices: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
+    """What the fingerprint is computed from: name, shape and some values of each matrix, by name."""
+    return {name: f"{name} {tuple(matrix.shape)}\n".encode() + _sample(matrix) for name, matrix in matrices}
+
+
+def _digest(lines: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(lines)).hexdigest()
+
+
 def _name_in_base(name: str, wrappers: set[str]) -> str | None:
     """The name that a parameter has without peft's wrappers; None for a parameter that an adapter added."""
     kept: list[str] = []
@@ -120,7 +153,7 @@ def _name_in_base(name: str, wrappers: set[str]) -> str | None:
     for i, part in enumerate(parts):
         if ".".join(parts[:i]) not in wrappers:
             kept.append(part)
-        elif part not in ("base_layer", "original_module"):
+        elif part not in ("base_layer", "original_module", "token_adapter"):
             return None
     return ".".join(kept)
 

@@ -31,7 +31,7 @@ from rope_extend.checkpoint.base_model import (
     base_matrices,
     changes_base,
     check_base_fingerprint,
-    fingerprint_of,
+    token_layers_of,
     warn_unchecked,
 )
 from rope_extend.checkpoint.card import add_card
@@ -378,9 +378,10 @@ def _check_base(
         return
     rounded = ", or the same rounded to float16" if torch.float16 in dtypes else ""
     check_base_fingerprint(
-        fingerprint_of((name, _read(x.file, key_of[name])) for name, x in zip(names, tensors, strict=True)),
+        ((name, _read(x.file, key_of[name])) for name, x in zip(names, tensors, strict=True)),
         record.base_fingerprint,
         adapter=adapter,
+        token_layers=token_layers_of(base, _adapter_config(adapter)),
         trained_on=record.base_model,
         base=str(tensors[0].file.parent),
         advice=f"{rounded}; give the former as base_model=",
@@ -497,13 +498,20 @@ def _merge_in_memory(
 ) -> Any:
     """Load the model in float32, merge it and save its weights; returns the merged model."""
     from peft.tuners.lora import LoraLayer
+    from peft.utils.other import TrainableTokensWrapper
 
     base_dtype = empty_model(str(files)).dtype
     model = load(adapter, base_model=str(files), dtype=torch.float32)
     base = model.get_base_model()
     tied = _tied(base)
     for path, module in base.named_modules():
-        if isinstance(module, LoraLayer) and (others := tied.get(f"{path}.weight")):
+        others = tied.get(f"{path}.weight", [])
+        if isinstance(module, TrainableTokensWrapper) and not _both_halves(base, module, others):
+            raise RopeExtendError(
+                f"the adapter trains tokens of {path} alone, which is tied to {', '.join(others)}; peft's "
+                "merge would change both. Use the adapter without a merge, with rope_extend.load"
+            )
+        if isinstance(module, LoraLayer) and others:
             raise RopeExtendError(
                 f"{path} is tied to {', '.join(others)} and has an adapter of its own; a merge in memory "
                 "would change both. Merge from the files: leave out in_memory=True"
@@ -513,6 +521,11 @@ def _merge_in_memory(
     merged.to(dtype or base_dtype)
     merged.save_pretrained(directory, state_dict=stock_state(merged), max_shard_size=limit)
     return merged
+
+
+def _both_halves(base: Any, wrapper: Any, tied_to: list[str]) -> bool:
+    """Whether an adapter of single tokens is on every layer that a layer is tied to."""
+    return all(isinstance(base.get_submodule(name.rpartition(".")[0]), type(wrapper)) for name in tied_to)
 
 
 def _save_tokenizer(adapter: Path, files: Path, target_length: int, directory: Path) -> None:

@@ -18,6 +18,7 @@ from rope_extend.checkpoint.base_model import (
     base_matrices,
     changes_base,
     check_base_fingerprint,
+    token_layers_of,
     warn_unchecked,
 )
 from rope_extend.checkpoint.hub import local_directory
@@ -179,13 +180,14 @@ def _attach(
 
     patch_before = current_patch(model)
     with one_error(f"cannot read {directory / 'adapter_config.json'}"):
-        changed_by = changes_base(PeftConfig.from_pretrained(str(directory)))
+        config = PeftConfig.from_pretrained(str(directory))
+    changed_by = changes_base(config)
     # The encoding comes first: a model with the adapter's weights but without the encoding would be garbage.
     with one_error(f"the base model does not fit the adapter in {directory}"):
         patch = apply_record(model, record, directory)
     try:
         if check_base and not changed_by:
-            _check_base(model, directory, record)
+            _check_base(model, directory, record, config)
         with (
             one_error(
                 f"the adapter in {directory} does not fit this {record.model_type} model; it was trained on "
@@ -200,7 +202,7 @@ def _attach(
                 model, str(directory), is_trainable=is_trainable, **_device_map(model)
             )
             if check_base and changed_by:  # the recorded fingerprint is of the changed base model
-                _check_base(model, directory, record, f". {changed_by} may also have changed them")
+                _check_base(model, directory, record, config, f". {changed_by} may also have changed them")
             return adapted
     except BaseException:
         if patch is not patch_before:
@@ -225,7 +227,7 @@ def _device_map(model: nn.Module) -> dict[str, Any]:
     return {"device_map": inside} if inside else {}
 
 
-def _check_base(model: nn.Module, directory: Path, record: Record, hint: str = "") -> None:
+def _check_base(model: nn.Module, directory: Path, record: Record, config: Any, hint: str = "") -> None:
     """Refuse a base model with other weights than the one that the adapter was trained on."""
     if record.base_fingerprint is None:
         return
@@ -233,13 +235,15 @@ def _check_base(model: nn.Module, directory: Path, record: Record, hint: str = "
     if fingerprint in (None, record.base_fingerprint):
         return
     base = unwrap(model)
-    if any(matrix.dtype == torch.float16 for _, matrix in base_matrices(base)):
+    matrices = base_matrices(base)
+    if any(matrix.dtype == torch.float16 for _, matrix in matrices):
         warn_unchecked(IN_FLOAT16)
         return
     check_base_fingerprint(
-        str(fingerprint),
+        matrices,
         record.base_fingerprint,
         adapter=directory,
+        token_layers=token_layers_of(base, config),
         trained_on=record.base_model,
         base=base.config.name_or_path or "a model made in memory",
         advice=f"{hint}; load the former, or give check_base=False to use this one anyway",

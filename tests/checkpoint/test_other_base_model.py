@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from cases import TARGET, TRAINED, llama
+from cases import COMMON, TARGET, TRAINED, llama
 from integrity import (
     extended,
     logits,
@@ -17,10 +19,11 @@ from integrity import (
 )
 from peft import LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
+from rope_extend.checkpoint.base_model import base_fingerprint, base_matrices
 from rope_extend.checkpoint.record import read_record, write_record
 
 
@@ -100,6 +103,68 @@ def test_a_base_model_in_float16_is_compared_as_far_as_that_goes(
     refused(adapter, "has other weights", by="merge")
     with pytest.raises(RopeExtendError, match="has other weights"):
         rx.load(adapter, dtype=torch.float32)
+
+
+def with_tokens(where: Path, indices: Any, **config: Any) -> tuple[Path, torch.Tensor]:
+    """An adapter that also trains some tokens, on a base model that it saves, and its logits."""
+    llama(**config).save_pretrained(where / "base")
+    model = extended(model=AutoModelForCausalLM.from_pretrained(where / "base"))
+    lora = LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False,
+        trainable_token_indices=indices,
+    )  # fmt: skip
+    adapted = get_peft_model(model, lora).eval()
+    torch.manual_seed(1)
+    for name, weight in adapted.named_parameters():
+        if "trainable_tokens_delta" in name:
+            weight.data.add_(torch.randn_like(weight))
+    return rx.save(adapted, where / "adapter"), logits(adapted)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("indices", [[3, 5], {"embed_tokens": [3]}], ids=["list", "dict"])
+def test_an_adapter_that_trains_single_tokens_is_put_on_its_own_base(
+    tmp_path: Path, indices: Any, tied: bool
+) -> None:
+    adapter, expected = with_tokens(tmp_path, indices, tie_word_embeddings=tied)
+    before = read_record(adapter)
+    assert before.base_fingerprint == base_fingerprint(llama(tie_word_embeddings=tied))
+    assert torch.equal(logits(rx.load(adapter)), expected)
+    merged = rx.merge(adapter, tmp_path / "merged", in_memory=True)
+    assert_same_but_rounding(logits(rx.load(merged)), expected)
+    # Early versions left the matrix with those tokens out of the fingerprint.
+    digest = hashlib.sha256()
+    for name, matrix in base_matrices(llama(tie_word_embeddings=tied)):
+        if name != "model.embed_tokens.weight":
+            points = [(matrix.numel() - 1) * i // 15 for i in range(16)]
+            values = matrix.detach().flatten()[points].bfloat16().view(torch.int16)
+            digest.update(f"{name} {tuple(matrix.shape)}\n".encode() + values.numpy().tobytes())
+    write_record(adapter, replace(before, base_fingerprint=digest.hexdigest()))
+    assert torch.equal(logits(rx.load(adapter)), expected)
+    refused(adapter, r"embed_tokens from files.*in_memory=True", by="merge")
+    other = llama(tie_word_embeddings=tied)
+    other.model.layers[0].mlp.gate_proj.weight.data.mul_(1.5)
+    other.save_pretrained(tmp_path / "base")
+    refused(adapter, "has other weights", by="load")
+
+
+def test_tokens_of_one_half_of_tied_embeddings_are_not_merged_into_both(tmp_path: Path) -> None:
+    adapter, expected = with_tokens(tmp_path, {"lm_head": [3]}, tie_word_embeddings=True)
+    assert torch.equal(logits(rx.load(adapter)), expected)
+    with pytest.raises(RopeExtendError, match=r"tokens of lm_head alone.* would change both"):
+        rx.merge(adapter, tmp_path / "merged", in_memory=True)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_the_fingerprint_covers_matrices_of_experts() -> None:
+    """Mixtral's experts are one tensor with three dimensions."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **COMMON, num_local_experts=4))
+    before = base_fingerprint(model)
+    experts = model.model.layers[0].mlp.experts.down_proj
+    assert experts.ndim == 3
+    experts.data.mul_(1.5)
+    assert base_fingerprint(model) != before
 
 
 def test_the_window_is_the_one_that_the_tests_assume(checkpoints: Path) -> None:
