@@ -9,7 +9,6 @@ by name.
 from __future__ import annotations
 
 import itertools
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.utils.data import default_collate
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.encodings.core.checks import check_number
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_json
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -303,4 +303,4 @@ class Coverage:
             "seen_beyond": self.seen_beyond,
             "distances": self.groups(),
         }
-        path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+        write_json(path, data, indent=1)
