@@ -24,7 +24,8 @@ def flush(path: Path) -> None:
     """Wait until a file, or the list of entries of a directory, is on disk."""
     if path.is_dir() and os.name == "nt":
         return  # Windows neither needs nor allows it
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    # Opened for reading only, so that files without write permission can be flushed. Windows needs more.
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -108,6 +109,33 @@ def publish_directory(partial: Path, final: Path, *, durable: bool = False) -> N
     os.replace(partial, final)
     if durable:
         flush(final.parent)
+
+
+@contextmanager
+def replacing_files(directory: Path, *, last: str) -> Iterator[Path]:
+    """Write several files that appear in a directory together when the block ends; none if it raises.
+
+    The block gets the path of a new empty directory in `directory`, and writes the files there, also in
+    directories of their own. Other files of `directory` stay as they are.
+
+    Args:
+        directory: where the files appear; made if it does not exist.
+        last: name of the file that is renamed last: if it is there, so are the others.
+
+    Raises:
+        OSError: a file cannot be written or renamed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = _temporary_name(directory / last)
+    partial.mkdir()
+    try:
+        yield partial
+        names = [path.relative_to(partial) for path in sorted(partial.rglob("*")) if path.is_file()]
+        for name in sorted(names, key=lambda name: name == Path(last)):
+            (directory / name).parent.mkdir(exist_ok=True)
+            os.replace(partial / name, directory / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rope_extend import files
-from rope_extend.files import replacing, replacing_directory, sha256, write_json, write_text
+from rope_extend.files import replacing, replacing_directory, replacing_files, sha256, write_json, write_text
 
 
 def test_a_text_replaces_an_earlier_one(tmp_path: Path) -> None:
@@ -88,6 +88,45 @@ def test_a_directory_replaces_an_earlier_one_whole(tmp_path: Path) -> None:
         (partial / "half.txt").write_text(f"{1 // 0}")
     assert [path.name for path in final.iterdir()] == ["new.txt"]
     assert list(tmp_path.iterdir()) == [final]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows flushes only what is open for writing")
+def test_flushing_needs_no_permission_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = []
+    own = os.open
+    monkeypatch.setattr(os, "open", lambda path, flag: (flags.append(flag), own(path, flag))[1])
+    (tmp_path / "a").write_text("text")
+    files.flush(tmp_path / "a")
+    files.flush(tmp_path)
+    assert [flag & (os.O_WRONLY | os.O_RDWR) for flag in flags] == [0, 0]
+
+
+def test_files_appear_together_or_not_at_all(tmp_path: Path) -> None:
+    directory = tmp_path / "report"
+    for content in ("old", "new"):
+        with replacing_files(directory, last="a.txt") as partial:
+            (partial / "parts").mkdir()
+            for name in ("a.txt", "b.txt", "parts/c.txt"):
+                (partial / name).write_text(content)
+        (directory / "parts" / "foreign.txt").write_text("untouched")
+    with pytest.raises(ZeroDivisionError), replacing_files(directory, last="a.txt") as partial:
+        (partial / "b.txt").write_text("newer")
+        (partial / "a.txt").write_text(f"half {1 // 0}")
+    found = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+    assert {name: path.read_text() for name, path in found.items()} == {
+        "a.txt": "new", "b.txt": "new", "parts/c.txt": "new", "parts/foreign.txt": "untouched",
+    }  # fmt: skip
+    assert len(list(directory.iterdir())) == 3
+
+
+def test_the_last_file_is_renamed_after_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed = []
+    own = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (renamed.append(new.name), own(old, new)))
+    with replacing_files(tmp_path, last="b.txt") as partial:
+        for name in ("a.txt", "b.txt", "c.txt"):
+            (partial / name).write_text(name)
+    assert renamed == ["a.txt", "c.txt", "b.txt"]
 
 
 def test_sha256_is_of_the_contents(tmp_path: Path) -> None:
