@@ -23,7 +23,7 @@ from rope_extend.evaluation.perplexity_report import UNFINISHED, check_output, w
 from rope_extend.evaluation.prompts import Prompt, PromptOptions
 from rope_extend.evaluation.protocols import WindowSettings, protocol_named
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, Subject, file_name
-from rope_extend.evaluation.retrieval import TrialLog, answer_prompts, make_prompts, prompts_fingerprint
+from rope_extend.evaluation.retrieval import TrialLog, answer_prompts, make_prompts
 from rope_extend.evaluation.tasks import Passkey, template_for
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
@@ -275,9 +275,7 @@ class _Evaluation:
             return row
         log = None
         if self.finished is not None:
-            # Next to the finished documents of the row, which are refused if they belong to another model.
-            file = self.finished / file_name(row.label) / "trials.jsonl"
-            log = TrialLog(file, f"{row.label} {prompts_fingerprint(self.prompts)}")
+            log = TrialLog(self.finished / file_name(row.label) / "trials.jsonl", row.label)
         try:
             retrieval = answer_prompts(
                 candidate.model,

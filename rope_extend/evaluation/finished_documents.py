@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
-from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.identity import Identity, check_same, read_identity
 from rope_extend.evaluation.protocols import Window
 from rope_extend.evaluation.results import Losses, write_arrays
 from rope_extend.files import write_json
-from rope_extend.loss import causal_lm
-from rope_extend.patching import current_patch
+
+MEASUREMENT = "measurement.json"
+"""File of the identity of the measurement that the losses belong to."""
+
+LOSSES_OF_DOCUMENT = "[0-9][0-9][0-9][0-9][0-9]*.npz"
+"""Pattern of the files of losses, one for each document."""
 
 
 class FinishedDocuments:
-    """A directory with the losses of finished documents, and the key of the measurement they belong to.
+    """A directory with the losses of finished documents, and the identity of the measurement.
 
     Nothing is written before the first document is finished.
 
     Args:
         directory: where the files are.
-        key: everything that the losses depend on, as plain values of JSON.
+        identity: everything that the losses depend on.
 
     Raises:
-        RopeExtendError: the directory holds losses of another measurement.
+        RopeExtendError: the directory holds losses of another measurement, or of an unknown one.
     """
 
-    def __init__(self, directory: Path, key: dict[str, Any]) -> None:
-        self.directory, self.key = directory, json.loads(json.dumps(key))
-        path = directory / "measurement.json"
-        if not path.exists():
-            return
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name in {**stored, **self.key} if stored.get(name) != self.key.get(name)]
-        if changed:
-            raise RopeExtendError(
-                f"{str(directory)!r} holds part of another measurement: it differs in {', '.join(changed)} "
-                f"({stored.get(changed[0])} there, {self.key.get(changed[0])} here); delete it to start again"
+    def __init__(self, directory: Path, identity: Identity) -> None:
+        self.directory, self.identity = directory, identity
+        path = directory / MEASUREMENT
+        if path.exists() or any(directory.glob(LOSSES_OF_DOCUMENT)):
+            check_same(
+                read_identity(path),
+                identity,
+                what=f"{str(directory)!r} holds losses",
+                advice="use another directory, or delete this one to start again",
             )
 
     def read(self, number: int, passes: Sequence[Sequence[Window]]) -> tuple[list[Losses], float] | None:
@@ -59,32 +57,12 @@ class FinishedDocuments:
 
     def write(self, number: int, losses: Sequence[Losses], seconds: float) -> None:
         """Keep a document's losses by pass, float32 `[targets]` each."""
-        path = self.directory / "measurement.json"
+        path = self.directory / MEASUREMENT
         if not path.exists():
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_json(path, self.key)
+            write_json(path, self.identity)
         arrays = {f"losses_{n}": array for n, array in enumerate(losses)}
         write_arrays(self._path(number), {**arrays, "seconds": np.float64(seconds)})
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:05d}.npz"
-
-
-def model_identity(model: torch.nn.Module) -> dict[str, Any]:
-    """What distinguishes one model from another: its encoding, its dtype, and a norm of each weight."""
-    from accelerate.utils import align_module_device
-
-    lm = causal_lm(model)
-    patch = current_patch(model)
-    norms = []
-    for path, module in model.named_modules():
-        with align_module_device(module):  # loads weights that are offloaded
-            for name, tensor in module.named_parameters(path, recurse=False):
-                dtype = torch.float32 if tensor.device.type == "mps" else torch.float64
-                values = tensor.detach() if tensor.is_floating_point() else tensor.detach().to(dtype)
-                norms.append(f"{name} {float(torch.linalg.vector_norm(values, dtype=dtype)):.5e}")
-    return {
-        "encoding": patch.encoding.to_dict() if patch else getattr(lm.config, "rope_parameters", None),
-        "dtype": str(lm.dtype),
-        "weights": hashlib.sha256("\n".join(norms).encode()).hexdigest()[:16],
-    }

@@ -23,7 +23,8 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.document_arguments import DocumentLike, documents_from
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
-from rope_extend.evaluation.finished_documents import FinishedDocuments, model_identity
+from rope_extend.evaluation.finished_documents import FinishedDocuments
+from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import LossComputer, peak_memory_bytes
 from rope_extend.evaluation.protocols import Protocol, Settings, Window, WindowSettings, protocol_named
 from rope_extend.evaluation.results import Losses, PerplexityResult

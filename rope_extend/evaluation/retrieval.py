@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -21,20 +21,25 @@ from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from rope_extend.errors import RopeExtendError, UnsupportedModelError
+from rope_extend.data.token_cache import tokenizer_content
+from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import BATCH_TOKENS
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
+from rope_extend.evaluation.identity import Identity, active_patch, check_same, model_identity
 from rope_extend.evaluation.loss_computer import peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, PromptOptions, Task, encode, make_prompt
 from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
+from rope_extend.files import write_text
 from rope_extend.models.load_options import input_device
-from rope_extend.patching import current_patch
 from rope_extend.units import parse_lengths
 
 logger = logging.getLogger(__name__)
 
 TrialKey = tuple[str, int, float | None, int]
 """Task, length in tokens, depth, and number of a trial."""
+
+MEASUREMENT = "measurement"
+"""Key of what a trial depends on, in a line of the file."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Trial:
 class TrialLog:
     """Finished trials of one row, in a file of JSON lines that several rows share.
 
+    Each line has a trial, the row's label, and what the trial depends on.
+
     Args:
         file: path of the file; made when the first trial is finished.
         label: name of the row's trials in the file.
@@ -68,15 +75,27 @@ class TrialLog:
     def __init__(self, file: str | Path, label: str) -> None:
         self.file, self.label = Path(file), label
 
-    def append(self, trials: Iterable[Trial]) -> None:
-        """Add finished trials to the file."""
-        append_lines(self.file, [{"label": self.label, **asdict(trial)} for trial in trials])
+    def append(self, trials: Iterable[Trial], identities: Mapping[TrialKey, Identity]) -> None:
+        """Add finished trials to the file, each with what it depends on.
 
-    def read(self) -> dict[TrialKey, Trial]:
+        The file and its directory are made if they do not exist.
+        """
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        lines = [
+            {"label": self.label, **asdict(trial), MEASUREMENT: identities[_key(trial)]} for trial in trials
+        ]
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+    def read(self, identities: Mapping[TrialKey, Identity]) -> dict[TrialKey, Trial]:
         """The finished trials. A last line that an interruption cut short is removed from the file.
 
+        Args:
+            identities: what the trials of this measurement depend on. Other trials are left out.
+
         Raises:
-            RopeExtendError: a line is not a trial.
+            RopeExtendError: a line is not a trial, or the file has a trial of another measurement under the
+                label.
         """
         trials: dict[TrialKey, Trial] = {}
         if not self.file.exists():
@@ -84,17 +103,23 @@ class TrialLog:
         text = self.file.read_text(encoding="utf-8")
         complete = text[: text.rfind("\n") + 1]
         if complete != text:
-            self.file.write_text(complete, encoding="utf-8")
+            write_text(self.file, complete)
         for number, line in enumerate(complete.splitlines(), start=1):
             try:
                 values = json.loads(line)
-                if values["label"] == self.label:
-                    trial = Trial.from_dict(values)
-                    trials[_key(trial)] = trial
+                trial = Trial.from_dict(values) if values["label"] == self.label else None
             except (ValueError, KeyError, TypeError) as error:
                 raise RopeExtendError(
                     f"line {number} of {str(self.file)!r} is not a trial: {error}"
                 ) from error
+            if trial is not None and _key(trial) in identities:
+                check_same(
+                    values.get(MEASUREMENT),
+                    identities[_key(trial)],
+                    what=f"line {number} of {str(self.file)!r} holds trials of {self.label!r}",
+                    advice="use another file or label, or delete these lines",
+                )
+                trials[_key(trial)] = trial
         return trials
 
 
@@ -165,7 +190,8 @@ def answer_prompts(
         progress: show a progress bar, on terminals only.
 
     Raises:
-        RopeExtendError: an argument out of range, or a prompt that does not fit into the GPU's memory alone.
+        RopeExtendError: an argument out of range, a log with trials of another measurement, or a prompt that
+            does not fit into the GPU's memory alone.
     """
     if batch_tokens < 1:
         raise RopeExtendError(f"batch_tokens must be at least 1, got {batch_tokens}")
@@ -173,9 +199,12 @@ def answer_prompts(
     answer_tokens = max((task.new_tokens for task in tasks), default=0)
     if crop is not None and crop <= answer_tokens:
         raise RopeExtendError(f"crop must exceed the {answer_tokens} tokens of the answer, got {crop}")
-    subject = subject or Subject("model", _encoding(model))
+    if subject is None:
+        patch = active_patch(model)
+        subject = Subject("model", patch.encoding.to_dict() if patch else None)
     started, forward_tokens = time.perf_counter(), 0
-    trials = log.read() if log else {}
+    identities = _identities(model, tokenizer, by_name, prompts, crop, batch_tokens) if log else {}
+    trials = log.read(identities) if log else {}
     batches = _batches(prompts, batch_tokens, crop)
     bar = tqdm(
         total=sum(_visible(prompt, crop) for prompt in prompts), desc=subject.label, unit="tok",
@@ -190,7 +219,7 @@ def answer_prompts(
                 trials |= {_key(trial): trial for trial in new}
                 forward_tokens += sum(_visible(prompt, crop) for prompt in batch)
                 if log:
-                    log.append(new)
+                    log.append(new, identities)
             bar.update(sum(_visible(prompt, crop) for prompt in batch))
         peak = peak_memory_bytes(device)
     return RetrievalResult(
@@ -222,6 +251,32 @@ def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     for prompt in prompts:
         digest.update(json.dumps([prompt.text, prompt.answers, prompt.tokens]).encode())
     return digest.hexdigest()[:16]
+
+
+def _identities(
+    model: nn.Module,
+    tokenizer: Any,
+    tasks: Mapping[str, Task],
+    prompts: Sequence[Prompt],
+    crop: int | None,
+    batch_tokens: int,
+) -> dict[TrialKey, Identity]:
+    """What the trial of each prompt depends on."""
+    shared = {
+        "crop": crop,
+        "batch_tokens": batch_tokens,
+        "tokenizer": tokenizer_content(tokenizer)[:16],
+        **model_identity(model),
+    }
+    return {
+        _key(prompt): {
+            "prompt": prompts_fingerprint([prompt]),
+            "chat": prompt.chat,
+            "task": tasks[prompt.task].describe(),
+            **shared,
+        }
+        for prompt in prompts
+    }
 
 
 def _key(trial: Prompt | Trial) -> TrialKey:
@@ -340,24 +395,5 @@ class _ScoreIsFinal(StoppingCriteria):  # type: ignore[misc]
 
 
 def _is_per_row(model: nn.Module) -> bool:
-    try:
-        patch = current_patch(model)
-    except UnsupportedModelError:  # any model that generates can be measured
-        return False
+    patch = active_patch(model)
     return patch is not None and patch.encoding.per_row
-
-
-def _encoding(model: nn.Module) -> dict[str, Any] | None:
-    try:
-        patch = current_patch(model)
-    except UnsupportedModelError:
-        return None
-    return patch.encoding.to_dict() if patch else None
-
-
-def append_lines(file: str | Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Add rows to a file of JSON lines. The file and its directory are made if they do not exist."""
-    path = Path(file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as stream:
-        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

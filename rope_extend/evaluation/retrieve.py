@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -15,11 +13,13 @@ from rope_extend.data.documents import load_documents
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidate, Candidates
 from rope_extend.evaluation.evaluation_config import PLAIN, RetrievalConfig
+from rope_extend.evaluation.identity import Identity, check_same, read_identity
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.results import RetrievalResult
-from rope_extend.evaluation.retrieval import TrialLog, answer_prompts, append_lines, make_prompts
+from rope_extend.evaluation.retrieval import TrialLog, answer_prompts, make_prompts
 from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, RESULTS, TABLE, write_retrieval
 from rope_extend.evaluation.tasks import make_tasks, template_for
+from rope_extend.files import write_json, write_text
 from rope_extend.models.loading import pretrained
 from rope_extend.models.view import unwrap
 from rope_extend.units import format_length
@@ -126,8 +126,8 @@ class _RetrievalRun:
                 logger.warning("no control of %s within the trained window: %s", task.name, error)
         return prompts
 
-    def settings(self) -> dict[str, Any]:
-        """Everything that the trials depend on, as plain values of JSON."""
+    def settings(self) -> Identity:
+        """The settings that all trials depend on. Each trial also has an identity of its own."""
         config, candidates = self.config, self.candidates
         return {
             "model": candidates.name,
@@ -169,7 +169,8 @@ class _RetrievalRun:
     ) -> RetrievalResult:
         label = candidate.label if crop is None else f"{candidate.label}, cropped to {format_length(crop)}"
         logger.info("retrieval: %s", label)
-        key = _adapter_identity(candidate.adapter) if candidate.adapter else label
+        # The label of an adapter depends on the other adapters of the run, its directory does not.
+        key = candidate.adapter or label
         return answer_prompts(
             candidate.model,
             self.tokenizer,
@@ -181,15 +182,6 @@ class _RetrievalRun:
             log=None if log is None else TrialLog(log, key),
             progress=self.progress,
         )
-
-
-def _adapter_identity(adapter: str) -> str:
-    """An adapter's directory and a digest of its files. Trials of other files are not reused."""
-    digest = hashlib.sha256()
-    for file in sorted(Path(adapter).glob("*")):
-        if file.suffix in (".safetensors", ".bin", ".json"):
-            digest.update(file.name.encode() + file.read_bytes())
-    return f"{adapter} {digest.hexdigest()[:16]}"
 
 
 def _check_run_directory(output: str | Path, *, resume: bool, overwrite: bool) -> Path:
@@ -217,24 +209,21 @@ def _check_run_directory(output: str | Path, *, resume: bool, overwrite: bool) -
     return directory
 
 
-def _start(directory: Path, settings: dict[str, Any], prompts: Sequence[Prompt], *, resume: bool) -> None:
+def _start(directory: Path, settings: Identity, prompts: Sequence[Prompt], *, resume: bool) -> None:
     """Write the settings and prompts of a run. A resumed run must have the same settings."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / SETTINGS
-    settings = json.loads(json.dumps(settings))
     if resume and file.exists():
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        changed = [name for name in settings if stored.get(name) != settings[name]]
-        if changed:
-            raise RopeExtendError(
-                f"the run in {str(directory)!r} has other settings, so its trials cannot be used: "
-                + "; ".join(f"{name} was {stored.get(name)!r}, now {settings[name]!r}" for name in changed)
-                + "; use the same settings, or overwrite the run"
-            )
+        check_same(
+            read_identity(file),
+            settings,
+            what=f"{str(directory)!r} holds trials",
+            advice="use the same settings, another directory, or overwrite=True to replace the run",
+        )
     else:
         for pattern in (TRIALS, RESULTS, TABLE, PAGE, *PICTURES):
             for old_file in directory.glob(pattern):
                 old_file.unlink()
-    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (directory / PROMPTS).unlink(missing_ok=True)
-    append_lines(directory / PROMPTS, [prompt.to_dict() for prompt in prompts])
+    write_json(file, settings)
+    lines = [json.dumps(prompt.to_dict(), ensure_ascii=False) + "\n" for prompt in prompts]
+    write_text(directory / PROMPTS, "".join(lines))

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from test_perplexity import measure, texts, tiny
 from transformers import LlamaModel
 
 import rope_extend as rx
+from rope_extend.checkpoint.peft_models import tuner_layers
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import TRIAL_CHUNKS
+from rope_extend.evaluation.identity import differences, model_identity
 from rope_extend.evaluation.perplexity_report import read_results
 
 PROTOCOLS: list[dict[str, Any]] = [
@@ -82,20 +85,62 @@ def test_another_measurement_is_not_resumed(tmp_path: Path) -> None:
     handle = model.model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
     assert measure(model, documents, [20, 40], finished=tmp_path).documents == 2
     for arguments, message in (
-        ({"lengths": [40]}, r"differs in lengths \(\[20, 40\] there, \[40\] here\)"),
-        ({"documents": texts(40, 40)[::-1]}, "differs in data"),
-        ({"protocol": "sliding", "stride": 4}, "differs in protocol, stride"),
+        ({"lengths": [40]}, r"differ in lengths \(\[20, 40\] there, \[40\] here\)"),
+        ({"documents": texts(40, 40)[::-1]}, "differ in data"),
+        ({"protocol": "sliding", "stride": 4}, r"differ in protocol \(.*\), stride \(None there, 4 here\)"),
     ):
         given = {"documents": documents, "lengths": [20, 40], "finished": tmp_path, **arguments}
         with pytest.raises(RopeExtendError, match=message):
             measure(model, **given)
-    with rx.extend(model, 64, "yarn"), pytest.raises(RopeExtendError, match="differs in encoding"):
+    with rx.extend(model, 64, "yarn"), pytest.raises(RopeExtendError, match="differ in encoding"):
         measure(model, documents, [20, 40], finished=tmp_path)
+    weight = model.lm_head.weight
     with torch.no_grad():
-        model.lm_head.weight[3, 3] += 1  # other weights
-    with pytest.raises(RopeExtendError, match="differs in weights"):
+        for other in (-weight, weight.flip(0), weight + (weight == weight[3, 3]) * 1e-6):
+            before = weight.clone()
+            weight.copy_(other)
+            with pytest.raises(RopeExtendError, match="differ in weights"):
+                measure(model, documents, [20, 40], finished=tmp_path)
+            weight.copy_(before)
+    model.config.rms_norm_eps *= 2
+    with pytest.raises(RopeExtendError, match="differ in config"):
         measure(model, documents, [20, 40], finished=tmp_path)
     handle.remove()
+
+
+def test_another_trained_length_is_not_resumed(tmp_path: Path) -> None:
+    """The same encoding, based on another shape, has other tables."""
+    model, documents = tiny(), texts(90)
+    method = rx.encoding("dynamic_linear")
+    with rx.patch_model(model, method, trained_length=32, target_length=96):
+        measure(model, documents, [90], finished=tmp_path)
+    other = rx.patch_model(model, method, trained_length=64, target_length=96)
+    with other, pytest.raises(RopeExtendError, match=r"differ in shape \(.*'trained_length': 32\} there"):
+        measure(model, documents, [90], finished=tmp_path)
+
+
+def test_losses_of_an_unknown_measurement_are_not_resumed(tmp_path: Path) -> None:
+    model, documents = tiny(), texts(40, 40)
+    measure(model, documents, [40], finished=tmp_path)
+    file = tmp_path / "measurement.json"
+    for content in ("", "[1]", '{"data": '):
+        file.write_text(content)
+        with pytest.raises(RopeExtendError, match="do not say which measurement they belong to"):
+            measure(model, documents, [40], finished=tmp_path)
+    file.unlink()
+    with pytest.raises(RopeExtendError, match="do not say which measurement they belong to"):
+        measure(model, documents, [40], finished=tmp_path)
+
+
+def test_an_adapter_that_acts_otherwise_is_another_model() -> None:
+    model = get_peft_model(tiny(), LoraConfig(task_type="CAUSAL_LM", lora_alpha=8, target_modules=["q_proj"]))
+    identity = model_identity(model)
+    with model.disable_adapter():
+        assert "adapters" in differences(identity, model_identity(model))
+    assert model_identity(model) == identity
+    for _, layer in tuner_layers(model):
+        layer.scale_layer(2.0)
+    assert differences(identity, model_identity(model)).startswith("adapters (")
 
 
 def test_a_truncated_file_is_measured_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -185,6 +186,47 @@ def test_a_log_that_holds_something_else_is_refused(tmp_path: Path) -> None:
         measured(Oracle(), log=tmp_path / "log")
 
 
+def test_trials_of_another_measurement_are_refused(tmp_path: Path) -> None:
+    """Of another model, seed, crop, template or batch, also under the same label."""
+    model, log = llama(vocab_size=4096), tmp_path / "log"
+    options = {"lengths": [128], "depths": 2, "trials": 1, "log": log}
+    first = measured(model, **options)
+    model.forward = lambda *_, **__: pytest.fail("the model ran")  # type: ignore[method-assign]
+    assert measured(model, **options).cells == first.cells
+    for changes, message in (
+        ({"seed": 7}, r"differ in prompt \("),
+        ({"crop": 64}, r"differ in crop \(None there, 64 here\); use another file or label"),
+        ({"tasks": [replace(Passkey(), new_tokens=12)]}, "differ in prompt .*, task"),
+        ({"batch_tokens": 100}, "differ in batch_tokens"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            measured(model, **{**options, **changes})
+    with rx.extend(model, 128, "nope"), pytest.raises(RopeExtendError, match="differ in encoding"):
+        measured(model, **options)
+    with torch.no_grad():
+        model.lm_head.weight.neg_()  # the norm stays
+    with pytest.raises(RopeExtendError, match=r"differ in weights \('"):
+        measured(model, **options)
+    assert len(log.read_text().splitlines()) == 2
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    log.write_text("".join(json.dumps({**line, "measurement": None}) + "\n" for line in lines))
+    with pytest.raises(RopeExtendError, match="do not say which measurement they belong to"):
+        measured(model, **options)
+
+
+def test_a_line_that_is_cut_off_without_losing_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    measured(Oracle(), log=log)
+    whole = log.read_text()
+    log.write_text(whole + '{"label": "model", "ta')
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):  # while the file is repaired
+        measured(Oracle(), log=log)
+    assert log.read_text().startswith(whole)
+
+
 def test_batches_hold_the_tokens_they_may() -> None:
     model, sizes = Oracle(), []
     original = model.generate
@@ -347,7 +389,7 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
     assert "--resume" in capsys.readouterr().err
     with pytest.raises(SystemExit):  # nor resumed with other prompts
         main([*arguments, str(out), "--methods", "yarn", "--resume", "--seed", "1"])
-    assert "seed was 0, now 1" in capsys.readouterr().err
+    assert "differ in seed (0 there, 1 here)" in capsys.readouterr().err
 
     trials = (out / "trials.jsonl").read_text().splitlines(keepends=True)
     (out / "trials.jsonl").write_text("".join(trials[:-3]))
@@ -442,13 +484,12 @@ def test_an_adapter_is_measured_with_its_encoding(bundled: PreTrainedModel, tmp_
     before = log.read_text().splitlines()
     assert retrieved(tmp_path / "out", resume=True, **settings) == results
     assert log.read_text().splitlines() == before
-    with torch.no_grad():  # another adapter in the same directory: the first one's trials are not reused
+    with torch.no_grad():  # another adapter in the same directory
         for name, weight in lora.named_parameters():
             if "lora_B" in name:
                 weight.fill_(1.0)
     shutil.rmtree(tmp_path / "adapter")
     rx.save(lora, tmp_path / "adapter")
-    other = retrieved(tmp_path / "out", resume=True, **settings)
-    assert other[:3] == results[:3]
-    assert {score for cell in other[3].cells for score in cell.scores} == {0}
-    assert {score for cell in results[2].cells for score in cell.scores} == {0, 1}
+    with pytest.raises(RopeExtendError, match="differ in weights"):
+        retrieved(tmp_path / "out", resume=True, **settings)
+    assert log.read_text().splitlines() == before

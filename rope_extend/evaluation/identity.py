@@ -1,0 +1,136 @@
+"""What a measurement depends on: kept with everything that is resumed, and compared before it is used.
+
+An identity is a dict of plain JSON values, by name. Two measurements are the same if all values are equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_extend.checkpoint.peft_models import tuner_layers
+from rope_extend.errors import RopeExtendError, UnsupportedModelError
+from rope_extend.models.view import unwrap
+from rope_extend.patching import Patch, current_patch
+
+Identity = dict[str, Any]
+"""Plain JSON values by name."""
+
+_BLOCK = 2**18
+"""Values of a weight that are read at a time: few, so that they stay in the cache of a CPU."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_NOT_IN_CONFIG = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Values of a config on which no result depends, or that have an entry of their own."""
+
+
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """What differs between two identities, such as `crop (64 there, None here)`; empty if nothing does."""
+    stored, current = (json.loads(json.dumps(values)) for values in (stored, current))
+    return ", ".join(
+        f"{name} ({stored.get(name)!r} there, {current.get(name)!r} here)"
+        for name in {**stored, **current}
+        if stored.get(name) != current.get(name)
+    )
+
+
+def check_same(stored: object, current: Mapping[str, Any], *, what: str, advice: str) -> None:
+    """Refuse what belongs to another measurement.
+
+    Args:
+        stored: the identity that was kept with it.
+        current: the identity of the measurement that would use it.
+        what: what would be used, such as `'log.jsonl' holds trials`; begins the error message.
+        advice: what to do; ends the error message.
+
+    Raises:
+        RopeExtendError: the identities differ, or `stored` is not an identity.
+    """
+    if not isinstance(stored, dict):
+        raise RopeExtendError(f"{what} that do not say which measurement they belong to; {advice}")
+    if changed := differences(stored, current):
+        raise RopeExtendError(f"{what} of another measurement, which differ in {changed}; {advice}")
+
+
+def read_identity(path: Path) -> object:
+    """The identity in a JSON file; None if the file is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def active_patch(model: nn.Module) -> Patch | None:
+    """The patch of a model; None also for modules that are not models of transformers."""
+    try:
+        return current_patch(model)
+    except UnsupportedModelError:
+        return None
+
+
+def model_identity(model: nn.Module) -> Identity:
+    """What distinguishes one model from another.
+
+    Its position encoding and the rotary shape it is based on, its config, its dtype, every bit of its
+    weights, and how its adapters act. It is the same on any device, and for any attention implementation.
+    """
+    try:
+        lm = unwrap(model)
+    except UnsupportedModelError:  # any module can be measured
+        lm = None
+    patch = active_patch(model)
+    config = {} if lm is None else lm.config.to_dict()
+    adapters = [
+        [path, layer.active_adapters, layer.disable_adapters, getattr(layer, "scaling", None)]
+        for path, layer in tuner_layers(model)
+    ]
+    return {
+        "encoding": patch.encoding.to_dict() if patch else config.get("rope_parameters"),
+        "shape": asdict(patch.shape) if patch else None,
+        "config": _digest({name: value for name, value in config.items() if name not in _NOT_IN_CONFIG}),
+        "dtype": None if lm is None else str(lm.dtype),
+        "weights": _digest([*_weights(model)]),
+        "adapters": _digest(adapters) if adapters else None,
+    }
+
+
+def _digest(values: Any) -> str:
+    """Sixteen hexadecimal digits that identify values of JSON; others count by their text."""
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _weights(model: nn.Module) -> Iterator[str]:
+    """A line for each parameter and each buffer that is saved: its name, dtype, shape and checksum."""
+    from accelerate.utils import align_module_device
+
+    for path, module in model.named_modules():
+        with align_module_device(module):  # loads weights that are offloaded
+            tensors = [*module.named_parameters(path, recurse=False)]
+            passing = {f"{path}.{name}".lstrip(".") for name in module._non_persistent_buffers_set}
+            tensors += [item for item in module.named_buffers(path, recurse=False) if item[0] not in passing]
+            for name, tensor in tensors:
+                yield f"{name} {tensor.dtype} {tuple(tensor.shape)} {_checksum(tensor)}"
+
+
+def _checksum(tensor: Tensor) -> int:
+    """A sum over the bits of a tensor, in which each value counts by its position.
+
+    The arithmetic is that of integers modulo 2^64. So the sum is the same on every device, in every order.
+    """
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _BLOCK):
+        block = bits[start : start + _BLOCK].to(torch.int64)
+        total += (block * torch.arange(start + 1, start + 1 + len(block), device=bits.device)).sum()
+    return int(total)
