@@ -1,10 +1,14 @@
 """Plugin-only checkpoints: those that stock transformers would silently load with the original window.
 
-If stock transformers does not support an encoding, `config.json` gets a model type of its own. After
-`import rope_extend`, `AutoModelForCausalLM.from_pretrained` knows that type and returns the family's own
-model, patched. No code of the checkpoint is run, and `trust_remote_code` is not needed. Without rope_extend,
-every stock loader stops at the unknown type, vLLM and llama.cpp's converter included, instead of producing
-garbage.
+If stock transformers does not support an encoding, `config.json` gets a model type, an architecture and a
+`rope_type` of its own. After `import rope_extend`, `AutoModelForCausalLM.from_pretrained` knows that type and
+returns the family's own model, patched. No code of the checkpoint is run, and `trust_remote_code` is not
+needed. Without rope_extend, a stock loader stops instead of producing garbage:
+
+- `AutoModelForCausalLM` and vLLM stop at the unknown model type.
+- llama.cpp's converter stops at the unknown architecture. It ignores the model type.
+- A family's own class, such as `LlamaForCausalLM`, stops at the unknown `rope_type`. It only warns of another
+  model type.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_extend.checkpoint.manifest import read_json
-from rope_extend.checkpoint.model_type import FAMILY, MODEL_TYPE
+from rope_extend.checkpoint.model_type import guarded_config
 from rope_extend.encodings import RopeEncoding, encoding_class
 from rope_extend.files import write_json
 from rope_extend.models.view import config_record, rotary_part
@@ -39,12 +43,10 @@ def has_stock_config(config: Any, target_length: int) -> bool:
 
 
 def guard(directory: str | PathLike[str]) -> None:
-    """Give a checkpoint's `config.json` the model type that only rope_extend reads. Call it before `seal`.
+    """Make a checkpoint's `config.json` one that only rope_extend reads. Call it before `seal`.
 
     Raises:
         RopeExtendError: the config is missing or damaged.
     """
     path = Path(directory) / "config.json"
-    data = read_json(path)
-    if data.get("model_type") != MODEL_TYPE:
-        write_json(path, {**data, "model_type": MODEL_TYPE, FAMILY: data.get("model_type")}, sort_keys=True)
+    write_json(path, guarded_config(read_json(path)), sort_keys=True)

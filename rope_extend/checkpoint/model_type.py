@@ -1,4 +1,9 @@
-"""The model type of plugin-only checkpoints, as `config.json` states it. Imports nothing heavy."""
+"""The config of plugin-only checkpoints, which stops every stock reader. Imports nothing heavy.
+
+Readers choose what they build in three ways: by `model_type`, by `architectures`, or by a class that the user
+names. The last ones only read the rotary parameters. So all three are replaced by values that nobody else
+knows, and the family's own values are kept under other keys.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,72 @@ from typing import Any
 MODEL_TYPE = "rope_extend"
 FAMILY = "rope_extend_family"
 """The key of a plugin-only `config.json` that holds the family's own model type."""
+ARCHITECTURES = ["RopeExtendForCausalLM"]
+_KEPT = "rope_extend_stock_"
+"""The prefix of keys that hold other values of the family's own config."""
+
+
+def guarded_config(data: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a plugin-only `config.json`; `plain_config` is the exact inverse.
+
+    Args:
+        data: the contents of the family's own `config.json`.
+    """
+    if data.get("model_type") == MODEL_TYPE:
+        return data
+    result = _without_rope(data)
+    _replace(result, "architectures", ARCHITECTURES)
+    return {**result, "model_type": MODEL_TYPE, FAMILY: data.get("model_type")}
 
 
 def plain_config(data: dict[str, Any]) -> dict[str, Any]:
-    """The contents of a `config.json` with the family's own model type, plugin-only or not."""
+    """The contents of a `config.json` with the family's own values, plugin-only or not.
+
+    Early plugin-only configs only have another model type.
+    """
     if data.get("model_type") != MODEL_TYPE:
         return data
-    return {**{key: value for key, value in data.items() if key != FAMILY}, "model_type": data.get(FAMILY)}
+    result = _restored(data)
+    if result.get("architectures") == ARCHITECTURES:
+        _put_back(result, "architectures")
+    return {**{key: value for key, value in result.items() if key != FAMILY}, "model_type": data.get(FAMILY)}
+
+
+def _without_rope(part: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config with an unknown `rope_type` in all its rotary parameters, also in nested configs."""
+    result = {key: _without_rope(value) if isinstance(value, dict) else value for key, value in part.items()}
+    parameters = part.get("rope_parameters")
+    if isinstance(parameters, dict):
+        for key in ("rope_parameters", "rope_scaling"):  # the latter is the name in transformers 4
+            _replace(result, key, _unknown(parameters))
+    return result
+
+
+def _unknown(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Rotary parameters of a type that nobody else knows, for each layer type if there are several."""
+    if parameters and all(isinstance(value, dict) for value in parameters.values()):
+        return {layer_type: {"rope_type": MODEL_TYPE} for layer_type in parameters}
+    return {"rope_type": MODEL_TYPE}
+
+
+def _replace(part: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value of a config, and keep the earlier one."""
+    if key in part:
+        part[_KEPT + key] = part[key]
+    part[key] = value
+
+
+def _restored(part: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config with the values that `_without_rope` replaced."""
+    result = {key: _restored(value) if isinstance(value, dict) else value for key, value in part.items()}
+    if _KEPT + "rope_parameters" in part:
+        _put_back(result, "rope_parameters")
+        _put_back(result, "rope_scaling")
+    return result
+
+
+def _put_back(part: dict[str, Any], key: str) -> None:
+    """Restore a value of a config that `_replace` replaced or added."""
+    part.pop(key, None)
+    if _KEPT + key in part:
+        part[key] = part.pop(_KEPT + key)

@@ -1,0 +1,113 @@
+"""A plugin-only checkpoint stops every stock reader, and rope_extend reads it as it was saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import FAMILIES, FamilyCase, tiny_config
+from huggingface_hub.errors import StrictDataclassError
+from integrity import IDS, extended, logits, rewritten, unsealed
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+import rope_extend as rx
+from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.model_type import FAMILY, MODEL_TYPE, guarded_config, plain_config
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tensor]:
+    """A plugin-only checkpoint and its logits. Tests only read it."""
+    model = extended("drope")
+    return rx.save(model, tmp_path_factory.mktemp("guarded") / "model"), logits(model)
+
+
+def config_of(directory: Path) -> Any:
+    return json.loads((directory / "config.json").read_text())
+
+
+def stock_config(family: FamilyCase) -> dict[str, Any]:
+    """The contents of `config.json` of the family."""
+    config = tiny_config(family)
+    config.architectures = ["FamilyForCausalLM"]
+    data: dict[str, Any] = json.loads(json.dumps(config.to_dict()))
+    return data
+
+
+def test_the_config_of_every_family_is_restored_exactly() -> None:
+    for family in FAMILIES:
+        data = stock_config(family)
+        other = guarded_config(data)
+        assert other["architectures"] != data["architectures"] == ["FamilyForCausalLM"]
+        assert guarded_config(other) == other
+        assert plain_config(other) == data == stock_config(family)
+        del data["architectures"]
+        assert plain_config(guarded_config(data)) == data
+
+
+SOME = ("llama", "gemma3", "zaya", "phi3", "phimoe", "blt", "mllama", "deepseek_v3")
+"""One family of each form of rotary parameters, by layer type and in nested configs, and strict configs."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f.model_type in SOME else pytest.mark.slow, id=str(f)) for f in FAMILIES],
+)
+def test_a_class_that_ignores_the_model_type_stops_at_the_rotary_parameters(family: FamilyCase) -> None:
+    """`LlamaForCausalLM.from_pretrained` only warns of another model type."""
+    config, refusals = tiny_config(family), (KeyError, ValueError, StrictDataclassError)
+    with pytest.raises(refusals, match=f"{MODEL_TYPE}|rope_parameters"), torch.device("meta"):
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](
+            type(config).from_dict(guarded_config(stock_config(family)))
+        )
+
+
+def test_stock_readers_of_a_saved_checkpoint_stop(guarded: tuple[Path, torch.Tensor]) -> None:
+    directory, _ = guarded
+    with pytest.raises(KeyError, match=MODEL_TYPE):
+        LlamaForCausalLM.from_pretrained(directory)
+    # llama.cpp's converter reads `architectures`; transformers 4 reads `rope_scaling`.
+    config = config_of(directory)
+    assert config["model_type"] == MODEL_TYPE
+    assert config["architectures"] == ["RopeExtendForCausalLM"]
+    assert config["rope_parameters"] == config["rope_scaling"] == {"rope_type": MODEL_TYPE}
+
+
+def test_rope_extend_reads_it_in_the_present_and_in_the_early_form(
+    guarded: tuple[Path, torch.Tensor], tmp_path: Path
+) -> None:
+    directory, expected = guarded
+    model = rx.load(directory)
+    early = rx.save(model, tmp_path / "early")
+
+    def only_another_model_type(data: dict[str, Any]) -> dict[str, Any]:
+        family = plain_config(data)
+        return {**family, "model_type": MODEL_TYPE, FAMILY: family["model_type"]}
+
+    rewritten(early / "config.json", only_another_model_type)
+    for path in (directory, unsealed(early)):
+        for loaded in (rx.load(path), AutoModelForCausalLM.from_pretrained(path)):
+            assert torch.equal(logits(loaded), expected)
+            assert loaded.config.architectures == ["LlamaForCausalLM"]
+            assert loaded.config.rope_parameters == model.config.rope_parameters
+            assert not any("stock" in key for key in loaded.config.to_dict())
+        assert rx.info(path).encoding == str(rx.current_patch(model).encoding)
+    assert torch.equal(logits(rx.load(rx.save(rx.load(early), tmp_path / "again"))), expected)
+    assert config_of(tmp_path / "again") == config_of(directory)
+
+
+def test_an_export_has_the_family_s_own_config(tmp_path: Path) -> None:
+    """A guard can be set although the target supports the encoding, by an early version or by a user."""
+    model = extended("yarn")
+    directory = rx.save(model, tmp_path / "saved")
+    plain = config_of(directory)
+    rewritten(directory / "config.json", guarded_config)
+    out = export(unsealed(directory), tmp_path / "out", verify=False)
+    assert config_of(out) == plain
+    with torch.no_grad():
+        stock = LlamaForCausalLM.from_pretrained(out)(IDS).logits
+    torch.testing.assert_close(stock, logits(model), rtol=0, atol=1e-4)
