@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from torch import nn
@@ -16,6 +14,7 @@ from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
+from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.results import Subject
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.patching import current_patch, patch_model
@@ -177,15 +176,18 @@ def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | N
 def adapter_labels(records: Mapping[str, Record]) -> dict[str, str]:
     """Labels of adapters such as `yarn + LoRA`, or `none + LoRA at 256` for plain RoPE.
 
-    Adapters with equal labels also get the name of their directory.
+    Adapters with equal labels also get the name of their directory, with as much of its path as is needed.
+
+    Raises:
+        RopeExtendError: the same directory is given twice.
     """
-    labels = {}
-    for adapter, record in records.items():
-        labels[adapter] = f"{record.encoding.name} + LoRA"
+    labels = []
+    for record in records.values():
+        labels.append(f"{record.encoding.name} + LoRA")
         if record.encoding.name == PLAIN:
-            labels[adapter] += f" at {format_length(record.target_length)}"
-    count = Counter(labels.values())
-    return {
-        adapter: f"{label} ({Path(adapter).name})" if count[label] > 1 else label
-        for adapter, label in labels.items()
-    }
+            labels[-1] += f" at {format_length(record.target_length)}"
+    names = distinct_names([*records])
+    twice = [adapter for adapter, name in zip(records, names, strict=True) if names.count(name) > 1]
+    if twice:
+        raise RopeExtendError(f"{' and '.join(twice)} are the same directory; give each adapter once")
+    return dict(zip(records, distinct_labels(labels, names), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import math
 import shutil
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import regressions
+from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.report_sections import (
     check_labels,
     control_sections,
@@ -27,6 +29,8 @@ from rope_extend.evaluation.results import EvaluationRow, file_name, or_none
 from rope_extend.files import write_text
 from rope_extend.report.html import Picture, page
 from rope_extend.report.versions import versions
+
+logger = logging.getLogger(__name__)
 
 RESULTS = "results.jsonl"
 FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")
@@ -138,19 +142,15 @@ def read_runs(paths: Sequence[str | Path]) -> list[EvaluationRow]:
     Raises:
         RopeExtendError: one of them has no results.
     """
-    runs = [(Path(path), read_results(path)) for path in paths]
-    labels = [row.label for _, rows in runs for row in rows]
-    return [
-        replace(row, label=f"{row.label} ({run_name(path)})") if labels.count(row.label) > 1 else row
-        for path, rows in runs
-        for row in rows
+    rows = [
+        (name, row)
+        for name, path in zip(distinct_names(paths), paths, strict=True)
+        for row in read_results(path)
     ]
-
-
-def run_name(path: str | Path) -> str:
-    """The name of a run: that of its directory."""
-    path = Path(path)
-    return path.parent.name if path.name == RESULTS else path.resolve().name
+    if len({row.result.data for _, row in rows}) > 1:
+        logger.warning("these rows were measured on different texts, so they cannot be compared")
+    labels = distinct_labels([row.label for _, row in rows], [name for name, _ in rows])
+    return [replace(row, label=label) for (_, row), label in zip(rows, labels, strict=True)]
 
 
 def _derived(row: EvaluationRow) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN
+from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.files import write_text
 from rope_extend.report.html import Picture, page
@@ -52,14 +52,13 @@ def holds_retrieval(path: str | Path) -> bool:
 
 def read_retrievals(paths: Sequence[str | Path]) -> list[RetrievalResult]:
     """The rows of several runs in one list. Equal labels get the name of their run."""
-    results = [(Path(path), result) for path in paths for result in read_retrieval(path)]
-    labels = Counter(result.label for _, result in results)
-    return [
-        replace(result, label=f"{result.label} ({(path.parent if path.is_file() else path).name})")
-        if labels[result.label] > 1
-        else result
-        for path, result in results
+    results = [
+        (name, result)
+        for name, path in zip(distinct_names(paths), paths, strict=True)
+        for result in read_retrieval(path)
     ]
+    labels = distinct_labels([result.label for _, result in results], [name for name, _ in results])
+    return [replace(result, label=label) for (_, result), label in zip(results, labels, strict=True)]
 
 
 def write_retrieval(results: Sequence[RetrievalResult], directory: str | Path) -> list[Path]:

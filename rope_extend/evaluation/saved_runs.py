@@ -13,7 +13,8 @@ from rope_extend.evaluation.comparison import (
     pairs,
     retrieval_comparison_table,
 )
-from rope_extend.evaluation.perplexity_report import check_output, read_results, run_name
+from rope_extend.evaluation.labels import distinct_names
+from rope_extend.evaluation.perplexity_report import check_output, read_results
 from rope_extend.evaluation.retrieval_report import holds_retrieval, read_retrieval
 from rope_extend.files import write_text
 
@@ -47,9 +48,8 @@ def compare_saved(
             to pair, or the directory holds a comparison already.
     """
     kinds = holds_retrieval(first), holds_retrieval(second)
-    names = run_name(first), run_name(second)
-    if names[0] == names[1] and Path(first).resolve() != Path(second).resolve():
-        names = str(first), str(second)
+    one, other = distinct_names([first, second])
+    names = one, other
     if all(kinds):
         return _retrieval(first, second, names, rows, output, overwrite)
     if any(kinds):

@@ -1,0 +1,62 @@
+"""Rows of different adapters and runs have different labels."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_report_and_plots import TRAINED, row
+
+from rope_extend.encodings import encoding
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.candidates import adapter_labels
+from rope_extend.evaluation.labels import distinct_names
+from rope_extend.evaluation.perplexity_report import read_runs, write_report
+
+YARN = SimpleNamespace(encoding=encoding("yarn", factor=2.0), target_length=64)
+PLAIN = SimpleNamespace(encoding=encoding("none"), target_length=256)
+
+
+def test_adapters_with_directories_of_the_same_name_have_different_labels() -> None:
+    labels = adapter_labels({"seed0/yarn": YARN, "seed1/yarn": YARN, "seed1/none": PLAIN})
+    assert [*labels.values()] == [
+        "yarn + LoRA (seed0/yarn)",
+        "yarn + LoRA (seed1/yarn)",
+        "none + LoRA at 256",
+    ]
+    assert [*adapter_labels({"seed0/yarn": YARN, "b/other": YARN}).values()] == [
+        "yarn + LoRA (yarn)",
+        "yarn + LoRA (other)",
+    ]
+    assert [*adapter_labels({"seed0/yarn": YARN}).values()] == ["yarn + LoRA"]
+
+
+def test_the_same_adapter_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "yarn")
+    for other in (f"{tmp_path}/yarn/", os.path.relpath(tmp_path / "yarn"), str(tmp_path / "link")):
+        with pytest.raises(RopeExtendError, match="are the same directory; give each adapter once"):
+            adapter_labels({str(tmp_path / "yarn"): YARN, other: YARN})
+
+
+def test_names_have_as_many_parts_as_are_needed() -> None:
+    assert distinct_names([]) == []
+    assert distinct_names(["/a/x", "/b/y"]) == ["x", "y"]
+    assert distinct_names(["/a/x/1", "/b/x/1", "/b/y/1"]) == ["a/x/1", "b/x/1", "b/y/1"]
+    assert distinct_names(["/x", "/a/x"]) == ["/x", "a/x"]
+    assert distinct_names(["/a/x", "/a/x/"]) == ["x", "x"]
+
+
+def test_runs_in_directories_of_the_same_name_have_different_labels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, level in (("a", 2.0), ("b", 2.5)):
+        write_report([row("none", "none", level)], tmp_path / name / "out", trained_length=TRAINED)
+    paths = [tmp_path / "a" / "out", tmp_path / "b" / "out" / "results.jsonl"]
+    assert [one.label for one in read_runs(paths)] == ["none (a/out)", "none (b/out)"]
+    assert not caplog.text
+    other = row("none", "none", 2.0, data="f" * 16)
+    write_report([other], tmp_path / "c", trained_length=TRAINED)
+    read_runs([*paths, tmp_path / "c"])
+    assert "measured on different texts" in caplog.text
