@@ -9,7 +9,7 @@ from typing import Any
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
 """The files that are downloaded from the hub: never a pickle, never code."""
 
 

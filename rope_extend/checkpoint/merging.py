@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -35,13 +35,14 @@ from rope_extend.checkpoint.base_model import (
     warn_unchecked,
 )
 from rope_extend.checkpoint.card import add_card
+from rope_extend.checkpoint.companions import copy_notices, write_tokenizer
 from rope_extend.checkpoint.guard import guard as guard_directory
 from rope_extend.checkpoint.guard import has_stock_config
 from rope_extend.checkpoint.hub import local_directory
 from rope_extend.checkpoint.manifest import INDEX_NAME, check_finite, weight_files
 from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.restoring import apply_record, checked_record, load
-from rope_extend.checkpoint.saving import save_tokenizer, stock_state
+from rope_extend.checkpoint.saving import stock_state
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 _SINGLE = "model.safetensors"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ADAPTER = "default"
 _IN_MEMORY = "If there is enough memory, merge with in_memory=True"
 
@@ -93,8 +93,8 @@ def merge(
 
     The merge is exact. A weight that the adapter changes is computed in float32 and rounded once. Every other
     weight is the base model's own, bit for bit. The directory gets the weights, a `config.json` for stock
-    transformers, `rope_extend.json`, a model card, and the base model's generation config and tokenizer. It
-    appears when it is complete; after an interruption, an earlier checkpoint is unchanged.
+    transformers, `rope_extend.json`, a model card, and the base model's generation config, tokenizer, license
+    and notices. It appears when it is complete; after an interruption, an earlier checkpoint is unchanged.
 
     Args:
         adapter: a LoRA adapter's directory or hub id, with its record.
@@ -141,7 +141,8 @@ def merge(
         if guard and not has_stock_config(base.config, record.target_length):
             guard_directory(directory)
         if tokenizer:
-            _save_tokenizer(adapter, files, record.target_length, directory)
+            write_tokenizer(adapter, files, record.target_length, directory)
+        copy_notices(files, directory, output)
         if (adapter / LEARNED_FILE).exists():  # the encoding's parameters are not part of any base weight
             shutil.copyfile(adapter / LEARNED_FILE, directory / LEARNED_FILE)
         for weights in weight_files(directory):
@@ -526,16 +527,6 @@ def _merge_in_memory(
 def _both_halves(base: Any, wrapper: Any, tied_to: list[str]) -> bool:
     """Whether an adapter of single tokens is on every layer that a layer is tied to."""
     return all(isinstance(base.get_submodule(name.rpartition(".")[0]), type(wrapper)) for name in tied_to)
-
-
-def _save_tokenizer(adapter: Path, files: Path, target_length: int, directory: Path) -> None:
-    """Write the tokenizer of the adapter or else of the base model, if any, for the extended window."""
-    for source in (adapter, files):
-        if any((source / name).exists() for name in _TOKENIZER_FILES):
-            tokenizer = pretrained(AutoTokenizer, str(source))
-            tokenizer.model_max_length = target_length
-            save_tokenizer(tokenizer, directory)
-            return
 
 
 def _shard_bytes(size: int | str) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import ENCODINGS, FACTOR, FAMILIES, TARGET, TRAINED, EncodingCase, FamilyCase, tiny_model
+from integrity import contents
 from peft import LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
@@ -237,16 +238,19 @@ def test_no_family_is_exported_to_something_else(tmp_path: Path, family: FamilyC
 def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["p_rope"])
     (directory / "tokenizer.json").write_text("{}")
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
     (directory / "optimizer.pt").write_bytes(b"state")
     (directory / "verification.json").write_text("{}")
-    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    before = contents(directory)
     output = export(directory, tmp_path / "out", verify=False)
-    assert {path.name for path in output.iterdir()} == {
+    assert contents(output).keys() == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", RECORD_NAME,
+        "additional_chat_templates/rag.jinja",
     }  # fmt: skip
     assert os.path.samefile(output / "model.safetensors", directory / "model.safetensors")
     assert not os.path.samefile(output / "tokenizer.json", directory / "tokenizer.json")
-    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    assert contents(directory) == before
     assert read_record(output).weights == read_record(directory).weights
 
 

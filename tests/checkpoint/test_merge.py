@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import weakref
 from dataclasses import replace
 from itertools import product
@@ -16,7 +17,7 @@ from covering import few
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tolerances import assert_same_but_rounding
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.checkpoint import merging
@@ -288,6 +289,42 @@ def test_the_directory_has_all_that_a_loader_needs(adapter: Path, tmp_path: Path
     assert (config.max_position_embeddings, config.architectures) == (TARGET, ["LlamaForCausalLM"])
     rx.merge(adapter, tmp_path / "without", tokenizer=False)
     assert not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+def with_companions(adapter: Path, where: Path) -> Path:
+    """Copy the base model of an adapter, with a SentencePiece file and notices; returns its directory."""
+    base = Path(shutil.copytree(str(read_record(adapter).base_model), where))
+    for name in ("tokenizer.model", "LICENSE", "NOTICE.txt"):
+        (base / name).write_bytes(name.encode())
+    write_record(adapter, replace(read_record(adapter), base_model=str(base)))
+    return base
+
+
+def test_the_sentencepiece_file_and_the_notices_are_kept(
+    adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers writes `tokenizer.json` alone; llama.cpp's converter needs `tokenizer.model`."""
+    base, kept = with_companions(adapter, tmp_path / "base"), ("tokenizer.model", "LICENSE", "NOTICE.txt")
+    merged = rx.merge(adapter, tmp_path / "merged")
+    assert [(merged / name).read_bytes() for name in kept] == [name.encode() for name in kept]
+    # A tokenizer of the adapter with the same tokens needs the file too, and one with other tokens must not
+    # get it.
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.save_pretrained(adapter)
+    assert (rx.merge(adapter, tmp_path / "same") / "tokenizer.model").exists()
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(adapter)
+    assert not (rx.merge(adapter, tmp_path / "other") / "tokenizer.model").exists()
+    assert "the adapter's tokenizer has other tokens" in caplog.text
+    # A license in the output stays, and a link to another place is not followed.
+    (merged / "LICENSE").write_text("mine")
+    (base / "NOTICE.txt").unlink()
+    (base / "NOTICE.txt").symlink_to(tmp_path / "private.txt")
+    (tmp_path / "private.txt").write_text("private")
+    (merged / "NOTICE.txt").unlink()
+    rx.merge(adapter, merged, overwrite=True)
+    assert (merged / "LICENSE").read_text() == "mine"
+    assert not (merged / "NOTICE.txt").exists()
 
 
 def test_nothing_is_overwritten_unasked_and_other_files_stay(adapter: Path, tmp_path: Path) -> None:

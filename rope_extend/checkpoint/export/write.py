@@ -64,6 +64,8 @@ logger = logging.getLogger(__name__)
 
 _LEFT_BEHIND = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 """Suffixes of files that are not exported: the state of a training run, and models of another format."""
+_CHAT_TEMPLATES = "additional_chat_templates"
+"""The directory of a tokenizer's chat templates besides the default one."""
 _REWRITTEN = ("config.json", RECORD_NAME, "verification.json")
 
 
@@ -230,6 +232,11 @@ def _export_config(source: Path, staging: Path, record: Record, form: Support) -
         if hidden or not path.is_file() or path.name in _REWRITTEN:
             continue
         _link(locate(source, path.name), staging / path.name)
+    for path in sorted((source / _CHAT_TEMPLATES).glob("*.jinja")):
+        (staging / _CHAT_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(
+            locate(source, f"{_CHAT_TEMPLATES}/{path.name}"), staging / _CHAT_TEMPLATES / path.name
+        )
     seal(staging, record)
 
 
