@@ -197,7 +197,10 @@ class Patch:
         self._undo.set(config, CONFIG_RECORD, record)
         generation = getattr(base, "generation_config", None)
         if generation is not None and getattr(generation, "max_length", None) == old_length:
+            published = getattr(generation, "_original_object_hash", None) == hash(generation)
             self._undo.set(generation, "max_length", self.target_length)
+            if published:  # then transformers saves it again, also if its other values are invalid
+                self._undo.set(generation, "_original_object_hash", hash(generation))
         if base.device.type != "meta":  # on a model without weights, a patch is a dry run
             before = f"{old_parameters.get('rope_type', 'default')} (window {old_length})"
             self._log_changes(config.model_type, before, in_stock=stock is not None)

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COMMON, ENCODINGS, FAMILIES, TARGET, EncodingCase, FamilyCase, llama, tiny_llama, tiny_model
+from cases import (
+    COMMON,
+    ENCODINGS,
+    FAMILIES,
+    TARGET,
+    TRAINED,
+    EncodingCase,
+    FamilyCase,
+    llama,
+    tiny_llama,
+    tiny_model,
+)
 from covering import few
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -289,6 +300,25 @@ def test_the_directory_has_all_that_a_loader_needs(adapter: Path, tmp_path: Path
     assert (config.max_position_embeddings, config.architectures) == (TARGET, ["LlamaForCausalLM"])
     rx.merge(adapter, tmp_path / "without", tokenizer=False)
     assert not (tmp_path / "without" / "tokenizer.json").exists()
+
+
+def test_a_published_generation_config_that_transformers_finds_invalid_is_kept(tmp_path: Path) -> None:
+    """Vicuna samples with a temperature, but does not say `do_sample`."""
+    adapted(llama(), tmp_path, target_modules=["q_proj"])
+    published = {"temperature": 0.9, "top_p": 0.6, "max_length": TRAINED}
+    (tmp_path / "base" / "generation_config.json").write_text(json.dumps(published))
+    saved = [rx.merge(tmp_path / "adapter", tmp_path / f"{n}", in_memory=bool(n)) for n in range(2)]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with rx.extend(model, TARGET):
+        saved.append(rx.save(model, tmp_path / "full"))
+    for directory in saved:
+        data = json.loads((directory / "generation_config.json").read_text())
+        assert {key: data[key] for key in published} == {**published, "max_length": TARGET}
+    # Once the patch is removed, transformers recognises its own values again.
+    model.save_pretrained(tmp_path / "plain")
+    model.generation_config.top_p = 0.5
+    with pytest.raises(ValueError, match="do_sample"):
+        model.save_pretrained(tmp_path / "edited")
 
 
 def with_companions(adapter: Path, where: Path) -> Path:
