@@ -141,7 +141,7 @@ class Patch:
         self._undo.unwind()
 
     def _replace(self, base: Any, path: str, module: Any, adapter: FamilyAdapter) -> None:
-        """Put an `ExtendedRotaryEmbedding` in the place of a rotary module."""
+        """Replace a rotary module by an `ExtendedRotaryEmbedding`."""
         parent_path, _, name = path.rpartition(".")
         layer_type = adapter.layer_type(base.config)
         patched = isinstance(module, ExtendedRotaryEmbedding)

@@ -216,7 +216,7 @@ class KernelHandler(AttentionHandler):
                 raise PatchError(f"{self.encoding} has no softmax, so {name} has no meaning; turn it off")
         forward, module = self.forward_of_call(call), call.module
         query, key, value = call.query, call.key, call.value
-        new, layer = query.shape[2], self._layer(module)
+        new, layer = query.shape[2], _layer(module, forward)
         state = layer.state if isinstance(layer, StateLayer) else None
         key, value = key[:, :, :new], value[:, :, :new]  # the rest are empty slots
         q, k = self.encoding.features(query), self.encoding.features(key)
@@ -225,7 +225,7 @@ class KernelHandler(AttentionHandler):
         output, state = linear_attention(
             q, k, self._rotated(q, forward), self._rotated(k, forward), value, state
         )
-        if self._running.state is not None:  # not only layers that run again for the backward pass
+        if forward.running:
             kind = "twice" if ("state", module.layer_idx) in forward.tables else "state"
             forward.tables[kind, module.layer_idx] = tuple(each.detach() for each in state)
         output = output.to(value.dtype).transpose(1, 2).contiguous()
@@ -240,11 +240,6 @@ class KernelHandler(AttentionHandler):
             softmax, _ = call.own(q, k, value, call.mask)
             output = torch.lerp(softmax, output, self.share)
         return output, None
-
-    def _layer(self, module: Any) -> Any:
-        """The layer of the present cache that a module uses; None if it does not exist yet."""
-        layers = [] if self._past is None else self._past.layers
-        return layers[module.layer_idx] if module.layer_idx < len(layers) else None
 
     def _visible(self, mask: Tensor) -> Tensor:
         """1 for each new key that queries attend to, 0 for padding, `[batch, T]` float32.
@@ -278,9 +273,8 @@ class KernelHandler(AttentionHandler):
         sin = -sin if self.adapter.backwards else sin
         return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
 
-    def _positions_of_past(self, queries: Tensor) -> Tensor:
+    def _positions_of_past(self, queries: Tensor, past: Cache | None) -> Tensor:
         """No positions: those of earlier tokens are in the state."""
-        past = self._past
         if cached_tokens(past) and getattr(past, "rope_extend_encoding", None) != self.encoding:
             raise PatchError(
                 f"{self.encoding} cannot use this {type(past).__name__}: it was filled without the encoding; "
@@ -293,10 +287,9 @@ class KernelHandler(AttentionHandler):
             )
         return queries[:, :0]
 
-    def keep(self, past: Cache) -> None:
+    def keep(self, past: Cache, forward: Forward) -> None:
         """Store the states in the cache instead of keys; if this is not possible, record why."""
-        assert self._forward is not None
-        for (kind, *key), state in self._forward.tables.items():
+        for (kind, *key), state in forward.tables.items():
             if kind not in ("state", "twice"):
                 continue
             layer = past.layers[int(key[0])]
@@ -308,6 +301,12 @@ class KernelHandler(AttentionHandler):
                 past.layers[int(key[0])] = StateLayer(state, layer.get_seq_length())
             else:
                 vars(past)[_OBSTACLE] = f"its {type(layer).__name__} cannot hold a state"
+
+
+def _layer(module: Any, forward: Forward) -> Any:
+    """The layer of a forward's cache that a module uses; None if it does not exist yet."""
+    layers = [] if forward.past is None else forward.past.layers
+    return layers[module.layer_idx] if module.layer_idx < len(layers) else None
 
 
 def _has_window(module: Any) -> bool:

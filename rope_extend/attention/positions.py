@@ -5,11 +5,16 @@ A cache holds keys without rotation and without positions. So their positions tr
 - the rotary module gives a handler the positions of the new tokens;
 - the cache that a forward uses has the positions of the earlier tokens;
 - at the end of the forward, the cache gets the positions of all tokens.
+
+Positions belong to one forward, and several forwards may be under way at once: one inside a hook of another,
+one in each thread, or layers of an earlier one that run again for the backward pass. So cos and sin carry the
+`Forward` that they were computed for, and each attention module gets its positions with them.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -33,12 +38,19 @@ from rope_extend.models.parameters import LearnedParameters
 from rope_extend.models.rotary import InitialRotation
 from rope_extend.models.undo import UndoLog
 
+_FORWARD = "_rope_extend_forward"
+"""The attribute of cos and sin with the `Forward` that they were computed for."""
+
 
 class _Tracked:
     """Mixed into a cache's class: the positions of its keys `[1 or batch, seen]`, reordered with its rows."""
 
     rope_extend_positions: Tensor
     rope_extend_encoding: Encoding
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, cls, *_ = type(self).__mro__[1:]
+        return _new_tracked, (cls,), vars(self)  # the class itself cannot be found by its name
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -65,6 +77,12 @@ def _tracked(cls: Any) -> type:
     return type(cls.__name__, (_Tracked, cls), {"__module__": cls.__module__})
 
 
+def _new_tracked(cls: Any) -> Any:
+    """An empty object of a cache's class with positions, for pickle."""
+    tracked: Any = _tracked(cls)
+    return tracked.__new__(tracked)
+
+
 def cached_tokens(past: Cache | None) -> int:
     """The number of tokens in a cache; 0 without one."""
     return 0 if past is None else int(past.get_seq_length())
@@ -78,28 +96,40 @@ class Forward:
     """Positions `[1 or batch, T]`."""
     keys: Tensor
     """Positions `[1 or batch, past + T]`."""
+    past: Cache | None = field(default=None, kw_only=True)
+    """The cache while the decoder runs; None if there is none yet."""
+    running: bool = field(default=False, kw_only=True)
+    """Whether the decoder runs; not when its layers run again for the backward pass."""
     tables: dict[tuple[Any, ...], Any] = field(default_factory=dict, kw_only=True)
     """Tensors computed in one layer and used again in the next ones."""
 
+    def finish(self) -> None:
+        """Drop what only the running decoder needs. The backward pass computes tables again."""
+        self.past, self.running = None, False
+        self.tables.clear()
+
 
 @dataclass
-class _State:
-    """What a handler knows of one forward."""
+class _Frame:
+    """A decoder, or a module with a handler, while it runs."""
 
+    is_decoder: bool
     past: Cache | None = None
-    """The cache; None after the forward."""
+    """The cache that the decoder got."""
     position_ids: Tensor | None = None
-    """The positions as the rotary module got them; None before it is called."""
+    """The decoder's positions as the rotary module got them; None before it is called."""
     forward: Forward | None = None
+    """None if it is not known."""
 
 
 class _Running(threading.local):
-    """The state of the forward that runs in a thread; None between forwards."""
+    """What runs in a thread, the innermost last."""
 
-    state: _State | None = None
+    def __init__(self) -> None:
+        self.frames: list[_Frame] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Running, ()  # no forward runs in a copy
+        return _Running, ()  # nothing runs in a copy
 
 
 class AttentionHandler:
@@ -127,21 +157,11 @@ class AttentionHandler:
         self.share = 1.0
         self._configs: list[Any] = []
         self._running = _Running()
-        self._last = _State()  # for layers that run again for the backward pass, in any thread
 
     @property
-    def _state(self) -> _State:
-        return self._running.state or self._last
-
-    @property
-    def _forward(self) -> Any:
-        """The present forward; after it, the last one."""
-        return self._state.forward
-
-    @property
-    def _past(self) -> Cache | None:
-        """The cache of the forward that runs in this thread."""
-        return None if self._running.state is None else self._running.state.past
+    def _decoder_frame(self) -> _Frame | None:
+        """The innermost decoder that runs in this thread."""
+        return next((frame for frame in reversed(self._running.frames) if frame.is_decoder), None)
 
     def new_forward(self, queries: Tensor, keys: Tensor) -> Forward:
         """A forward with queries at positions `[1 or batch, T]`, and keys at `[1 or batch, past + T]`."""
@@ -177,23 +197,26 @@ class AttentionHandler:
         modules = extended_modules(self.encoding, decoder, self.adapter)
         self._configs = add_handler(self, modules, undo)
         self._check_implementations()
+        for module in modules:
+            module.register_forward_pre_hook(self.enter, with_kwargs=True)
+            module.register_forward_hook(self.exit, with_kwargs=True, always_call=True)
         self.watch(decoder, undo)
 
     def watch(self, decoder: nn.Module, undo: UndoLog) -> None:
         """Find the cache of each forward of a decoder, without acting inside its attention."""
         undo.set(decoder, HANDLER, self)
         decoder.register_forward_pre_hook(self.before, with_kwargs=True)
-        decoder.register_forward_hook(self.after, with_kwargs=True)
+        decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def leave(self, decoder: nn.Module) -> None:
-        """Remove the hooks from a decoder."""
-        for hooks, flags in (
-            (decoder._forward_pre_hooks, decoder._forward_pre_hooks_with_kwargs),
-            (decoder._forward_hooks, decoder._forward_hooks_with_kwargs),
-        ):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[key]
-                flags.pop(key, None)
+        """Remove the hooks from a decoder and its modules."""
+        for module in decoder.modules():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                    del hooks[key]
+                    module._forward_pre_hooks_with_kwargs.pop(key, None)
+                    module._forward_hooks_with_kwargs.pop(key, None)
+                    module._forward_hooks_always_called.pop(key, None)
 
     @never_compiled
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -204,9 +227,9 @@ class AttentionHandler:
                 work with.
         """
         if getattr(decoder, HANDLER, None) is self:
-            self._check_implementations()
             past = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
-            self._running.state = _State(past)
+            self._running.frames.append(_Frame(is_decoder=True, past=past))
+            self._check_implementations()
 
     def _check_implementations(self) -> None:
         for config in self._configs:
@@ -214,75 +237,98 @@ class AttentionHandler:
 
     @never_compiled
     def after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook of the decoder: write the positions of all keys into the cache."""
-        try:
-            if getattr(decoder, HANDLER, None) is self and self._forward is not None:
-                self._write_positions(output)
-                self._forward.tables.clear()
-        finally:
-            self._running.state = None
+        """Forward hook of the decoder: write the positions of all keys into the cache.
 
-    def _write_positions(self, output: Any) -> None:
+        It is also called after an exception, with None as the output.
+        """
+        if getattr(decoder, HANDLER, None) is not self:
+            return
+        forward = self._running.frames.pop().forward
+        if forward is not None:
+            try:
+                if output is not None:
+                    self._write_positions(forward, output)
+            finally:
+                forward.finish()
+
+    def _write_positions(self, forward: Forward, output: Any) -> None:
         values = output if isinstance(output, tuple) else output.values()
-        past = self._past or next((value for value in values if isinstance(value, Cache)), None)
+        past = forward.past or next((value for value in values if isinstance(value, Cache)), None)
         if past is not None:
             if not isinstance(past, _Tracked):
                 cls: Any = type(past)
                 past.__class__ = _tracked(cls)
             assert isinstance(past, _Tracked)
-            past.rope_extend_positions = self._forward.keys
+            past.rope_extend_positions = forward.keys
             past.rope_extend_encoding = self.encoding
-            self.keep(past)
+            self.keep(past, forward)
 
-    def keep(self, past: Cache) -> None:
+    def keep(self, past: Cache, forward: Forward) -> None:
         """Write into a cache what the next forward needs besides positions, at the end of the present one."""
 
     @never_compiled
-    def begin(self, position_ids: Tensor) -> None:
-        """Begin a forward; the rotary module calls this with the positions `[batch, T]` of its tokens.
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of an attention module: find the forward that its cos and sin belong to."""
+        if getattr(module, HANDLER, None) is self:
+            self._running.frames.append(_Frame(is_decoder=False, forward=marked_forward((args, kwargs))))
+
+    @never_compiled
+    def exit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook of an attention module, called after an exception too: forget its forward."""
+        if getattr(module, HANDLER, None) is self:
+            self._running.frames.pop()
+
+    @never_compiled
+    def begin(self, position_ids: Tensor) -> Forward:
+        """The forward that tokens at positions `[batch, T]` belong to; the rotary module calls this.
 
         Raises:
             PatchError: the cache was filled under another encoding, or with another number of rows.
         """
-        state = self._state
-        if position_ids is state.position_ids and state.forward is not None:
-            return  # a second rotary module in the same forward
-        queries = _rows(self._with_values(position_ids))
-        past = self._positions_of_past(queries)
-        rows = max(past.shape[0], queries.shape[0])
-        keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
-        self._set_forward(position_ids, self.new_forward(queries, keys))
+        running = self._decoder_frame
+        frame = running or _Frame(is_decoder=True)
+        if frame.forward is None or position_ids is not frame.position_ids:
+            queries = _rows(self._with_values(position_ids, frame.past))
+            past = self._positions_of_past(queries, frame.past)
+            rows = max(past.shape[0], queries.shape[0])
+            keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
+            frame.position_ids, frame.forward = position_ids, self.new_forward(queries, keys)
+            frame.forward.past, frame.forward.running = frame.past, running is not None
+        if self._running.frames:
+            self._running.frames[-1].forward = frame.forward  # of an attention module that has its own rotary
+        return frame.forward
 
-    def _set_forward(self, position_ids: Tensor, forward: Forward) -> None:
-        """Set the present forward of this thread, which is also the last one."""
-        if self._running.state is not None:
-            self._running.state = _State(self._past, position_ids, forward)
-        self._last = _State(None, position_ids, forward)
+    @never_compiled
+    def mark(self, tables: tuple[Tensor, ...], forward: Forward) -> None:
+        """Remember which forward cos and sin belong to."""
+        for table in tables:
+            setattr(table, _FORWARD, forward)
 
-    def _with_values(self, position_ids: Tensor) -> Tensor:
+    @staticmethod
+    def _with_values(position_ids: Tensor, past: Cache | None) -> Tensor:
         """Positions; in a dry run on the meta device, the ones that follow those in the cache."""
         if not position_ids.is_meta:
             return position_ids
-        seen = cached_tokens(self._past)
+        seen = cached_tokens(past)
         with torch.device("cpu"):
             return torch.arange(seen, seen + position_ids.shape[-1])[None]
 
-    def _positions_of_past(self, queries: Tensor) -> Tensor:
+    def _positions_of_past(self, queries: Tensor, past: Cache | None) -> Tensor:
         """Positions `[1 or batch, past]` of the tokens in the cache."""
-        seen = cached_tokens(self._past)
+        seen = cached_tokens(past)
         if seen == 0:
             return queries[:, :0]
-        if not isinstance(self._past, _Tracked) or self._past.rope_extend_positions.shape[1] < seen:
+        if not isinstance(past, _Tracked) or past.rope_extend_positions.shape[1] < seen:
             raise PatchError(
-                f"{self.encoding} cannot use this {type(self._past).__name__}: its {seen} tokens were "
+                f"{self.encoding} cannot use this {type(past).__name__}: its {seen} tokens were "
                 f"cached without the encoding, so their keys are already rotated; start from an empty cache"
             )
-        if self._past.rope_extend_encoding != self.encoding:
+        if past.rope_extend_encoding != self.encoding:
             raise PatchError(
-                f"{self.encoding} cannot use this {type(self._past).__name__}: it was filled under "
-                f"{self._past.rope_extend_encoding}; start from an empty cache"
+                f"{self.encoding} cannot use this {type(past).__name__}: it was filled under "
+                f"{past.rope_extend_encoding}; start from an empty cache"
             )
-        positions = self._past.rope_extend_positions[:, :seen].to(queries.device)  # fewer after a crop
+        positions = past.rope_extend_positions[:, :seen].to(queries.device)  # fewer after a crop
         if 1 < positions.shape[0] != queries.shape[0] > 1:
             raise PatchError(
                 f"{self.encoding}: the cache holds {positions.shape[0]} rows and the input "
@@ -290,22 +336,24 @@ class AttentionHandler:
             )
         return positions
 
-    def begin_whole_rows(self, position_ids: Tensor) -> None:
+    def begin_whole_rows(self, position_ids: Tensor) -> Forward:
         """`begin`, for an encoding that chooses one table per row; see `RotationHandler`."""
-        self.begin(position_ids)
+        return self.begin(position_ids)
 
-    def forward_of(self, position_ids: Tensor | None) -> Forward:
-        """The present forward; when gradient checkpointing runs layers again, the forward they belong to."""
-        state = self._state
-        assert state.forward is not None
-        if position_ids is None or position_ids is state.position_ids:
-            return state.forward
-        queries = _rows(position_ids)
-        if torch.equal(queries, state.forward.queries):
-            return state.forward
-        forward = self.new_forward(queries, queries)
-        self._set_forward(position_ids, forward)
-        return forward
+    def known_forward(self, position_ids: Tensor | None) -> Forward | None:
+        """The forward that the innermost module belongs to; None if it is not known.
+
+        It is not known if a layer runs again for the backward pass with copies of cos and sin, as on several
+        devices. `position_ids` are the module's, if it gets them.
+        """
+        if self._running.frames and self._running.frames[-1].forward is not None:
+            return self._running.frames[-1].forward
+        frame = self._decoder_frame
+        if frame is None or frame.forward is None:
+            return None
+        if position_ids is None or position_ids is frame.position_ids:
+            return frame.forward
+        return frame.forward if torch.equal(_rows(position_ids), frame.forward.queries) else None
 
     def forward_of_call(self, call: AttentionCall) -> Forward:
         """The forward that a call belongs to, with the positions of its queries and keys.
@@ -317,15 +365,37 @@ class AttentionHandler:
             raise PatchError(
                 f"{self.encoding} cannot use a paged cache (continuous batching); use generate()"
             )
-        forward = self.forward_of(call.kwargs.get("position_ids"))
+        position_ids = call.kwargs.get("position_ids")
+        forward = self.known_forward(position_ids)
         queries, keys = call.query.shape[2], call.key.shape[2]
+        name = type(call.module).__name__
+        if forward is None:
+            if position_ids is None or keys != queries:
+                raise PatchError(
+                    f"{self.encoding} does not know the positions in {name}: it gets neither position_ids "
+                    f"nor the cos and sin of the rotary module itself, but perhaps copies; turn gradient "
+                    f"checkpointing off, or put the model on one device"
+                )
+            positions = _rows(position_ids)
+            return self.new_forward(positions, positions)
         if forward.queries.shape[1] != queries or keys < queries:
             raise PatchError(
-                f"{self.encoding} does not know the positions in {type(call.module).__name__}: it has "
-                f"{queries} queries and {keys} keys, and the rotary module got "
-                f"{forward.queries.shape[1]} positions"
+                f"{self.encoding} does not know the positions in {name}: it has {queries} queries and {keys} "
+                f"keys, and the rotary module got {forward.queries.shape[1]} positions"
             )
         return forward
+
+
+def marked_forward(arguments: Any) -> Forward | None:
+    """The forward that cos and sin among the arguments of a module belong to; None if they say nothing."""
+    if isinstance(arguments, Tensor):
+        return getattr(arguments, _FORWARD, None)
+    if isinstance(arguments, Mapping):
+        arguments = arguments.values()
+    elif not isinstance(arguments, tuple | list):
+        return None
+    found = (marked_forward(argument) for argument in arguments)
+    return next((forward for forward in found if forward is not None), None)
 
 
 def _rows(position_ids: Tensor) -> Tensor:

@@ -162,20 +162,19 @@ class RotationHandler(AttentionHandler):
             forward.scale = 1 + self.share * (forward.scale - 1)
         return forward
 
-    def begin_whole_rows(self, position_ids: Tensor) -> None:
+    def begin_whole_rows(self, position_ids: Tensor) -> Forward:
         """`begin`, for schedules with one table per row: refuse a cache that was filled under other tables.
 
         Raises:
             PatchError: the table of a row differs from the one that its cached keys and values were computed
                 with.
         """
-        self.begin(position_ids)
-        assert self._forward is not None
-        past = self._forward.keys.shape[1] - self._forward.queries.shape[1]
+        forward = self.begin(position_ids)
+        past = forward.keys.shape[1] - forward.queries.shape[1]
         if past == 0:
-            return
-        before = self._forward.keys[:, :past].amax(dim=1) + 1
-        now = self._forward.queries.amax(dim=1) + 1
+            return forward
+        before = forward.keys[:, :past].amax(dim=1) + 1
+        now = forward.queries.amax(dim=1) + 1
         for old, new in zip(before.tolist(), now.expand_as(before).tolist(), strict=True):
             same = torch.equal(
                 self.encoding.inv_freq(self.shape, old), self.encoding.inv_freq(self.shape, new)
@@ -188,6 +187,7 @@ class RotationHandler(AttentionHandler):
                     f"tokens would have to be computed again at {new}; use use_cache=False, or an encoding "
                     f"with per='query'"
                 )
+        return forward
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Attention by the model's own function, with queries and keys rotated here."""

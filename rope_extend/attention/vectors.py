@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rope_extend.attention.functions import HANDLER
-from rope_extend.attention.positions import AttentionHandler
+from rope_extend.attention.positions import AttentionHandler, marked_forward
 from rope_extend.attention.registry import never_compiled
 from rope_extend.encodings import AbsoluteEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
@@ -59,13 +59,6 @@ class VectorHandler(AttentionHandler):
         undo.set(layer, HANDLER, self)
         layer.register_forward_pre_hook(self.add, with_kwargs=True)
 
-    def leave(self, decoder: Any) -> None:
-        """Remove the hooks from a decoder and its first layer."""
-        super().leave(decoder)
-        layer = first_layer(decoder)
-        if layer is not None:
-            super().leave(layer)
-
     @never_compiled
     def add(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,15 +72,16 @@ class VectorHandler(AttentionHandler):
         if getattr(layer, HANDLER, None) is not self or self.share == 0:
             return None
         position_ids = kwargs.get("position_ids")
-        if self._forward is None and position_ids is not None:
-            self.begin(position_ids)  # the rotary module is inside the layer, and runs later
+        forward = marked_forward((args, kwargs)) or self.known_forward(position_ids)
+        if forward is None and position_ids is not None:
+            forward = self.begin(position_ids)  # the rotary module is inside the layer, and runs later
         states = args[0] if args else kwargs.get("hidden_states")
-        if self._forward is None or not isinstance(states, Tensor) or states.dim() != 3:
+        if forward is None or not isinstance(states, Tensor) or states.dim() != 3:
             raise PatchError(
                 f"{self.encoding} cannot be added to the input of {type(layer).__name__}: it is not "
                 f"[batch, tokens, channels], or its positions are not known"
             )
-        positions = self.forward_of(position_ids).queries
+        positions = forward.queries
         if positions.shape[1] != states.shape[1]:
             raise PatchError(
                 f"{self.encoding} does not know the positions in {type(layer).__name__}: it has "

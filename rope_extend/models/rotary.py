@@ -95,11 +95,14 @@ def expand_cos_sin(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Te
 class PositionListener(Protocol):
     """Gets the positions of each forward from the rotary module."""
 
-    def begin(self, position_ids: Tensor) -> None:
-        """Take the positions `[batch, T]` of the tokens of a forward."""
+    def begin(self, position_ids: Tensor) -> Any:
+        """Take the positions `[batch, T]` of the tokens of a forward; returns the forward."""
 
-    def begin_whole_rows(self, position_ids: Tensor) -> None:
+    def begin_whole_rows(self, position_ids: Tensor) -> Any:
         """The same, for an encoding with one table per row."""
+
+    def mark(self, tables: tuple[Tensor, ...], forward: Any) -> None:
+        """Remember which forward cos and sin belong to."""
 
 
 class InitialRotation(NamedTuple):
@@ -115,7 +118,7 @@ class InitialRotation(NamedTuple):
 
 @dataclass(frozen=True)
 class RotarySlot:
-    """What a model expects of the module in the place of its rotary module.
+    """What a model needs of the module that replaces its rotary module.
 
     Attributes:
         config: the config of the rotary module; transformers' loading code reads it.
@@ -249,43 +252,63 @@ class ExtendedRotaryEmbedding(nn.Module):
         (time, height, width) are `[3, batch, T]`.
 
         Raises:
-            PatchError: positions with different parts, under a schedule that rotates inside attention.
+            PatchError: positions with different parts, under a schedule that depends on the length or rotates
+                inside attention.
         """
         if layer_type != self.layer_type:
             assert self.original is not None
-            cos_sin: tuple[Tensor, Tensor] = self.original(x, position_ids, layer_type)
-            return cos_sin
-        parts = None
+            other: tuple[Tensor, Tensor] = self.original(x, position_ids, layer_type)
+            return other
+        parts, forward = None, None
         if position_ids.dim() == 3:
             parts, position_ids = position_ids, position_ids[0]
+        in_attention = self.handler is not None and self.encoding.rotates_in_attention
+        if parts is not None and (in_attention or self.encoding.depends_on_length):
+            self._check_one_position(parts)
+        if self.handler is not None:
+            begin = self.handler.begin_whole_rows if self.encoding.per_row else self.handler.begin
+            forward = begin(position_ids)
         factor: Tensor | float
-        if self.handler is not None and self.encoding.rotates_in_attention:
-            if parts is not None and not bool((parts == parts[:1]).all()):
-                raise PatchError(
-                    f"{self.encoding} rotates inside attention and needs one position for each token; this "
-                    f"input has tokens with several (time, height, width). Use a static schedule (yarn)"
-                )
-            self.handler.begin(position_ids)
+        if in_attention:
             angles, factor = torch.zeros(*position_ids.shape, self.shape.dim // 2, device=x.device), 1.0
         elif self.encoding.depends_on_length:
             angles, factor = self._rowwise(x, position_ids)
+        elif self._start is not None and self._share == 0:
+            return self._rotated_by_start(x, position_ids if parts is None else parts)
         else:
-            if self.handler is not None:
-                self.handler.begin(position_ids)
-            if self._start is not None and self._share == 0:
-                return self._rotated_by_start(x, position_ids if parts is None else parts)
-            # A model dispatched over several devices by hooks never calls `_apply`.
-            table = self._table.to(x.device) if self._table.device != x.device else self._table
-            angles, factor = self._angles(position_ids, table), self.attention_scaling
+            angles, factor = self._static(x, position_ids if parts is None else parts), self.attention_scaling
             if self._start is not None:
                 factor = self._start.factor + self._share * (factor - self._start.factor)
             if parts is not None:
-                angles = self._in_sections(self._angles(parts, table))
+                angles = self._in_sections(angles)
         if self.pairs > self.shape.dim // 2:
             angles = self.pad_unrotated(angles)
         dtype = self.dtype or x.dtype
         cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-        return expand_cos_sin(cos, sin, self.layout)
+        cos_sin = expand_cos_sin(cos, sin, self.layout)
+        if self.handler is not None:
+            self.handler.mark(cos_sin if isinstance(cos_sin, tuple) else (cos_sin,), forward)
+        return cos_sin
+
+    def _check_one_position(self, parts: Tensor) -> None:
+        """Refuse positions `[3, batch, T]` of which the parts differ.
+
+        Raises:
+            PatchError: they differ.
+        """
+        if not bool((parts == parts[:1]).all()):
+            raise PatchError(
+                f"{self.encoding} needs one position for each token, but this input has tokens with several "
+                f"(time, height, width); use a static schedule, such as yarn"
+            )
+
+    def _static(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """`[..., T, dim/2]` radians by the one table of the schedule."""
+        if self.encoding.start_tokens:
+            return angles_of(self.encoding, self.shape, position_ids, self.encoding.inv_freq(self.shape))
+        # A model dispatched over several devices by hooks never calls `_apply`.
+        table = self._table.to(x.device) if self._table.device != x.device else self._table
+        return self._angles(position_ids, table)
 
     def _rotated_by_start(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
         """The cos and sin of the model's own module."""
@@ -308,8 +331,6 @@ class ExtendedRotaryEmbedding(nn.Module):
 
     def _rowwise(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Angles `[batch, T, dim/2]` and factors `[batch, 1, 1]`, each row under its own table."""
-        if self.handler is not None:
-            self.handler.begin_whole_rows(position_ids)
         if position_ids.is_meta:  # in a dry run
             lengths = [position_ids.shape[-1]] * len(position_ids)
         else:
