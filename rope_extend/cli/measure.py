@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,7 +48,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
     from rope_extend.evaluation.evaluate import evaluate as run
     from rope_extend.evaluation.evaluate import plan_evaluation
-    from rope_extend.evaluation.perplexity_report import UNFINISHED, markdown_report
+    from rope_extend.evaluation.output_directory import holds_unfinished
+    from rope_extend.evaluation.perplexity_report import markdown_report
     from rope_extend.models.processes import is_main_process, process_count, processes
     from rope_extend.training.launch import check_launch
 
@@ -60,15 +63,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
         return
     check_launch(process_count())
     assert config.output is not None
-    try:
+    with _says_how_to_resume(config.output, holds_unfinished):
         rows = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
-    except KeyboardInterrupt:
-        if (Path(config.output) / UNFINISHED).exists():
-            print(
-                f"\n{config.output} keeps what is finished; the same command with --resume continues",
-                file=sys.stderr,
-            )
-        raise
     if connected := processes(config.load_options().torch_device):
         connected.destroy_process_group()
     if is_main_process():
@@ -94,13 +90,15 @@ def retrieve(arguments: argparse.Namespace) -> None:
     if not config.output:
         raise RopeExtendError("retrieve needs --output, the directory of the report")
 
+    from rope_extend.evaluation.output_directory import holds_trials
     from rope_extend.evaluation.retrieval_report import retrieval_table
     from rope_extend.evaluation.retrieve import retrieve as run
     from rope_extend.models.processes import process_count
 
     if process_count() > 1:
         raise RopeExtendError("retrieve runs in one process; start it without torchrun or accelerate launch")
-    results = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
+    with _says_how_to_resume(config.output, holds_trials):
+        results = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
     print(retrieval_table(results))
     print("written:", config.output)
 
@@ -137,6 +135,27 @@ def compare(arguments: argparse.Namespace) -> None:
     print(table)
     if paths:
         print("written:", *paths)
+
+
+@contextmanager
+def _says_how_to_resume(output: str, holds_parts: Callable[[Path], bool]) -> Iterator[None]:
+    """If the block is interrupted or fails, and finished parts are on disk, say how to use them.
+
+    Not after an error of this library, which says itself what to do.
+    """
+    from rope_extend.models.processes import is_main_process
+
+    try:
+        yield
+    except RopeExtendError:
+        raise
+    except BaseException:
+        if is_main_process() and holds_parts(Path(output)):
+            print(
+                f"\n{output} keeps what is finished; the same command with --resume continues",
+                file=sys.stderr,
+            )
+        raise
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig]) -> None:

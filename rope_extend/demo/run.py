@@ -18,7 +18,8 @@ from rope_extend.encodings import rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
-from rope_extend.evaluation.perplexity_report import RESULTS, perplexity_table, read_results, write_report
+from rope_extend.evaluation.output_directory import RESULTS
+from rope_extend.evaluation.perplexity_report import perplexity_table, read_results, write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, pretrained

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,12 +17,13 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidate, Candidates
 from rope_extend.evaluation.evaluation_config import PLAIN, EvaluationConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
+from rope_extend.evaluation.output_directory import UNFINISHED, check_output, remove_unfinished
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
-from rope_extend.evaluation.perplexity_report import UNFINISHED, check_output, write_report
+from rope_extend.evaluation.perplexity_report import write_report
 from rope_extend.evaluation.prompts import Prompt, PromptOptions
 from rope_extend.evaluation.protocols import WindowSettings, protocol_named
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, Subject, file_name
-from rope_extend.evaluation.retrieval import TrialLog, answer_prompts, make_prompts
+from rope_extend.evaluation.retrieval import TRIALS, TrialLog, answer_prompts, make_prompts
 from rope_extend.evaluation.tasks import Passkey, template_for
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
@@ -72,20 +72,19 @@ def evaluate(
             )
         return list(evaluation_rows(config, progress=progress))
     output = check_output(config.output, overwrite=overwrite, resume=resume)
-    unfinished = output / UNFINISHED
     connected = processes(config.load_options().torch_device)
     if connected:  # no process changes the directory before all have checked it
         connected.wait_for_everyone()
     if overwrite and is_main_process():
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove_unfinished(output)
     if connected:
         connected.wait_for_everyone()
-    rows = list(evaluation_rows(config, finished=unfinished, progress=progress))
+    rows = list(evaluation_rows(config, finished=output / UNFINISHED, progress=progress))
     if is_main_process():
         trained_length = rows[0].trained_length
         assert trained_length is not None
-        write_report(rows, output, trained_length=trained_length, overwrite=overwrite)
-        shutil.rmtree(unfinished, ignore_errors=True)
+        write_report(rows, output, trained_length=trained_length, overwrite=overwrite or resume)
+        remove_unfinished(output)
     return rows
 
 
@@ -275,7 +274,7 @@ class _Evaluation:
             return row
         log = None
         if self.finished is not None:
-            log = TrialLog(self.finished / file_name(row.label) / "trials.jsonl", row.label)
+            log = TrialLog(self.finished / file_name(row.label) / TRIALS, row.label)
         try:
             retrieval = answer_prompts(
                 candidate.model,

@@ -7,8 +7,7 @@ import io
 import json
 import logging
 import math
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,14 @@ from typing import Any
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.labels import distinct_labels, distinct_names
+from rope_extend.evaluation.output_directory import (
+    FILES,
+    LOSSES,
+    RESULTS,
+    check_files,
+    losses_in,
+    remove_losses,
+)
 from rope_extend.evaluation.report_sections import (
     check_labels,
     control_sections,
@@ -26,57 +33,11 @@ from rope_extend.evaluation.report_sections import (
     position_section,
 )
 from rope_extend.evaluation.results import EvaluationRow, file_name, or_none
-from rope_extend.files import write_text
+from rope_extend.files import replacing_files, write_text
 from rope_extend.report.html import Picture, page
 from rope_extend.report.versions import versions
 
 logger = logging.getLogger(__name__)
-
-RESULTS = "results.jsonl"
-FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")
-"""The files of a report, see `write_report`."""
-
-LOSSES = "losses"
-"""Directory of the losses by token, if they were kept."""
-
-UNFINISHED = "unfinished"
-"""Directory of the finished documents of a running evaluation; deleted when the report is written."""
-
-
-def check_output(
-    directory: str | Path, *, overwrite: bool = False, resume: bool = False, files: Sequence[str] = FILES
-) -> Path:
-    """Check that a report can be written; call it before the measurement.
-
-    Args:
-        directory: directory of the report.
-        overwrite: a report in the directory may be replaced.
-        resume: an interrupted evaluation in the directory will be resumed.
-        files: the files that will be written.
-
-    Raises:
-        RopeExtendError: the directory is a file, holds a report and `overwrite` is not set, or holds an
-            interrupted evaluation and neither `overwrite` nor `resume` is set.
-    """
-    directory = Path(directory)
-    if directory.exists() and not directory.is_dir():
-        raise RopeExtendError(f"{str(directory)!r} is a file; a report needs a directory")
-    if overwrite and resume:
-        raise RopeExtendError(
-            "resume continues the evaluation on disk and overwrite replaces it; choose one of them"
-        )
-    if (directory / UNFINISHED).exists() and not (overwrite or resume):
-        raise RopeExtendError(
-            f"{str(directory)!r} holds an interrupted evaluation; resume it (resume=True), or replace it "
-            "(overwrite=True)"
-        )
-    existing = [name for name in files if (directory / name).exists()]
-    if existing and not overwrite:
-        raise RopeExtendError(
-            f"{str(directory)!r} already holds {', '.join(existing)}; use another directory, or "
-            "overwrite=True to replace them"
-        )
-    return directory
 
 
 def write_report(
@@ -102,38 +63,44 @@ def write_report(
         overwrite: replace an older report.
 
     Raises:
-        RopeExtendError: there are no rows, two have the same label, or `check_output` refuses the directory.
+        RopeExtendError: there are no rows, two have the same label, or `check_files` refuses the directory.
     """
     from rope_extend.plots.curves import plot_loss_by_position, plot_perplexity
 
     check_labels(rows)
-    directory = check_output(directory, overwrite=overwrite, resume=not overwrite)
-    rows = [replace(row, trained_length=trained_length) for row in rows]
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / name for name in FILES]
-    shutil.rmtree(directory / LOSSES, ignore_errors=True)
     kept = {row.label: f"{LOSSES}/{file_name(row.label)}.npz" for row in rows if row.result.losses}
-    for row in rows:
-        if row.label in kept:
-            row.result.write_losses(directory / kept[row.label])
+    directory = check_files(directory, (*FILES, *kept.values()), overwrite=overwrite)
+    rows = [replace(row, trained_length=trained_length) for row in rows]
+    earlier = losses_in(directory)
+    with replacing_files(directory, last=RESULTS) as partial:
+        for row in rows:
+            if row.label in kept:
+                row.result.write_losses(partial / kept[row.label])
+        results, table, data, *pictures, html = (partial / name for name in FILES)
+        write_text(results, _lines(rows, kept))
+        write_text(table, markdown_report(rows))
+        write_text(data, csv_table(rows))
+        plot_perplexity(rows, trained_length, pictures[0], title=title)
+        plot_loss_by_position(rows, trained_length, pictures[1], title=title)
+        write_text(html, _page(rows, title or "Perplexity by length", pictures))
+    remove_losses(directory, earlier - {*kept.values()})
+    return [directory / name for name in (*FILES, *kept.values())]
+
+
+def _lines(rows: Sequence[EvaluationRow], losses: Mapping[str, str]) -> str:
+    """The text of `results.jsonl`; `losses` has the file of a row's losses, if they were kept, by label."""
     within = {id(regression.row): regression.to_dict() for regression in regressions(rows)}
     lines = [
         {
             **row.to_dict(),
             **_derived(row),
             "within_window": within.get(id(row)),
-            "losses": kept.get(row.label),
+            "losses": losses.get(row.label),
             "versions": versions(),
         }
         for row in rows
     ]
-    write_text(paths[0], "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
-    write_text(paths[1], markdown_report(rows))
-    write_text(paths[2], csv_table(rows))
-    plot_perplexity(rows, trained_length, paths[3], title=title)
-    plot_loss_by_position(rows, trained_length, paths[4], title=title)
-    write_text(paths[5], _page(rows, title or "Perplexity by length", paths[3:5]))
-    return paths + [directory / name for name in kept.values()]
+    return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[EvaluationRow]:

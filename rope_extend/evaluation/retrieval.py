@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 TrialKey = tuple[str, int, float | None, int]
 """Task, length in tokens, depth, and number of a trial."""
 
+TRIALS = "trials.jsonl"
+"""Name of the file of finished trials."""
+
 MEASUREMENT = "measurement"
 """Key of what a trial depends on, in a line of the file."""
 

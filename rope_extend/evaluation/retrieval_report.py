@@ -10,14 +10,15 @@ from pathlib import Path
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN
 from rope_extend.evaluation.labels import distinct_labels, distinct_names
-from rope_extend.evaluation.results import RetrievalResult
-from rope_extend.files import write_text
+from rope_extend.evaluation.output_directory import RESULTS
+from rope_extend.evaluation.results import RetrievalResult, file_name
+from rope_extend.files import replacing_files, write_text
 from rope_extend.report.html import Picture, page
 from rope_extend.report.tables import Line, Section, interval
 from rope_extend.report.versions import versions
 from rope_extend.units import format_length
 
-RESULTS, TABLE, PAGE = "results.jsonl", "table.md", "report.html"
+TABLE, PAGE = "table.md", "report.html"
 PICTURES = ("heat_map_*.png", "accuracy_*.png")
 """Name patterns of the pictures of a report, see `write_retrieval`."""
 
@@ -72,22 +73,47 @@ def write_retrieval(results: Sequence[RetrievalResult], directory: str | Path) -
     from rope_extend.plots.retrieval_maps import plot_accuracy, plot_heat_map
 
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    paths = [directory / RESULTS, directory / TABLE, directory / PAGE]
-    rows = [json.dumps({**result.to_dict(), "versions": versions()}) + "\n" for result in results]
-    write_text(paths[0], "".join(rows))
-    write_text(paths[1], retrieval_table(results))
-    pictures = []
+    earlier, pictures = report_files(directory), _pictures(results)
+    drawn: list[Picture] = []
+    with replacing_files(directory, last=RESULTS) as partial:
+        for name, (task, result) in pictures.items():
+            if result is None:
+                path = plot_accuracy(results, task, partial / name)
+                drawn.append(Picture(path, f"{task}: trials solved against length"))
+            else:
+                path = plot_heat_map(result, task, partial / name)
+                drawn.append(Picture(path, f"{task}, {result.label}: trials solved by depth and length"))
+        rows = [json.dumps({**result.to_dict(), "versions": versions()}) + "\n" for result in results]
+        write_text(partial / RESULTS, "".join(rows))
+        write_text(partial / TABLE, retrieval_table(results))
+        write_text(partial / PAGE, _page(results, drawn))
+    written = [RESULTS, TABLE, PAGE, *pictures]
+    for name in earlier - {*written}:
+        (directory / name).unlink(missing_ok=True)
+    return [directory / name for name in written]
+
+
+def _pictures(results: Sequence[RetrievalResult]) -> dict[str, tuple[str, RetrievalResult | None]]:
+    """The pictures of a report by file name: a task's accuracy, and its heat map for each row with depths."""
+    pictures: dict[str, tuple[str, RetrievalResult | None]] = {}
     for task in _tasks(results):
-        path = plot_accuracy(results, task, directory / f"accuracy_{task}.png")
-        pictures.append(Picture(path, f"{task}: trials solved against length"))
+        pictures[f"accuracy_{task}.png"] = task, None
         for result in results:
             if result.depths(task):
                 name = "".join(c if c.isalnum() else "_" for c in f"heat_map_{task}_{result.label}")
-                path = plot_heat_map(result, task, directory / f"{name}.png")
-                pictures.append(Picture(path, f"{task}, {result.label}: trials solved by depth and length"))
-    write_text(paths[2], _page(results, pictures))
-    return paths + [picture.path for picture in pictures]
+                if f"{name}.png" in pictures:  # labels can differ in other characters
+                    name = f"{name}_{file_name(result.label).rpartition('-')[2]}"
+                pictures[f"{name}.png"] = task, result
+    return pictures
+
+
+def report_files(directory: Path) -> set[str]:
+    """Names of the files that belong to the report of retrieval in a directory; empty if there is none."""
+    try:
+        results = read_retrieval(directory)
+    except RopeExtendError:
+        return set()
+    return {RESULTS, TABLE, PAGE, *(name for name in _pictures(results) if Path(name).name == name)}
 
 
 def retrieval_table(results: Sequence[RetrievalResult]) -> str:

@@ -14,10 +14,11 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidate, Candidates
 from rope_extend.evaluation.evaluation_config import PLAIN, RetrievalConfig
 from rope_extend.evaluation.identity import Identity, check_same, read_identity
+from rope_extend.evaluation.output_directory import RESULTS, check_folders, existing_names
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.results import RetrievalResult
-from rope_extend.evaluation.retrieval import TrialLog, answer_prompts, make_prompts
-from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, RESULTS, TABLE, write_retrieval
+from rope_extend.evaluation.retrieval import TRIALS, TrialLog, answer_prompts, make_prompts
+from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, TABLE, report_files, write_retrieval
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.files import write_json, write_text
 from rope_extend.models.loading import pretrained
@@ -26,7 +27,7 @@ from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-PROMPTS, TRIALS, SETTINGS = "prompts.jsonl", "trials.jsonl", "settings.json"
+PROMPTS, SETTINGS = "prompts.jsonl", "settings.json"
 
 
 def retrieve(
@@ -64,12 +65,7 @@ def retrieve(
     run = _RetrievalRun(config, progress)
     if directory is not None:
         _start(directory, run.settings(), run.prompts, resume=resume)
-    try:
-        results = list(run.results(None if directory is None else directory / TRIALS))
-    except KeyboardInterrupt:
-        if directory is not None:
-            logger.warning("finished trials are in %s; resume the run to use them", directory / TRIALS)
-        raise
+    results = list(run.results(None if directory is None else directory / TRIALS))
     if directory is not None:
         write_retrieval(results, directory)
     return results
@@ -191,15 +187,15 @@ def _check_run_directory(output: str | Path, *, resume: bool, overwrite: bool) -
         RopeExtendError: the directory holds a run, and neither `resume` nor `overwrite` is set, or it holds
             something else.
     """
-    directory = Path(output)
-    if directory.exists() and not directory.is_dir():
-        raise RopeExtendError(f"{str(directory)!r} is a file; a report needs a directory")
-    existing = [name for name in (SETTINGS, TRIALS, RESULTS, TABLE, PAGE) if (directory / name).exists()]
     if resume and overwrite:
         raise RopeExtendError("resume uses the run on disk and overwrite replaces it; choose one of them")
+    directory = check_folders(output)
+    pictures = sorted(path.name for pattern in PICTURES for path in directory.glob(pattern))
+    existing = existing_names(directory, (SETTINGS, PROMPTS, TRIALS, RESULTS, TABLE, PAGE, *pictures))
     if resume and existing and SETTINGS not in existing:
         raise RopeExtendError(
-            f"{str(directory)!r} holds another kind of report, which cannot be resumed; use another directory"
+            f"{str(directory)!r} holds {', '.join(existing)}, but no run that can be resumed; use another "
+            "directory"
         )
     if existing and not (resume or overwrite):
         raise RopeExtendError(
@@ -221,9 +217,8 @@ def _start(directory: Path, settings: Identity, prompts: Sequence[Prompt], *, re
             advice="use the same settings, another directory, or overwrite=True to replace the run",
         )
     else:
-        for pattern in (TRIALS, RESULTS, TABLE, PAGE, *PICTURES):
-            for old_file in directory.glob(pattern):
-                old_file.unlink()
+        for name in (TRIALS, *report_files(directory)):
+            (directory / name).unlink(missing_ok=True)
     write_json(file, settings)
     lines = [json.dumps(prompt.to_dict(), ensure_ascii=False) + "\n" for prompt in prompts]
     write_text(directory / PROMPTS, "".join(lines))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
@@ -14,9 +15,10 @@ from rope_extend.evaluation.comparison import (
     retrieval_comparison_table,
 )
 from rope_extend.evaluation.labels import distinct_names
-from rope_extend.evaluation.perplexity_report import check_output, read_results
+from rope_extend.evaluation.output_directory import check_files
+from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.evaluation.retrieval_report import holds_retrieval, read_retrieval
-from rope_extend.files import write_text
+from rope_extend.files import replacing_files, write_text
 
 TABLE = "comparison.md"
 KINDS = {False: "perplexity", True: "retrieval"}
@@ -80,9 +82,8 @@ def _perplexity(
         trained = comparisons[0].first.trained_length
         if trained is None:
             raise RopeExtendError("these results do not have the trained window; evaluate again")
-        paths = _paths(output, ["comparison.png"], overwrite)
-        write_text(paths[0], text)
-        plot_comparison(comparisons, trained, paths[1])
+        pictures = {"comparison.png": partial(plot_comparison, comparisons, trained)}
+        paths = _write(output, text, pictures, overwrite)
     return text, paths
 
 
@@ -101,17 +102,19 @@ def _retrieval(
         from rope_extend.plots.retrieval_maps import plot_accuracy
 
         tasks = list(dict.fromkeys(change.task for pair in comparisons for change in pair.changes))
-        paths = _paths(output, [f"comparison_{task}.png" for task in tasks], overwrite)
-        write_text(paths[0], text)
         drawn = list({id(row): row for pair in comparisons for row in (pair.first, pair.second)}.values())
-        for task, path in zip(tasks, paths[1:], strict=True):
-            plot_accuracy(drawn, task, path)
+        pictures = {f"comparison_{task}.png": partial(plot_accuracy, drawn, task) for task in tasks}
+        paths = _write(output, text, pictures, overwrite)
     return text, paths
 
 
-def _paths(output: str | Path, pictures: Sequence[str], overwrite: bool) -> list[Path]:
-    """Paths of the table and the pictures, in a directory that is checked and made."""
-    files = [TABLE, *pictures]
-    directory = check_output(output, overwrite=overwrite, resume=not overwrite, files=files)
-    directory.mkdir(parents=True, exist_ok=True)
-    return [directory / name for name in files]
+def _write(
+    output: str | Path, table: str, pictures: Mapping[str, Callable[[Path], Path]], overwrite: bool
+) -> list[Path]:
+    """Write the table and draw the pictures, by name; returns their paths."""
+    directory = check_files(output, [TABLE, *pictures], overwrite=overwrite)
+    with replacing_files(directory, last=TABLE) as files:
+        write_text(files / TABLE, table)
+        for name, draw in pictures.items():
+            draw(files / name)
+    return [directory / name for name in (TABLE, *pictures)]

@@ -21,6 +21,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import TRIAL_CHUNKS
 from rope_extend.evaluation.identity import differences, model_identity
 from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.plots.style import Canvas
 
 PROTOCOLS: list[dict[str, Any]] = [
     {},
@@ -266,6 +267,35 @@ def test_the_command_resumes_after_ctrl_c(
             assert ours.files == theirs.files
             for name in ours.files:
                 np.testing.assert_array_equal(ours[name], theirs[name])
+
+
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_the_command_resumes_while_it_writes_its_report(
+    error: type[BaseException],
+    work: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,32 --output {tmp_path}"
+    with monkeypatch.context() as patched:
+        patched.setattr(Canvas, "save", lambda self: (_ for _ in ()).throw(error))
+        with pytest.raises((SystemExit, OSError)):
+            main(shlex.split(command))
+    assert "the same command with --resume continues" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["unfinished"]
+    own = LlamaModel.forward
+
+    def only_planned(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.norm.weight.is_meta
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", only_planned)
+    (tmp_path / "table.md").write_text("of a report whose files were not all renamed")
+    main(shlex.split(f"{command} --resume"))
+    assert len(read_results(tmp_path)) == 1
+    assert not (tmp_path / "unfinished").exists()
 
 
 @pytest.mark.usefixtures("private_cache")

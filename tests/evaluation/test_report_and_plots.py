@@ -26,9 +26,8 @@ import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import regressions
+from rope_extend.evaluation.output_directory import FILES, check_output
 from rope_extend.evaluation.perplexity_report import (
-    FILES,
-    check_output,
     csv_table,
     perplexity_table,
     read_results,
@@ -109,6 +108,62 @@ def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_pat
     assert (tmp_path / "report" / "results.jsonl").read_bytes() == before
     write_report(rows[:2], tmp_path / "report", trained_length=TRAINED, overwrite=True)
     assert [r.label for r in read_results(tmp_path / "report")] == ["plain RoPE", "linear"]
+
+
+def test_files_of_other_people_stay(tmp_path: Path) -> None:
+    """In the directory, in its folder of losses, and also if the report is replaced."""
+    (tmp_path / "losses").mkdir()
+    (tmp_path / "losses" / "mine.csv").write_text("untouched")
+    with_losses = replace(row("yarn", "yarn", 2.0), result=result(2.0, losses={32: [np.ones(3, np.float32)]}))
+    write_report([with_losses], tmp_path, trained_length=TRAINED)
+    (losses,) = (tmp_path / "losses").glob("*.npz")
+    write_report([row("none", "none", 2.0)], tmp_path, trained_length=TRAINED, overwrite=True)
+    assert not losses.exists()  # of the earlier report
+    assert (tmp_path / "losses" / "mine.csv").read_text() == "untouched"
+    (tmp_path / "losses" / "mine.csv").unlink()
+    write_report([with_losses], tmp_path, trained_length=TRAINED, overwrite=True)
+    write_report([row("none", "none", 2.0)], tmp_path, trained_length=TRAINED, overwrite=True)
+    assert not (tmp_path / "losses").exists()  # it was ours, and is empty
+
+
+def test_an_earlier_report_names_no_file_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "victim.npz").write_text("untouched")
+    lines = [{"losses": name} for name in ("../victim.npz", "losses/../../victim.npz", 3, None)]
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report([row("none", "none", 2.0)], tmp_path / "report", trained_length=TRAINED, overwrite=True)
+    assert (tmp_path / "victim.npz").read_text() == "untouched"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_report_appears_whole_or_not_at_all(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Canvas, "save", lambda self: (_ for _ in ()).throw(error))
+    with pytest.raises(error):
+        write_report([row("none", "none", 2.0)], tmp_path, trained_length=TRAINED)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("name", ["losses", "unfinished", "unfinished/row", "unfinished/row/00000.npz"])
+def test_links_in_our_folders_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "report" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    for changes in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(RopeExtendError, match="is a link, and links are not followed; remove it"):
+            check_output(tmp_path / "report", **changes)
+
+
+def test_what_stands_under_the_names_of_a_report_is_not_replaced_silently(tmp_path: Path) -> None:
+    (tmp_path / "table.md").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RopeExtendError, match=r"already holds table\.md"):
+        check_output(tmp_path)
+    (tmp_path / "table.md").unlink()
+    (tmp_path / "table.md").mkdir()
+    with pytest.raises(RopeExtendError, match="is a directory, but a report needs a file of that name"):
+        check_output(tmp_path, overwrite=True)
 
 
 def test_the_table_has_a_row_for_each_method_and_a_column_for_each_length(rows: list[EvaluationRow]) -> None:

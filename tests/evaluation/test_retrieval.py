@@ -398,6 +398,27 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
     assert sorted((out / "trials.jsonl").read_text().splitlines(keepends=True)) == sorted(trials)
 
 
+def test_pictures_of_other_people_stay(tmp_path: Path) -> None:
+    one, two = (replace(measured(Oracle(300)), label=label) for label in ("a-b", "a_b"))
+    write_retrieval([one, two], tmp_path)
+    ours = {path.name for path in tmp_path.glob("*.png")}
+    assert len(ours) == 3  # labels that differ in other characters have pictures of their own
+    (tmp_path / "heat_map_mine.png").write_text("untouched")
+    write_retrieval([one], tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        "accuracy_passkey.png", "heat_map_passkey_a_b.png", "heat_map_mine.png",
+    }  # fmt: skip
+    settings = {"lengths": [256], "depths": 1, "trials": 1}
+    for name in ("heat_map_mine.png", "prompts.jsonl"):
+        directory = tmp_path / name.partition(".")[0]
+        directory.mkdir()
+        (directory / name).write_text("untouched")
+        for resume in (False, True):
+            with pytest.raises(RopeExtendError, match=f"holds {name}"):
+                retrieved(directory, resume=resume, **settings)
+        assert [path.name for path in directory.iterdir()] == [name]
+
+
 def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(LoadOptions, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
     for wrong, message in (

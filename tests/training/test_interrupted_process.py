@@ -94,7 +94,7 @@ def test_interrupted_retrieval_resumes_to_the_same_answers(tmp_path: Path) -> No
     out = tmp_path / "stopped"
     trials = out / "trials.jsonl"
     said = interrupted(f"{command} --output {out}", lambda: trials.exists() and trials.stat().st_size > 1000)
-    assert "resume the run to use them" in said
+    assert "the same command with --resume continues" in said
     assert not (out / "results.jsonl").exists()
     before = trials.read_text()
     main(shlex.split(f"{command} --output {out} --resume"))

@@ -1,0 +1,160 @@
+"""The directory of a report: what may be written there, and which files in it are ours.
+
+A directory can hold files of other people, also in our folders. They are neither changed nor deleted, and no
+link is followed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.finished_documents import LOSSES_OF_DOCUMENT, MEASUREMENT
+from rope_extend.evaluation.retrieval import TRIALS
+from rope_extend.files import PARTIAL
+
+RESULTS = "results.jsonl"
+FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")
+"""The files of a report of perplexity."""
+
+LOSSES = "losses"
+"""Folder of the losses by token, if they were kept."""
+
+UNFINISHED = "unfinished"
+"""Folder of the finished documents of a running evaluation; deleted when the report is written."""
+
+
+def check_output(directory: str | Path, *, overwrite: bool = False, resume: bool = False) -> Path:
+    """Check that an evaluation can write its report; call it before the measurement.
+
+    Args:
+        directory: directory of the report.
+        overwrite: a report in the directory may be replaced.
+        resume: an interrupted evaluation in the directory will be resumed, also if it was interrupted while
+            it wrote its report.
+
+    Raises:
+        RopeExtendError: as `check_files`, or the directory holds an interrupted evaluation and neither
+            `overwrite` nor `resume` is set.
+    """
+    if overwrite and resume:
+        raise RopeExtendError(
+            "resume continues the evaluation on disk and overwrite replaces it; choose one of them"
+        )
+    directory = check_folders(directory)
+    interrupted = holds_unfinished(directory)
+    if interrupted and not (overwrite or resume):
+        raise RopeExtendError(
+            f"{str(directory)!r} holds an interrupted evaluation; resume it (resume=True), or replace it "
+            "(overwrite=True)"
+        )
+    return check_files(directory, FILES, overwrite=overwrite or (resume and interrupted))
+
+
+def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool = False) -> Path:
+    """Check that files can be written to a directory.
+
+    Args:
+        directory: the directory; it may be missing.
+        names: the files.
+        overwrite: they may replace files.
+
+    Raises:
+        RopeExtendError: as `check_folders` and `existing_names`, or the directory holds one of the files and
+            `overwrite` is not set.
+    """
+    directory = check_folders(directory)
+    existing = existing_names(directory, names)
+    if existing and not overwrite:
+        raise RopeExtendError(
+            f"{str(directory)!r} already holds {', '.join(existing)}; use another directory, or "
+            "overwrite=True to replace them"
+        )
+    return directory
+
+
+def check_folders(directory: str | Path) -> Path:
+    """Check that a directory can hold a report.
+
+    Raises:
+        RopeExtendError: the directory or one of our folders in it is a file, or our folder is a link, or has
+            links in it.
+    """
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise RopeExtendError(f"{str(directory)!r} is a file; a report needs a directory")
+    folders = [directory / LOSSES, directory / UNFINISHED]
+    links = [path for path in (*folders, *folders[1].rglob("*"), directory / TRIALS) if path.is_symlink()]
+    if links:
+        raise RopeExtendError(
+            f"{str(links[0])!r} is a link, and links are not followed; remove it, or use another directory"
+        )
+    for folder in folders:
+        if folder.exists() and not folder.is_dir():
+            raise RopeExtendError(
+                f"{str(folder)!r} is a file, but a report needs a directory of that name; move it, or use "
+                "another directory"
+            )
+    return directory
+
+
+def existing_names(directory: Path, names: Sequence[str]) -> list[str]:
+    """Those of the names of files that a directory holds, links to nothing among them.
+
+    Raises:
+        RopeExtendError: one of them is a directory.
+    """
+    existing = [name for name in names if os.path.lexists(directory / name)]
+    for path in (directory / name for name in existing):
+        if path.is_dir() and not path.is_symlink():
+            raise RopeExtendError(
+                f"{str(path)!r} is a directory, but a report needs a file of that name; move it, or use "
+                "another directory"
+            )
+    return existing
+
+
+def holds_unfinished(directory: Path) -> bool:
+    """Whether a directory holds finished documents of an interrupted evaluation."""
+    return any((directory / UNFINISHED).glob(f"*/{MEASUREMENT}"))
+
+
+def holds_trials(directory: Path) -> bool:
+    """Whether a directory holds finished trials of a run of retrieval."""
+    return (directory / TRIALS).exists()
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Delete the finished documents and trials of an evaluation, and the folders that are empty then."""
+    unfinished = directory / UNFINISHED
+    for row in [path.parent for path in unfinished.glob(f"*/{MEASUREMENT}")]:
+        # Last the file by which the rest is known as ours, so that nothing is left after an interruption.
+        for pattern in (LOSSES_OF_DOCUMENT, TRIALS, f".*{PARTIAL}", MEASUREMENT):
+            for path in row.glob(pattern):
+                path.unlink(missing_ok=True)
+    for folder in (*unfinished.glob("*/"), unfinished):
+        with suppress(OSError):  # it has files of other people
+            folder.rmdir()
+
+
+def losses_in(directory: Path) -> set[str]:
+    """The files of losses that the report in a directory names, such as `losses/yarn-1a2b3c.npz`."""
+    names = set()
+    with suppress(OSError, ValueError, AttributeError, TypeError):
+        for line in (directory / RESULTS).read_text(encoding="utf-8").splitlines():
+            names.add(json.loads(line).get("losses"))
+    return {name for name in names if re.fullmatch(rf"{LOSSES}/[A-Za-z0-9-]+\.npz", str(name))}
+
+
+def remove_losses(directory: Path, names: Collection[str]) -> None:
+    """Delete files of losses, and their folder if it is empty then."""
+    for name in names:
+        (directory / name).unlink(missing_ok=True)
+    if names:
+        with suppress(OSError):  # it has other files
+            (directory / LOSSES).rmdir()
