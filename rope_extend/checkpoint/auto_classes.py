@@ -64,14 +64,15 @@ class GuardedModel:
         """The patched model, or the tuple with it that `from_pretrained` returns.
 
         Raises:
-            RopeExtendError: the record is missing or damaged, or the files are not those that were saved.
+            RopeExtendError: the record is missing or damaged, the files are not those that were saved, or an
+                option selects other files.
         """
         from transformers import AutoModelForCausalLM
 
-        from rope_extend.checkpoint.hub import local_directory
+        from rope_extend.checkpoint.hub import hub_options, local_directory
         from rope_extend.checkpoint.restoring import apply_record, checked_record
 
-        directory = local_directory(name, revision=kwargs.get("revision"))
+        directory = local_directory(name, **hub_options(kwargs))
         record = checked_record(directory, check_files=True)
         result = AutoModelForCausalLM.from_pretrained(name, *args, config=config.family, **kwargs)
         apply_record(result[0] if isinstance(result, tuple) else result, record, directory)

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.locating import check_checkpoint
+from rope_extend.models.locating import ACCESS, check_checkpoint
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
 """The files that are downloaded from the hub: never a pickle, never code."""
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_OTHER_FILES = ("subfolder", "variant", "gguf_file")
+
+
+def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for `local_directory` among those for `from_pretrained`.
+
+    Raises:
+        RopeExtendError: an option selects other weights than those next to the record.
+    """
+    for name in _OTHER_FILES:
+        if options.get(name):
+            raise RopeExtendError(
+                f"{name}={options[name]!r} selects other weights than those that the record next to it "
+                f"describes. Leave {name} out, and give the directory that holds rope_extend.json"
+            )
+    return {name: options[name] for name in _HUB_OPTIONS if name in options}
 
 
 def local_directory(
-    name: str | PathLike[str], kind: str = "checkpoint", argument: str = "", **hub_options: Any
+    name: str | PathLike[str], kind: str = "checkpoint", argument: str = "", **options: Any
 ) -> Path:
     """The directory of a checkpoint: `name` itself, or the cached snapshot of a hub id, downloaded if needed.
 
@@ -22,7 +40,7 @@ def local_directory(
         name: a directory or a hub id.
         kind: a noun for the error message.
         argument: the argument that sets it, for the error message.
-        hub_options: options for `snapshot_download`, such as `revision`.
+        options: options for `snapshot_download`, such as `revision`; see `hub_options`.
 
     Raises:
         RopeExtendError: there is no such checkpoint.
@@ -33,8 +51,9 @@ def local_directory(
     try:
         if Path(name).exists():
             return Path(name)
-        check_checkpoint(str(name))
-        return Path(snapshot_download(str(name), allow_patterns=_HUB_FILES, **hub_options))
+        access = {key: options[key] for key in ACCESS if key in options}
+        check_checkpoint(str(name), **access)
+        return Path(snapshot_download(str(name), allow_patterns=_HUB_FILES, **options))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         advice = f"Give {argument} a" if argument else "Give a"
         raise RopeExtendError(

@@ -1,8 +1,8 @@
 """The integrity of a checkpoint's directory: it is complete, and its files are those that were written.
 
 These checks find damage and mix-ups. They do not stop an attacker, who can write the digests along with the
-weights. What an attacker could use is refused in any case: pickles, which run code when they are read, and
-files outside the directory.
+weights. What an attacker could use is refused in any case: pickles, which run code when they are read, names
+of modules to import, and files outside the directory.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def check_directory(
         contents: also read all weights, to compare their digests and to find values that are not finite.
 
     Raises:
-        RopeExtendError: pickled weights; a file that is missing, unreadable or outside the directory; a
-            damaged safetensors header; a digest that differs; a file that was added; a weight that is not
-            finite.
+        RopeExtendError: pickled weights; an adapter that names a module to import; a file that is missing,
+            unreadable or outside the directory; a damaged safetensors header; a digest that differs; a file
+            that was added; a weight that is not finite.
     """
     try:
         _refuse_pickles(directory)
         for name in (RECORD_NAME, *CONFIGS):
             if name == RECORD_NAME or (directory / name).is_symlink() or (directory / name).exists():
                 locate(directory, name)
+        _refuse_imports(directory / "adapter_config.json")
         names = weight_files(directory)
         _check_complete(directory, names)
         for name in names:
@@ -134,6 +135,16 @@ def _refuse_pickles(directory: Path) -> None:
                 f"{path} is a pickle, which can run any code when it is read, so this directory is refused; "
                 "rope_extend reads and writes safetensors only. Convert the file, or remove it"
             )
+
+
+def _refuse_imports(config: Path) -> None:
+    """Refuse an adapter's config that names a module, which some versions of peft import."""
+    data = read_json(config) if config.exists() else {}
+    if data.get("megatron_config") is not None or data.get("megatron_core") not in (None, "megatron.core"):
+        raise RopeExtendError(
+            f"{config} is for Megatron and names the module {data.get('megatron_core')!r}, which peft would "
+            "import, so it is refused; remove megatron_config and megatron_core"
+        )
 
 
 def locate(directory: Path, name: str) -> Path:

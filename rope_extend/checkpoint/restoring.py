@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from rope_extend.checkpoint.base_model import (
@@ -21,7 +22,7 @@ from rope_extend.checkpoint.base_model import (
     token_layers_of,
     warn_unchecked,
 )
-from rope_extend.checkpoint.hub import local_directory
+from rope_extend.checkpoint.hub import hub_options, local_directory
 from rope_extend.checkpoint.manifest import RECORD_NAME, check_directory, read_json
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import is_peft_model
@@ -56,7 +57,8 @@ def load(
         check_base: compare an adapter's base model with the one it was trained on. Set it to False to use
             another one.
         from_pretrained_options: options for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or
-            `device_map`. A `revision` applies to a hub id in `directory`, otherwise to the base model.
+            `device_map`. A `revision` applies to a hub id in `directory`, otherwise to the base model;
+            `token`, `cache_dir` and `local_files_only` apply to both.
 
     Returns:
         A patched model in evaluation mode: a `PeftModel` for an adapter, otherwise the family's own class.
@@ -66,10 +68,8 @@ def load(
             directory or not those that were saved; or the base model is missing or a different one.
     """
     _refuse_options(from_pretrained_options)
-    name, directory = (
-        directory,
-        local_directory(directory, revision=from_pretrained_options.get("revision")),
-    )
+    name = directory
+    directory = local_directory(name, **hub_options(from_pretrained_options))
     if directory != Path(name):
         from_pretrained_options.pop("revision", None)
     record = checked_record(directory, check_files)
@@ -201,6 +201,7 @@ def _attach(
             adapted = PeftModel.from_pretrained(
                 model, str(directory), is_trainable=is_trainable, **_device_map(model)
             )
+            _refuse_unused(adapted, directory)
             if check_base and changed_by:  # the recorded fingerprint is of the changed base model
                 _check_base(model, directory, record, config, f". {changed_by} may also have changed them")
             return adapted
@@ -208,6 +209,24 @@ def _attach(
         if patch is not patch_before:
             patch.remove()
         raise
+
+
+def _refuse_unused(adapted: PeftModel, directory: Path) -> None:
+    """Refuse an adapter with weights that peft leaves out without a warning, such as those of a newer peft.
+
+    Raises:
+        ValueError: names the first one.
+    """
+    from peft import get_peft_model_state_dict
+
+    taken = {*get_peft_model_state_dict(adapted, save_embedding_layers=False), *adapted.state_dict()}
+    with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
+        unused = sorted(set(file.keys()) - taken)
+    if unused:
+        raise ValueError(
+            f"its weight {unused[0]!r} and {len(unused) - 1} more have no place in the model. Check the "
+            "base model, and the version of peft"
+        )
 
 
 def _device_map(model: nn.Module) -> dict[str, Any]:

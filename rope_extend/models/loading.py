@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import adapter_for
-from rope_extend.models.locating import check_checkpoint
+from rope_extend.models.locating import ACCESS, check_checkpoint
 
 
 def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
@@ -34,7 +34,7 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
     advice = f"Give a hub id, or a directory with a transformers checkpoint (seen from {Path.cwd()}){hint}"
     with one_error(f"cannot load the {what} of {name!r}", advice):
         try:
-            check_checkpoint(str(name))
+            check_checkpoint(str(name), **{key: kwargs[key] for key in ACCESS if key in kwargs})
         except RopeExtendError as error:
             raise RopeExtendError(f"{str(error).rstrip('.')}{hint}" if hint else str(error)) from error
         return auto.from_pretrained(name, **kwargs)

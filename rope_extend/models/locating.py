@@ -10,6 +10,8 @@ from rope_extend.errors import RopeExtendError
 
 TIMEOUT = 10.0
 """Seconds to wait for the hub's answer; there is no second attempt."""
+ACCESS = ("token", "cache_dir", "local_files_only")
+"""The options of `from_pretrained` that also apply to the question whether there is such a checkpoint."""
 
 
 def check_path(name: str) -> None:
@@ -27,11 +29,23 @@ def is_path(name: str) -> bool:
     return re.fullmatch(r"[\w.-]*\w[\w.-]*(/[\w.-]*\w[\w.-]*)?", name) is None or name.startswith(".")
 
 
-def check_checkpoint(name: str) -> None:
+def check_checkpoint(
+    name: str,
+    *,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+) -> None:
     """Refuse a name that is neither a path, nor in the hub's cache, nor on the hub.
 
     One request is made for a name that is neither a path nor cached. transformers would repeat it for half a
     minute if there is no network, and then speak of the network where a path was mistyped.
+
+    Args:
+        name: a path or a hub id.
+        token: the token for a private model; default: the one that was saved by a login.
+        cache_dir: the hub's cache; default: the user's own.
+        local_files_only: make no request. transformers then says what the cache lacks.
 
     Raises:
         RopeExtendError: the name leads to no checkpoint.
@@ -43,11 +57,12 @@ def check_checkpoint(name: str) -> None:
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
 
     files = ("config.json", "adapter_config.json")
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+    cached = (try_to_load_from_cache(name, file, cache_dir=cache_dir) for file in files)
+    if local_files_only or any(isinstance(path, str) for path in cached):
         return
     missing = f"no directory {name!r} (seen from {Path.cwd()}), and"
     try:
-        get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=TIMEOUT)
+        get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=TIMEOUT, token=token)
     except EntryNotFoundError:
         return
     except RepositoryNotFoundError as error:

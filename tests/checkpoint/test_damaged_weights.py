@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from cases import llama
 from integrity import (
     each,
     extended,
     logits,
     refused,
+    unsealed,
     weights_of,
     with_lora,
+)
+from peft import (
+    IA3Config,
+    LNTuningConfig,
+    LoraConfig,
+    PeftConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
 )
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -137,3 +149,54 @@ def test_weights_that_are_not_finite_are_not_saved(checkpoints: Path, tmp_path: 
         with pytest.raises(RopeExtendError, match=rf"{name}.* holds values that are NaN or infinite"):
             rx.save(model, tmp_path / "a" / "new")
         assert list(tmp_path.iterdir()) == []  # no parent directory is left behind
+
+
+@each("adapter")
+@pytest.mark.parametrize(
+    "name", ["layers.0.self_attn.q_proj.lora_magnitude_vector", "layers.7.self_attn.q_proj.lora_A.weight"]
+)
+def test_a_weight_of_an_adapter_that_nothing_takes_is_refused(directory: Path, name: str) -> None:
+    """peft leaves it out without a warning: the adapter is of a newer peft, or of a deeper base model."""
+    path = weights_of(directory)
+    save_file({**load_file(path), f"base_model.model.model.{name}": torch.ones(2, 32)}, path)
+    before = list(vars(llama().model.layers[0].self_attn.q_proj))
+    unsealed(directory)
+    refused(directory, rf"does not fit this llama model.*{name}", by="load")
+    refused(directory, "does not fit this llama model.*unexpected", by="merge")
+    base = llama()
+    with pytest.raises(RopeExtendError, match=name):
+        rx.load_adapter(base, directory)
+    assert list(vars(base.model.layers[0].self_attn.q_proj)) == before
+
+
+OTHER_ADAPTERS: dict[str, PeftConfig] = {
+    "dora": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], use_dora=True),
+    "embeddings": LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["embed_tokens"], bias="all"),
+    "saved": LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head", "norm"]
+    ),
+    "replicated": LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)]
+    ),
+    "parameters": LoraConfig(
+        task_type="CAUSAL_LM", r=2, target_modules=[], target_parameters=["mlp.up_proj.weight"]
+    ),
+    "ia3": IA3Config(task_type="CAUSAL_LM", target_modules=["v_proj"], feedforward_modules=[]),
+    "vera": VeraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]),
+    "norms": LNTuningConfig(task_type="CAUSAL_LM", target_modules=["norm"]),
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_ADAPTERS)
+def test_an_adapter_of_any_kind_loads_with_all_its_weights(
+    checkpoints: Path, tmp_path: Path, kind: str
+) -> None:
+    model = extended(model=AutoModelForCausalLM.from_pretrained(checkpoints / "base"))
+    adapted = get_peft_model(model, copy.deepcopy(OTHER_ADAPTERS[kind])).eval()
+    torch.manual_seed(1)
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            weight.data.add_(0.1 * torch.randn_like(weight))
+    expected = logits(adapted)
+    assert torch.equal(logits(rx.load(rx.save(adapted, tmp_path / "adapter"))), expected)

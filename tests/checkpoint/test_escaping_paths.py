@@ -186,3 +186,43 @@ def test_a_guarded_checkpoint_is_checked_by_the_auto_class_too(
     (directory / WEIGHTS).write_bytes(data)
     with pytest.raises(RopeExtendError, match="is not what was saved"):
         AutoModelForCausalLM.from_pretrained(directory)
+
+
+@each("full", "adapter")
+@pytest.mark.parametrize("option", [{"subfolder": "other"}, {"variant": "fp16"}, {"gguf_file": "x.gguf"}])
+def test_an_option_that_selects_other_weights_is_refused(directory: Path, option: dict[str, str]) -> None:
+    """The record, its digests and its encoding are of the directory itself."""
+    shutil.copytree(directory, directory / "other")
+    with pytest.raises(RopeExtendError, match=rf"{next(iter(option))}='.*' selects other weights"):
+        rx.load(directory, **option)
+    rx.load(directory, subfolder="")
+
+
+def test_options_for_the_hub_apply_to_the_record_too(
+    checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A private checkpoint, in another cache, is found by the options that transformers takes."""
+    calls: list[dict[str, Any]] = []
+
+    def snapshot(_: str, **options: Any) -> str:
+        calls.append(options)
+        return str(checkpoints / "full")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.setattr(
+        "huggingface_hub.get_hf_file_metadata", lambda _, **options: calls.append({"asked": options["token"]})
+    )
+    options: dict[str, Any] = {"token": "hf_x", "cache_dir": str(tmp_path), "revision": "v2"}
+    rx.load("owner/private", **options)
+    assert calls.pop(0) == {"asked": "hf_x"}
+    assert options.items() <= calls.pop(0).items()
+    rx.load("owner/private", local_files_only=True)
+    (call,) = calls  # and no question to the hub
+    assert call["local_files_only"] is True
+
+
+def test_the_auto_class_refuses_other_weights_too(tmp_path: Path) -> None:
+    guarded = rx.save(extended("drope"), tmp_path / "guarded")
+    shutil.copytree(guarded, guarded / "other")
+    with pytest.raises(RopeExtendError, match="subfolder='other' selects other weights"):
+        AutoModelForCausalLM.from_pretrained(guarded, subfolder="other")
