@@ -222,8 +222,33 @@ class Subject:
     rope_parameters: dict[str, Any] | None = None
 
 
+class _Encoded:
+    """What a row says of its position encoding."""
+
+    encoding: dict[str, Any] | None
+    rope_parameters: dict[str, Any] | None
+
+    @property
+    def method(self) -> str:
+        """Name of the encoding; `none` for the checkpoint's own."""
+        return "none" if self.encoding is None else str(self.encoding["name"])
+
+    @property
+    def encoding_text(self) -> str:
+        """The encoding as text, such as `yarn(factor=8.0)`.
+
+        For the checkpoint's own encoding, the values of its config, if known.
+        """
+        values = dict(self.encoding or self.rope_parameters or {})
+        if not values:
+            return "as in the checkpoint"
+        name = values.pop("name" if self.encoding else "rope_type", None)
+        text = f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
+        return text if self.encoding else f"as in the checkpoint: {text}"
+
+
 @dataclass(frozen=True, eq=False)
-class EvaluationRow:
+class EvaluationRow(_Encoded):
     """One row of a comparison: a model, its perplexity, and its retrieval within the trained window.
 
     Attributes:
@@ -250,16 +275,6 @@ class EvaluationRow:
     def of(cls, subject: Subject, result: PerplexityResult, retrieval: RetrievalResult | None = None) -> Self:
         """The row of a model that was measured."""
         return cls(**vars(subject), result=result, retrieval=retrieval)
-
-    @property
-    def method(self) -> str:
-        """Name of the encoding; `none` for the checkpoint's own."""
-        return "none" if self.encoding is None else str(self.encoding["name"])
-
-    @property
-    def encoding_text(self) -> str:
-        """The encoding as text, such as `yarn(factor=8.0)`."""
-        return _encoding_text(self.encoding, self.rope_parameters)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
@@ -304,7 +319,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class RetrievalResult:
+class RetrievalResult(_Encoded):
     """Retrieval by one model with one encoding.
 
     Attributes:
@@ -333,16 +348,6 @@ class RetrievalResult:
     seconds: float = field(default=0.0, compare=False)
     forward_tokens: int = field(default=0, compare=False)
     peak_memory_bytes: int = field(default=0, compare=False)
-
-    @property
-    def method(self) -> str:
-        """Name of the encoding; `none` for the checkpoint's own."""
-        return "none" if self.encoding is None else str(self.encoding["name"])
-
-    @property
-    def encoding_text(self) -> str:
-        """The encoding as text, such as `yarn(factor=8.0)`."""
-        return _encoding_text(self.encoding, self.rope_parameters)
 
     @property
     def tokens_per_second(self) -> float:
@@ -427,16 +432,6 @@ class RetrievalResult:
             for cell in values["cells"]
         )
         return cls(**{**known, "cells": cells})
-
-
-def _encoding_text(encoding: dict[str, Any] | None, rope_parameters: dict[str, Any] | None) -> str:
-    """`yarn(factor=8.0)`; for the checkpoint's own encoding, the values of its config, if known."""
-    values = dict(encoding or rope_parameters or {})
-    if not values:
-        return "as in the checkpoint"
-    name = values.pop("name" if encoding else "rope_type", None)
-    text = f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
-    return text if encoding else f"as in the checkpoint: {text}"
 
 
 def file_name(label: str) -> str:
