@@ -1,9 +1,11 @@
 """Attention with a bias on its logits, for every `BiasEncoding`, by the model's own attention function.
 
-The rotary module does not rotate, and the bias follows from the positions of query and key. A bias in
-proportion to the distance is put into extra channels of queries and keys (`channels`). Any other bias is
-added by a mask for a few queries at a time (`bias_parts`), and computed again for the backward pass. So
-memory grows linearly with the length.
+The rotary module does not rotate, and the bias follows from the positions of query and key. A key after its
+query, which only some masks show, has the bias of distance 0.
+
+A bias in proportion to the distance is put into extra channels of queries and keys (`channels`). Any other
+bias is added by a mask for a few queries at a time (`bias_parts`), and computed again for the backward pass.
+So memory grows linearly with the length.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from rope_extend.attention.bias_parts import CallPositions, PartialBias, rows_of_part
 from rope_extend.attention.channels import position_channels
 from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.masks import sees_later_keys, visible
 from rope_extend.attention.positions import AttentionHandler, Forward
 from rope_extend.attention.registry import causal_mask, is_dense, own_function
 from rope_extend.encodings import BiasEncoding, ModelShape
@@ -91,9 +94,10 @@ class BiasHandler(AttentionHandler):
         positioned = _Call(**vars(filled), positions=self._positions(forward, low, query.device))
         shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
         slopes = self.encoding.slopes(shape)
-        if slopes is not None and self.share != 1:
-            slopes = self.share * slopes
-        if slopes is not None and query.shape[2] > 1 and kwargs.get("softcap") is None:
+        if query.shape[2] == 1 or kwargs.get("softcap") is not None or sees_later_keys(call, forward):
+            slopes = None  # channels would reward a key after its query
+        if slopes is not None:
+            slopes = slopes if self.share == 1 else self.share * slopes
             output, weights = self._by_channels(positioned, slopes, forward)
         else:
             output, weights = self._by_parts(positioned, shape)
@@ -176,8 +180,7 @@ def _spans(call: _Call, rows: int) -> list[tuple[int, int]]:
     if call.mask is None or call.mask.is_meta:  # in a dry run, the mask is causal
         return [(0, call.positions.before + min(start + rows, new)) for start in range(0, new, rows)]
     mask = call.mask
-    seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-    seen = functional.pad(seen.flatten(0, 1).any(dim=0), (0, 0, 0, -new % rows))
+    seen = functional.pad(visible(mask).flatten(0, 1).any(dim=0), (0, 0, 0, -new % rows))
     by_part = seen.view(-1, rows, keys).any(dim=1).to(torch.uint8)
     # A part without any visible key, as in padding, still gets one key.
     ends = keys - by_part.flip(1).argmax(dim=1)

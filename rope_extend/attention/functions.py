@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from rope_extend.attention.registry import AttentionFunction, never_compiled, own_function, register
+from rope_extend.attention.registry import (
+    AttentionFunction,
+    is_dense,
+    never_compiled,
+    own_function,
+    register,
+)
 from rope_extend.encodings import Encoding
 from rope_extend.errors import UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
@@ -57,6 +63,23 @@ class AttentionCall:
     value: Tensor
     mask: Any
     kwargs: dict[str, Any]
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether no query sees a later key if there is no mask; not so with `is_causal=False`."""
+        chosen = self.kwargs.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if chosen is None else chosen)
+
+    def with_full_mask(self) -> AttentionCall:
+        """The call with a mask of all queries and keys, unless attention is causal or takes no such mask."""
+        mask, pairs = self.mask, (self.query.shape[2], self.key.shape[2])
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == 1 < pairs[0]:
+            return replace(self, mask=mask.expand(-1, -1, pairs[0], -1))  # one row for all queries
+        if mask is not None or self.is_causal or pairs[0] == 1 or not is_dense(self.implementation):
+            return self
+        shown = (True, torch.bool) if self.implementation == "sdpa" else (0.0, self.query.dtype)
+        mask = torch.tensor(shown[0], dtype=shown[1], device=self.query.device)
+        return replace(self, mask=mask.expand(1, 1, *pairs))
 
     def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Call the model's own function on other tensors; gives `[batch, T, heads, head_dim]` and weights."""
@@ -154,7 +177,7 @@ def _call_handler(handler: Handler | None, *arguments: Any) -> tuple[Tensor, Ten
     call = AttentionCall(*arguments)
     if handler is None or handler.share == 0:
         return call.own(call.query, call.key, call.value, call.mask)
-    return handler.attend(call)
+    return handler.attend(call.with_full_mask())
 
 
 def _mask(*args: Any, implementation: str, **kwargs: Any) -> Any:

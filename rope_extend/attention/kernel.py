@@ -16,6 +16,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from rope_extend.attention.functions import AttentionCall, extended_modules
+from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
 from rope_extend.attention.positions import AttentionHandler, Forward, cached_tokens
 from rope_extend.attention.registry import is_dense
 from rope_extend.attention.rotation import rotate
@@ -208,7 +209,8 @@ class KernelHandler(AttentionHandler):
         """Linear attention, without attention weights.
 
         Raises:
-            PatchError: an option that has no meaning without softmax, or a cache that cannot be continued.
+            PatchError: an option that has no meaning without softmax, a mask that shows later tokens or
+                hides earlier ones, or a cache that cannot be continued.
         """
         for name in ("dropout", "softcap", "s_aux", "output_attentions"):
             value = call.kwargs.get(name)
@@ -220,8 +222,16 @@ class KernelHandler(AttentionHandler):
         state = layer.state if isinstance(layer, StateLayer) else None
         key, value = key[:, :, :new], value[:, :, :new]  # the rest are empty slots
         q, k = self.encoding.features(query), self.encoding.features(key)
+        if sees_later_keys(call, forward):
+            raise PatchError(
+                f"{self.encoding} adds up earlier tokens, but this input lets tokens attend to later ones "
+                f"(an image, a prefix or is_causal=False); use causal attention"
+            )
         if isinstance(call.mask, Tensor):
-            k = k * self._visible(call.mask[..., :new])[:, None, :, None]
+            key_of_mask = ("visible", id(call.mask))
+            if key_of_mask not in forward.tables:  # with the mask, so that no other one gets its id
+                forward.tables[key_of_mask] = call.mask, self._visible(call.mask[..., :new])
+            k = k * forward.tables[key_of_mask][1][:, None, :, None].to(k.device)
         output, state = linear_attention(
             q, k, self._rotated(q, forward), self._rotated(k, forward), value, state
         )
@@ -245,17 +255,22 @@ class KernelHandler(AttentionHandler):
         """1 for each new key that queries attend to, 0 for padding, `[batch, T]` float32.
 
         Raises:
-            PatchError: a query does not attend to a key that an earlier one did, as with several documents in
-                a row, or the mask adds to the logits.
+            PatchError: a query does not attend to all tokens before it, as with several documents in a row,
+                or the mask adds to the logits.
         """
-        allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        allowed = visible(mask)
         if mask.dtype != torch.bool and not bool(((mask == 0) | ~allowed).all()):
             raise PatchError(f"{self.encoding} has no logits, but the mask of this model adds to them")
-        last, ever = allowed[:, 0, -1], allowed[:, 0].any(dim=1)
-        if not bool((last == ever).all()):
+        last, ever = allowed[:, 0, -1], allowed.flatten(1, 2).any(dim=1)
+        hidden = last != ever
+        for start in range(0, allowed.shape[2], MASK_ROWS):
+            rows = slice(start, start + MASK_ROWS)
+            before = last[:, None, None, :].expand_as(allowed[:, :, rows]).tril(start)
+            hidden |= (before & ~allowed[:, :, rows] & last[:, None, rows, None]).flatten(1, 2).any(dim=1)
+        if bool(hidden.any()):
             raise PatchError(
-                f"{self.encoding} cannot forget: once a query attends to a token, all later ones do. So it "
-                f"supports neither packed documents nor windows; give each document its own row"
+                f"{self.encoding} cannot forget: each token attends to all earlier ones. So it supports "
+                f"neither packed documents nor windows; give each document its own row"
             )
         return last.to(torch.float32)
 

@@ -20,7 +20,8 @@ _BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 def beyond_plain(kwargs: dict[str, Any]) -> list[str]:
     """The names of arguments that plain causal attention does not support."""
-    return [name for name in _BEYOND if kwargs.get(name) is not None]
+    later = ["is_causal=False"] if kwargs.get("is_causal") is False else []
+    return [name for name in _BEYOND if kwargs.get(name) is not None] + later
 
 
 def beyond_plain_sdpa(lm: Any) -> str | None:
@@ -38,6 +39,8 @@ def beyond_plain_sdpa(lm: Any) -> str | None:
         return f"it has layers of type {', '.join(sorted(kinds))}, not only full attention"
     if getattr(config, "attn_logit_softcapping", None) or any(hasattr(m, "sinks") for m in modules):
         return "its attention is more than a softmax over the tokens (a soft cap, or sinks)"
+    if not getattr(config, "is_causal", True) or not all(getattr(m, "is_causal", True) for m in modules):
+        return "its attention is not causal"
     if acts_inside(lm.base_model):
         return "its position encoding acts inside attention; a static rotary method works, such as yarn"
     if implementation != "sdpa":

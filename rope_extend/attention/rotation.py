@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler, Forward
 from rope_extend.attention.registry import causal_mask, is_dense
 from rope_extend.encodings import RopeEncoding, RopeShape
@@ -25,8 +26,6 @@ from rope_extend.models.undo import UndoLog
 
 DECAY_LIMIT = 4.0
 """Decay (xPos) is counted from a centre that moves before any factor exceeds `exp` of this."""
-MASK_ROWS = 512
-"""The largest number of queries for which a causal mask is built at a time."""
 TABLE_BYTES = 2**28
 """The largest size of the cos and sin of one forward that is kept for the next layer."""
 
@@ -79,16 +78,18 @@ class _Forward(Forward):
         parts = zip(starts, stops, agreed(lengths), agreed(centres), strict=True)
         return [_Segment(*part) for part in parts]
 
-    def rotation(self, segment: _Segment, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`(cos, sin)` of the segment's queries, and `(cos, sin)` of all keys up to its last one.
+    def rotation(
+        self, segment: _Segment, like: Tensor, later: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`(cos, sin)` of the segment's queries, and of the keys up to its last one or, if `later`, of all.
 
         Each is `[1 or batch, 1, n, dim/2]` in the dtype and on the device of `like`.
         """
-        name = (segment.start, like.dtype, like.device)
+        name = (segment.start, later, like.dtype, like.device)
         if name in self.tables:
             return self.tables[name]
         past = self.keys.shape[1] - self.queries.shape[1]
-        keys = self.keys[:, : past + segment.stop].to(like.device)
+        keys = (self.keys if later else self.keys[:, : past + segment.stop]).to(like.device)
         tables = [
             (
                 self.encoding.inv_freq(self.shape, length),
@@ -100,8 +101,8 @@ class _Forward(Forward):
         factor = torch.tensor([factor for _, factor in tables], device=like.device)[:, None, None]
         angles = angles_of(self.encoding, self.shape, keys, table)
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        first = past + segment.start
-        pair_q, pair_k = (cos[:, first:], sin[:, first:]), (cos, sin)
+        new = slice(past + segment.start, past + segment.stop)
+        pair_q, pair_k = (cos[:, new], sin[:, new]), (cos, sin)
         decay = self.encoding.decay(self.shape)
         if decay is not None:
             centre = torch.tensor(segment.centres, device=like.device)[:, None]
@@ -109,7 +110,7 @@ class _Forward(Forward):
             distance = (keys - centre).clamp(max=_decay_block(decay))[..., None] * decay.to(
                 like.device, cos.dtype
             )
-            pair_q = tuple(part * distance[:, first:].exp() for part in pair_q)  # type: ignore[assignment]
+            pair_q = tuple(part * distance[:, new].exp() for part in pair_q)  # type: ignore[assignment]
             pair_k = tuple(part * (-distance).exp() for part in pair_k)  # type: ignore[assignment]
         rotation = tuple(part[:, None].to(like.dtype) for part in (*pair_q, *pair_k))
         size = sum(part.numel() for part in rotation) * like.element_size()
@@ -190,7 +191,14 @@ class RotationHandler(AttentionHandler):
         return forward
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Attention by the model's own function, with queries and keys rotated here."""
+        """Attention by the model's own function, with queries and keys rotated here.
+
+        A query rotates the keys after it, if it sees them, by its own table too.
+
+        Raises:
+            PatchError: the positions in this call are not known, or the attention implementation or the
+                encoding does not support its mask.
+        """
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
         query, key, value, mask = call.query, call.key, call.value, call.mask
@@ -199,6 +207,7 @@ class RotationHandler(AttentionHandler):
         if not forward.segments:
             return call.own(query, key, value, mask)
         total, new = forward.keys.shape[1], query.shape[2]
+        later = self._check_later(call, forward)
         if len(forward.segments) > 1:
             call = self._for_parts(call, forward)
         low = max(0, total - key.shape[2])  # a layer with a sliding window has its last keys only
@@ -208,8 +217,8 @@ class RotationHandler(AttentionHandler):
         weights: list[Tensor | None] = []
         for segment in forward.segments:
             # A cache of fixed size has empty slots after the last key; they are cut off as well.
-            end = total - new + segment.stop
-            cos_q, sin_q, cos_k, sin_k = forward.rotation(segment, query)
+            end = total if later else total - new + segment.stop
+            cos_q, sin_q, cos_k, sin_k = forward.rotation(segment, query, later)
             if self.adapter.backwards:
                 sin_q, sin_k = -sin_q, -sin_k
             keys, values = key[:, :, : end - low], value[:, :, : end - low]
@@ -227,7 +236,7 @@ class RotationHandler(AttentionHandler):
             rows = MASK_ROWS if needs_mask and is_dense(call.implementation) else segment.stop - segment.start
             for start in range(segment.start, segment.stop, rows):
                 stop = min(start + rows, segment.stop)
-                reach = total - new + stop - low
+                reach = (total if later else total - new + stop) - low
                 if needs_mask and is_dense(call.implementation):
                     part = causal_mask(stop - start, reach, query, call.implementation)
                 else:
@@ -244,6 +253,28 @@ class RotationHandler(AttentionHandler):
             return outputs[0], weights[0]
         wide = [nn.functional.pad(w, (0, key.shape[2] - w.shape[-1])) for w in weights if w is not None]
         return torch.cat(outputs, dim=1), torch.cat(wide, dim=2) if wide else None
+
+    def _check_later(self, call: AttentionCall, forward: _Forward) -> bool:
+        """Whether keys after the last query of a segment are needed.
+
+        Raises:
+            PatchError: they are, and the encoding or the attention implementation does not support it.
+        """
+        decays = self.encoding.decay(self.shape) is not None
+        if not (decays or len(forward.segments) > 1) or not sees_later_keys(call, forward):
+            return False
+        seen = "this input lets tokens attend to later ones (an image, a prefix or is_causal=False)"
+        if decays:
+            raise PatchError(
+                f"{self.encoding}: {seen}, but its factor shrinks with the distance to earlier ones only; "
+                f"use causal attention, or an encoding without xpos"
+            )
+        if not is_dense(call.implementation):
+            raise PatchError(
+                f"{self.encoding}: the tables change within this input, and {seen}, which "
+                f"{call.implementation} cannot compute in parts; use attn_implementation='sdpa'"
+            )
+        return True
 
     def _for_parts(self, call: AttentionCall, forward: _Forward) -> AttentionCall:
         """The call, prepared for a function that gets a part of the queries at a time.

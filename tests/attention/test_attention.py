@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, ONE_BY_ONE, Batch, batch, gradients, in_parts, logits, same, tokens
-from cases import FACTOR, PARTIAL, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from cases import FACTOR, KINDS, PARTIAL, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from covering import few
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
@@ -78,12 +78,17 @@ def patched(model: PreTrainedModel, encoding: Any) -> rx.Patch:
 
 
 def naive_llama(
-    model: PreTrainedModel, input_ids: Tensor, rotation: Callable[[int, int], tuple[Any, Any]], first: int = 0
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    rotation: Callable[[int, int], tuple[Any, Any]],
+    first: int = 0,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Llama's logits `[T, vocab]` in float64 by its published equations, one query at a time.
 
     `rotation(query, position)` gives the angles `[head_dim/2]` at which a vector stands that the query reads
-    at a position, and the factor on it, one or `[head_dim/2]`. Positions count from `first`.
+    at a position, and the factor on it, one or `[head_dim/2]`. Positions count from `first`. `allowed`
+    `[T, T]` says which keys a query sees, by default those up to it.
     """
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     config = model.config
@@ -99,6 +104,8 @@ def naive_llama(
 
     hidden = weights["model.embed_tokens.weight"][input_ids]
     count = len(input_ids)
+    if allowed is None:
+        allowed = torch.ones(count, count, dtype=torch.bool).tril()
     for layer in range(config.num_hidden_layers):
         at = f"model.layers.{layer}."
         x = norm(hidden, weights[at + "input_layernorm.weight"])
@@ -107,8 +114,9 @@ def naive_llama(
         v = (x @ weights[at + "self_attn.v_proj.weight"].T).view(count, kv_heads, width)
         rows = []
         for query in range(count):
-            keys = torch.stack([turn(k[j], query, j) for j in range(query + 1)])
-            keys, values = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (keys, v[: query + 1]))
+            seen = allowed[query].nonzero().flatten().tolist()
+            keys = torch.stack([turn(k[j], query, j) for j in seen])
+            keys, values = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (keys, v[seen]))
             scores = torch.einsum("hd,jhd->hj", turn(q[query], query, query), keys) / math.sqrt(width)
             rows.append(torch.einsum("hj,jhd->hd", scores.softmax(-1), values).flatten())
         hidden = hidden + torch.stack(rows) @ weights[at + "self_attn.o_proj.weight"].T
@@ -193,6 +201,72 @@ def test_logits_equal_attention_written_out(encoding: dict[str, Any], rotation: 
     plain = naive_llama(model, input_ids[0], lambda query, position: ([position * f for f in PLAIN], 1.0), 20)
     assert_same_but_rounding(logits(model, input_ids, position_ids=positions)[0].double(), plain)
     assert (plain - expected).abs().max() > 0.05
+
+
+AHEAD = {
+    "prefix": torch.ones(48, 48, dtype=torch.bool).tril() | (torch.arange(48) < 40),
+    "image": torch.ones(48, 48, dtype=torch.bool).tril(),
+    "both ways": torch.ones(48, 48, dtype=torch.bool),
+}
+"""Masks that let tokens attend to later ones, across the end of the trained window."""
+AHEAD["image"][25:45, 25:45] = True
+
+
+@pytest.mark.parametrize("kind", AHEAD)
+@pytest.mark.parametrize(
+    ("encoding", "rotation"),
+    [
+        (INSIDE["dynamic_ntk-each-token"], dynamic_ntk),
+        (INSIDE["longrope-start"], longrope_with_start),
+        ({"name": "logn", "inner": LINEAR}, logn_of_linear),
+    ],
+    ids=["dynamic_ntk", "longrope", "logn"],
+)
+def test_masks_that_look_ahead_equal_attention_written_out(
+    kind: str, encoding: dict[str, Any], rotation: Any
+) -> None:
+    """Under both implementations that take a mask; a query rotates later keys by its own table too."""
+    model, input_ids, mask = llama(head_dim=16), tokens(1, 48), AHEAD[kind][None, None]
+    expected = naive_llama(model, input_ids[0], rotation, allowed=AHEAD[kind])
+    causal = naive_llama(model, input_ids[0], rotation)
+    assert (expected - causal).abs().max() > 0.05
+    with patched(model, rx.Encoding.from_dict(encoding)):
+        given = {"attention_mask": mask}
+        assert_same_but_rounding(logits(model, input_ids, **given)[0].double(), expected)
+        if kind == "prefix":
+            with torch.no_grad():
+                start = model(input_ids[:, :40], attention_mask=mask[:, :, :40, :40], use_cache=True)
+                rest = model(input_ids[:, 40:], past_key_values=start.past_key_values).logits
+            assert_same_but_rounding(torch.cat([start.logits, rest], dim=1)[0].double(), expected)
+        model.set_attn_implementation("eager")
+        given = {"attention_mask": torch.zeros(1, 1, 48, 48).masked_fill(~mask, -math.inf)}
+        assert_same_but_rounding(logits(model, input_ids, **given)[0].double(), expected)
+        if kind == "both ways":
+            for implementation in ("sdpa", "eager"):
+                model.set_attn_implementation(implementation)
+                found = logits(model, input_ids, is_causal=False)[0].double()
+                assert_same_but_rounding(found, expected)
+
+
+def test_images_across_the_trained_window_equal_stock() -> None:
+    """Gemma 3 lets the tokens of an image attend to each other. Both lists are equal but for rounding."""
+    model = tiny_model(FamilyCase("gemma3_text", {**KINDS, "head_dim": 16, "pad_token_id": 0}))
+    nearly_one = rx.encoding("longrope", factor=FACTOR, long_factor=[1.0000001] * 8, attention_scale=1.0)
+    input_ids = tokens(1, 48)
+    allowed = AHEAD["image"][None, None]
+    near = torch.ones(48, 48, dtype=torch.bool).triu(-15)
+    masks = {"full_attention": allowed, "sliding_attention": allowed & near}
+    expected = logits(model, input_ids, attention_mask=masks)
+    with patched(model, nearly_one):
+        same(logits(model, input_ids, attention_mask=masks), expected)
+
+
+def test_decay_refuses_masks_that_look_ahead() -> None:
+    model = llama(head_dim=16)
+    with patched(model, "xpos(linear)"):
+        for given in ({"attention_mask": AHEAD["prefix"][None, None]}, {"is_causal": False}):
+            with pytest.raises(PatchError, match=r"xpos.*attend to later ones.*use causal attention"):
+                logits(model, tokens(1, 48), **given)
 
 
 @in_pairs

@@ -210,6 +210,13 @@ def places(kind: str, length: int) -> tuple[Tensor, Tensor]:
         return position[None], (causal & (document[:, None] == document))[None, None]
     if kind == "window":
         return slots[None], (causal & (slots[:, None] - slots < 50))[None, None]
+    if kind == "prefix":
+        return slots[None], (causal | (slots < length // 2))[None, None]
+    if kind == "images":  # tokens 20 to 60 and 100 to 130 attend to each other
+        image = (slots >= 20).long() + (slots >= 60) + (slots >= 100) + (slots >= 130)
+        return slots[None], (causal | ((image[:, None] == image) & (image % 2 == 1)))[None, None]
+    if kind == "both ways":
+        return slots[None], torch.ones_like(causal)[None, None]
     if kind == "gaps":
         return (slots + 1000 * (slots > 30) + 9 * (slots > length // 2))[None], causal[None, None]
     return slots[None] + (5000 if kind == "late" else 0), causal[None, None]
@@ -217,12 +224,25 @@ def places(kind: str, length: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "length"),
-    [("plain", 400), ("late", 60), ("padded", 150), ("packed", 150), ("window", 150), ("gaps", 150)],
+    [
+        ("plain", 400),
+        ("late", 60),
+        ("padded", 150),
+        ("packed", 150),
+        ("window", 150),
+        ("gaps", 150),
+        ("prefix", 400),
+        ("images", 150),
+        ("both ways", 60),
+    ],
 )
 def test_attention_equals_a_dense_bias_in_float64(
     case: Any, encoding: BiasEncoding, kind: str, length: int
 ) -> None:
-    """Forward and all gradients agree within 1e-5; three heads share each head of keys."""
+    """Forward and all gradients agree within 1e-5; three heads share each head of keys.
+
+    A key after its query, which some masks show, counts as one at distance 0.
+    """
     model = grouped(head_dim=16, num_hidden_layers=1)
     positions, allowed = places(kind, length)
     rows, scale = 2, 0.25
@@ -235,7 +255,8 @@ def test_attention_equals_a_dense_bias_in_float64(
         stir(patch)
         module = model.model.layers[0].self_attn
         model.model.rotary_emb(tensors[0], positions)
-        mask = None if kind in ("plain", "late") else allowed
+        mask = None if kind in ("plain", "late", "both ways") else allowed
+        module.is_causal = kind != "both ways"
         function = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
         output, _ = function(module, *tensors, mask, scaling=scale, position_ids=positions)
         (output * upstream).sum().backward()

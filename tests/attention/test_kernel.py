@@ -215,6 +215,14 @@ def test_what_has_no_meaning_is_refused() -> None:
             model(**data.part(10, 20), past_key_values=cache)
         with pytest.raises(PatchError, match="cannot forget"):
             logits(model, tokens(1, 90), position_ids=packed)
+        causal = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+        prefix, hole = causal | (torch.arange(40) < 20), causal.clone()
+        hole[..., 30, 3] = False
+        for ahead in ({"attention_mask": prefix}, {"is_causal": False}):
+            with pytest.raises(PatchError, match="attend to later ones"):
+                logits(model, tokens(1, 40), **ahead)
+        with pytest.raises(PatchError, match="cannot forget"):
+            logits(model, tokens(1, 40), attention_mask=hole)
         with pytest.raises(PatchError, match="output_attentions has no meaning"):
             eager(tokens(1, 10), output_attentions=True)
         fixed = StaticCache(config=model.config, max_cache_len=20)
