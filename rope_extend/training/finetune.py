@@ -38,7 +38,7 @@ from rope_extend.models.loading import default_dtype, empty_model, one_error, pr
 from rope_extend.patching import Patch, current_patch
 from rope_extend.training.launch import check_launch, check_variables
 from rope_extend.training.loop import FinetuneInterrupted, RunData, TrainingRun
-from rope_extend.training.lora import extended, lora_config
+from rope_extend.training.lora import extended, left_out, lora_config
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, expand_segments
 from rope_extend.training.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
 from rope_extend.training.resume import (
@@ -60,6 +60,7 @@ from rope_extend.training.step_plan import (
     plan_training,
     resumed_options,
 )
+from rope_extend.training.text_reach import TextReach, text_reach
 from rope_extend.training.tracking import check_trackers
 from rope_extend.training.training_data import load_training_data
 from rope_extend.units import format_bytes
@@ -154,13 +155,13 @@ def finetune(
     accelerator = _accelerator(recipe, directory)
     dtype = _dtype(recipe, accelerator.device)
     sharding = Sharding.of(accelerator)
-    shape = _check_model(recipe, model, dtype, sharding)
+    shape, reach = _check_model(recipe, model, dtype, sharding)
     load_options = LoadOptions(
         str(accelerator.device), dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory
     )
     lengths = _evaluation_lengths(recipe, shape)
     memory_options, chunk_size = _choose_memory_options(
-        recipe, model, lengths, load_options, accelerator, sharding, checkpoint
+        recipe, model, lengths, load_options, accelerator, sharding, checkpoint, reach
     )
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
@@ -186,7 +187,7 @@ def finetune(
     with undone_on_failure(model):
         patch = extended(model, recipe)
         try:
-            run = TrainingRun(recipe, model, data, state, accelerator)
+            run = TrainingRun(recipe, model, data, state, accelerator, reach)
             if accelerator.is_main_process:
                 log_run(run, patch, share, coverage)
             with apply_memory_options(model, memory_options):
@@ -233,11 +234,11 @@ def plan(recipe: Recipe, *, limit_memory: int | None = None) -> TrainingPlan:
     device = LoadOptions().torch_device
     planned_gpu = torch.device("cuda") if limit_memory is not None and device.type == "cpu" else None
     dtype = torch.bfloat16 if planned_gpu and recipe.dtype == "auto" else _dtype(recipe, device)
-    shape = _check_model(recipe, None, dtype, Sharding())
+    shape, reach = _check_model(recipe, None, dtype, Sharding())
     load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)
     estimate = plan_training(
         recipe, load_options=load_options, all_options=True, device=planned_gpu,
-        evaluation_lengths=_evaluation_lengths(recipe, shape),
+        evaluation_lengths=_evaluation_lengths(recipe, shape), reach=reach,
     )  # fmt: skip
     if estimate is None:
         raise RopeExtendError(
@@ -255,6 +256,7 @@ def _choose_memory_options(
     accelerator: Accelerator,
     sharding: Sharding,
     checkpoint: Path | None,
+    reach: TextReach,
 ) -> tuple[MemoryOptions, int | None]:
     """The memory options of a run, and the chunk size of its evaluations, if that is known.
 
@@ -270,6 +272,7 @@ def _choose_memory_options(
             memory_options=before,
             processes=accelerator.num_processes,
             evaluation_lengths=lengths,
+            reach=reach,
         )
     chunk_size = None
     if estimate is not None:
@@ -373,7 +376,9 @@ def _dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
 
 
-def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding: Sharding) -> RopeShape:
+def _check_model(
+    recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding: Sharding
+) -> tuple[RopeShape, TextReach]:
     """Try the recipe on the model, or on `recipe.model` without weights."""
     if model is None:
         model = empty_model(recipe.model)
@@ -389,7 +394,10 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding
         )
     elif model.dtype != dtype and (recipe.dtype != "auto" or model.dtype == torch.float16):
         raise RopeExtendError(f"the model is in {model.dtype}; load it with dtype={dtype}")
-    lora_config(model, recipe)
+    reach = text_reach(model)
+    lora_config(model, recipe, reach)
+    if sharding.rank == 0 and (paths := left_out(model, recipe, reach)):
+        logger.info("left out of the adapter, because it cannot be trained on text: %s", ", ".join(paths))
     with extended(model, recipe) as patch:
         if recipe.anneal_steps:
             patch.mix(0.5)
@@ -405,7 +413,7 @@ def _check_model(recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding
                 patch, model, length=length, sampled=recipe.positions != CONSECUTIVE, masks=masks,
                 trains_base=recipe.train_norm_embed,
             )  # fmt: skip
-        return patch.shape
+        return patch.shape, reach
 
 
 def _evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:

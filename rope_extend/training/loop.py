@@ -43,6 +43,7 @@ from rope_extend.training.metrics import Metrics
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import RunState, load_checkpoint, save_checkpoint
 from rope_extend.training.sharding import Clipping, Objective, Sharding, whole
+from rope_extend.training.text_reach import TextReach
 from rope_extend.training.tracking import start_trackers
 from rope_extend.training.utilisation import device_peak, training_flops
 
@@ -97,14 +98,16 @@ class TrainingRun:
         data: RunData,
         state: RunState,
         accelerator: Accelerator,
+        reach: TextReach,
     ) -> None:
         self.recipe, self.data, self.state, self.accelerator = recipe, data, state, accelerator
+        self.reach = reach
         self.sharding = Sharding.of(accelerator)
         self.directory = Path(recipe.output_dir)
         self.dtype = model.dtype
 
         set_seed(recipe.seed)
-        self.model = adapted(model, recipe)
+        self.model = adapted(model, recipe, reach)
         self.record = Record.of(self.model, model.config.name_or_path or recipe.model)
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         self.peak = recipe.peak_flops or device_peak(accelerator.device, self.dtype)
@@ -212,7 +215,7 @@ class TrainingRun:
         patch_model(
             base, patch.encoding, trained_length=patch.shape.trained_length, target_length=patch.target_length
         )
-        model = get_peft_model(base, lora_config(base, self.recipe))
+        model = get_peft_model(base, lora_config(base, self.recipe, self.reach))
         for name, value in trained.items():
             parent, _, leaf = name.rpartition(".")
             dtype = self.dtype if "modules_to_save" in name else value.dtype

@@ -3,37 +3,59 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import PreTrainedModel
 
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.patching import Patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.text_reach import TextReach, norms_and_embedding, text_reach
 
 
-def lora_config(model: Any, recipe: Recipe) -> LoraConfig:
+@dataclass(frozen=True)
+class _Layers:
+    """The linear layers that `lora_targets` means, by path.
+
+    Attributes:
+        targets: what peft gets: `all-linear`, or ends of paths.
+        chosen: layers with LoRA.
+        left_out: layers that peft would adapt by `targets`, but that cannot be trained on text.
+    """
+
+    targets: str | list[str]
+    chosen: frozenset[str]
+    left_out: frozenset[str]
+
+
+def lora_config(model: Any, recipe: Recipe, reach: TextReach | None = None) -> LoraConfig:
     """The peft configuration of a recipe, with the module names of this model's family.
 
+    Args:
+        model: a model without an adapter.
+        recipe: the run.
+        reach: which parts of the model cannot be trained on text, and are left out; `text_reach(model)` if
+            not given.
+
     Raises:
-        RopeExtendError: `lora_targets` names a layer that the model does not have.
+        RopeExtendError: `lora_targets` names a layer that the model does not have, or that cannot be trained
+            on text.
     """
+    reach = reach or text_reach(model)
+    layers = _layers(model, recipe.lora_targets, reach)
     extra: dict[str, Any] = {}
-    encoders = _media_encoders(model)
-    if encoders:  # peft matches the ends of names, and an image encoder may have layers of the same name
-        extra["exclude_modules"] = rf"({'|'.join(re.escape(name) for name in encoders)})\..*"
+    if excluded := _patterns(layers, reach):
+        extra["exclude_modules"] = f"({'|'.join(excluded)})"
     if recipe.train_norm_embed:
-        embedding = model.get_input_embeddings()
-        chosen = [
-            name for name, part in model.named_modules() if part is embedding or "Norm" in type(part).__name__
-        ]
-        extra["modules_to_save"] = sorted({_leaf(name) for name in chosen})
+        saved = set(norms_and_embedding(model)) - reach.unreached
+        extra["modules_to_save"] = _to_save(model, saved)
         # A head that is tied to the embedding must stay tied.
+        embedding = model.get_input_embeddings()
         extra["ensure_weight_tying"] = embedding.weight is model.get_output_embeddings().weight
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -42,18 +64,33 @@ def lora_config(model: Any, recipe: Recipe) -> LoraConfig:
         lora_dropout=recipe.lora_dropout,
         use_rslora=recipe.rslora,
         use_dora=recipe.dora,
-        target_modules=_lora_targets(model, recipe.lora_targets, encoders),
+        target_modules=layers.targets,
         **extra,
     )
 
 
-def adapted(model: Any, recipe: Recipe) -> PeftModel:
+def left_out(model: Any, recipe: Recipe, reach: TextReach) -> list[str]:
+    """What the recipe would train, but `lora_config` leaves out, because it cannot be trained on text.
+
+    Returns:
+        Paths, sorted, with `*` for numbers; of encoders of images and sound only their own path.
+    """
+    paths = set(_layers(model, recipe.lora_targets, reach).left_out)
+    if recipe.train_norm_embed:
+        paths |= reach.unreached.intersection(norms_and_embedding(model))
+    named = {next((part for part in reach.encoders if path.startswith(f"{part}.")), path) for path in paths}
+    return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) for path in named})
+
+
+def adapted(model: Any, recipe: Recipe, reach: TextReach | None = None) -> PeftModel:
     """Add the recipe's adapter to the model. Only the adapter and the encoding are trained, in float32.
+
+    The arguments are those of `lora_config`.
 
     Raises:
         RopeExtendError: as `lora_config`.
     """
-    adapter = get_peft_model(model, lora_config(model, recipe))
+    adapter = get_peft_model(model, lora_config(model, recipe, reach))
     for parameter in learned_parameters(model).values():  # peft froze everything but the adapter
         parameter.requires_grad_(True)
     for parameter in adapter.parameters():
@@ -81,15 +118,6 @@ def extended(model: nn.Module, recipe: Recipe) -> Patch:
     )
 
 
-def _media_encoders(model: Any) -> list[str]:
-    """Paths of the encoders of images and sound, which get no gradient from text."""
-    return [
-        name
-        for name, part in model.named_modules()
-        if isinstance(part, PreTrainedModel) and re.search("Audio|Vision", type(part.config).__name__)
-    ]
-
-
 def _is_attention(module: nn.Module) -> bool:
     """Whether the module is self-attention over text."""
     name = type(module).__name__
@@ -104,33 +132,78 @@ def _user_of(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(path)
 
 
-def _lora_targets(model: nn.Module, targets: str | Sequence[str], encoders: Sequence[str]) -> str | list[str]:
-    """Module names in the form that peft matches: the ends of paths."""
+def _layers(model: Any, targets: str | Sequence[str], reach: TextReach) -> _Layers:
+    """The linear layers of `lora_targets`.
+
+    Raises:
+        RopeExtendError: as `lora_config`.
+    """
+    head = model.get_output_embeddings()
+    linear = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    trainable = linear - reach.unreached - reach.unsupported
     if targets == "all-linear":
-        return targets
-    linear = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not any(name.startswith(f"{part}.") for part in encoders)
-    ]
+        # Not a list of paths: for some families, peft adapts stacked experts too.
+        meant = {name for name in linear if model.get_submodule(name) is not head}
+        return _Layers("all-linear", frozenset(meant & trainable), frozenset(meant - trainable))
     if targets == "attention":
+        linear = {name for name in linear if not name.startswith(reach.below)}
         inside = {name for name in linear if _is_attention(_user_of(model, name))}
         if any(_leaf(name) == "gate_up_proj" for name, _ in model.named_parameters()):
             # In models with such experts, peft takes every `gate_proj` for a part of them, and refuses it.
             inside = {name for name in inside if _leaf(name) != "gate_proj"}
-        elsewhere = {_leaf(name) for name in linear if name not in inside}
-        # If other layers have the same name, such as "dense", the name of the parent is needed too.
-        parts = {name: 2 if _leaf(name) in elsewhere else 1 for name in inside}
-        return sorted({".".join(name.split(".")[-count:]) for name, count in parts.items()})
+        ends = {
+            _end(name, lambda end: any(_named(other, end) for other in linear - inside)) for name in inside
+        }
+        return _Layers(sorted(ends), frozenset(inside & trainable), frozenset(inside - trainable))
+    meant = set[str]()
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in linear):
-            # peft would silently ignore this target.
+        found = {name for name in linear if _named(name, target)}
+        if not found:  # peft would silently ignore this target
             leaves = ", ".join(sorted({_leaf(name) for name in linear}))
             raise RopeExtendError(
                 f"recipe: lora_targets has {target!r}, which this model does not have; its linear layers are "
                 f"{leaves}"
             )
-    return list(targets)
+        if not found & trainable:
+            leaves = ", ".join(sorted({_leaf(name) for name in trainable}))
+            raise RopeExtendError(
+                f"recipe: lora_targets has {target!r}, which LoRA cannot train on text in this model; choose "
+                f"among {leaves}"
+            )
+        meant |= found
+    return _Layers(list(targets), frozenset(meant & trainable), frozenset(meant - trainable))
+
+
+def _named(path: str, end: str) -> bool:
+    """Whether peft takes the end of a path, or the whole path, for the name of this target."""
+    return f".{path}".endswith(f".{end}")
+
+
+def _end(path: str, ambiguous: Callable[[str], bool]) -> str:
+    """The shortest end of a path, in whole names, that is not ambiguous; the path if all are."""
+    names = path.split(".")
+    ends = (".".join(names[start:]) for start in range(len(names) - 1, 0, -1))
+    return next((end for end in ends if not ambiguous(end)), path)
+
+
+def _to_save(model: nn.Module, paths: Iterable[str]) -> list[str]:
+    """Names of modules for `modules_to_save`, which peft compares with the last characters of all paths."""
+    wanted = {f"base_model.model.{path}" for path in paths}
+    others = {f"base_model.model.{path}" for path, _ in model.named_modules()} - wanted
+    return sorted({_end(path, lambda end: any(other.endswith(end) for other in others)) for path in wanted})
+
+
+def _patterns(layers: _Layers, reach: TextReach) -> list[str]:
+    """Patterns of the paths that peft leaves out, with one pattern for all layers where that is possible."""
+    patterns = {rf"{re.escape(path)}.*" for path in reach.below}
+    for path in layers.left_out:
+        if path.startswith(reach.below):
+            continue
+        names = path.split(".")
+        pattern = r"\.".join(r"\d+" if name.isdigit() else re.escape(name) for name in names)
+        every = not any(re.fullmatch(pattern, name) for name in layers.chosen)
+        patterns.add(pattern if every else re.escape(path))
+    return sorted(patterns)
 
 
 def _leaf(name: str) -> str:

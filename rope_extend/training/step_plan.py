@@ -50,6 +50,7 @@ from rope_extend.training.memory_options import (
 )
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import RunState
+from rope_extend.training.text_reach import TextReach, text_reach
 from rope_extend.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -224,6 +225,7 @@ def plan_training(
     all_options: bool = False,
     device: torch.device | None = None,
     evaluation_lengths: Sequence[int] = (),
+    reach: TextReach | None = None,
 ) -> TrainingPlan | None:
     """Estimate the memory of a run's steps, and choose the memory options that its recipe leaves open.
 
@@ -236,6 +238,7 @@ def plan_training(
         all_options: estimate all combinations of options, even if fewer fit.
         device: a device that this machine does not have, with the memory of `load_options.limit_memory`.
         evaluation_lengths: windows that the run evaluates at, in tokens.
+        reach: as in `lora_config`.
 
     Returns:
         The plan; None, with a log line, for a family that does not run on the meta device.
@@ -253,6 +256,7 @@ def plan_training(
         ([memory_options], []) if memory_options is not None else candidate_options(recipe, empty, device)
     )
     apply_memory_options(empty, candidates[0]).close()  # refuses an option that the model does not support
+    reach = reach or text_reach(empty)
     available = host = sys.maxsize
     if device == load_options.torch_device:
         available, host = (
@@ -268,14 +272,14 @@ def plan_training(
         available = min(available, load_options.limit_memory)
 
     def estimate_steps() -> TrainingPlan:
-        with _StepEstimator(recipe, empty, weights, device, processes) as estimator:
+        with _StepEstimator(recipe, empty, weights, device, processes, reach) as estimator:
             return _plan_steps(estimator, candidates, remarks, available, host, all_options)
 
     plan = try_estimate(estimate_steps, empty, "a step")
     if plan is None or not evaluation_lengths:
         return plan
     fresh = _without_weights(recipe, load_options, model)
-    estimate_evaluation = partial(_with_evaluation, plan, recipe, fresh, max(evaluation_lengths))
+    estimate_evaluation = partial(_with_evaluation, plan, recipe, fresh, max(evaluation_lengths), reach)
     return try_estimate(estimate_evaluation, fresh, "an evaluation") or plan
 
 
@@ -287,12 +291,14 @@ def _without_weights(recipe: Recipe, load_options: LoadOptions, model: Any | Non
         return type(model)(copy.deepcopy(model.config)).to(model.dtype)
 
 
-def _with_evaluation(plan: TrainingPlan, recipe: Recipe, empty: Any, tokens: int) -> TrainingPlan:
+def _with_evaluation(
+    plan: TrainingPlan, recipe: Recipe, empty: Any, tokens: int, reach: TextReach
+) -> TrainingPlan:
     """Add the estimate of an evaluation to a plan, including trained weights and the optimizer's moments."""
     step, dtype = plan.chosen, empty.dtype
     with quiet_patching(), extended(empty, recipe):  # what the encoding learns is counted as trained
         learned = sum(value.nbytes for value in learned_parameters(empty).values())
-    model = adapted(empty, recipe).eval()
+    model = adapted(empty, recipe, reach).eval()
 
     @contextmanager
     def as_trained() -> Iterator[None]:
@@ -453,8 +459,15 @@ class _StepEstimator:
     """
 
     def __init__(
-        self, recipe: Recipe, model: Any, weights: int, device: torch.device, processes: int
+        self,
+        recipe: Recipe,
+        model: Any,
+        weights: int,
+        device: torch.device,
+        processes: int,
+        reach: TextReach,
     ) -> None:
+        self.reach = reach
         self.recipe, self.base, self.weights = recipe, model, weights
         self.device, self.quantized, self.processes = device, recipe.quantize is not None, processes
         self.dtype = model.dtype
@@ -475,7 +488,7 @@ class _StepEstimator:
                 stack.enter_context(extended(model, self.recipe))
             # Encodings that act inside attention need a mask, unless the kernel is flash attention.
             self.masked |= packed and acts_inside(model) and not flash
-            self.model = adapted(model, self.recipe).train()
+            self.model = adapted(model, self.recipe, self.reach).train()
             self._context = stack.pop_all()
         return self
 

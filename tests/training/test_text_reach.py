@@ -1,0 +1,178 @@
+"""Only what text reaches is trained: every trained weight gets a gradient, in every family."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import FAMILIES, FamilyCase, tiny_llama, tiny_model
+from peft import PeftModel
+from test_finetune import launch, settings, tokenizer_of
+from torch import nn
+
+from rope_extend import RopeExtendError
+from rope_extend.loss import NextTokenLoss
+from rope_extend.training.finetune import finetune
+from rope_extend.training.lora import adapted, left_out, lora_config
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.text_reach import TextReach, text_reach
+
+NOT_ALL = {
+    "axk2", "bamba", "deepseek_v32", "dots3_note_text", "falcon_h1", "fuyu", "gemma3", "gemma3n_text",
+    "gemma4", "gemma4_unified", "glm_moe_dsa", "got_ocr2", "hy_v4", "llama4_text", "longcat_flash", "mllama",
+    "moss_transcribe_diarize", "phi4_multimodal", "phimoe",
+}  # fmt: skip
+"""Families with parts that cannot be trained on text."""
+UNKNOWN = {"jetmoe"}
+"""A family that does not run on the meta device."""
+EVERYTHING = {"lora_targets": "all-linear", "train_norm_embed": True}
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe(
+        **{"model": "m", "data": "d", "output_dir": "o", "target_length": 128, "lora_rank": 2, **changes}
+    )
+
+
+def family(name: str) -> FamilyCase:
+    return next(case for case in FAMILIES if case.model_type == name)
+
+
+def without_gradient(case: FamilyCase, run: Recipe) -> list[str]:
+    adapter = adapted(tiny_model(case), run).train()
+    NextTokenLoss(adapter)(torch.arange(3, 19)[None]).backward()
+    return [name for name, value in adapter.named_parameters() if value.requires_grad and value.grad is None]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "fuyu", "mllama", "llama4_text", "falcon_h1"])
+def test_every_trained_weight_gets_a_gradient(name: str) -> None:
+    assert without_gradient(family(name), recipe(**EVERYTHING)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+def test_every_family_has_a_gradient_everywhere(case: FamilyCase) -> None:
+    for changes in ({}, {"train_norm_embed": True}, EVERYTHING):
+        assert without_gradient(case, recipe(**changes)) == []
+    model = tiny_model(case)
+    assert bool(left_out(model, recipe(**EVERYTHING), text_reach(model))) == (case.model_type in NOT_ALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+def test_the_dry_run_agrees_with_a_real_one(case: FamilyCase) -> None:
+    """Every linear layer that gets a gradient from a real backward pass is trained, and no other."""
+    model = tiny_model(case)
+    reach = text_reach(model)
+    if case.model_type in UNKNOWN:
+        assert not reach.unreached
+        return
+    called: set[str] = set()
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear):
+            part.register_forward_hook(lambda *_, name=name: called.add(name))
+    NextTokenLoss(model.train())(torch.arange(3, 35)[None]).backward()
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) and name not in reach.unsupported:
+            used = name in called and part.weight.grad is not None
+            assert used != (name in reach.unreached), name
+
+
+def test_everything_in_a_text_model_is_trained() -> None:
+    model = tiny_llama()
+    reach = text_reach(model)
+    assert reach == TextReach(frozenset(), frozenset(), ())
+    assert left_out(model, recipe(**EVERYTHING), reach) == []
+    assert lora_config(model, recipe()).exclude_modules is None
+
+
+def test_names_do_not_match_modules_that_only_end_like_them() -> None:
+    """peft compares names in `modules_to_save` with the last characters of each path."""
+    for name, wrong in (("fuyu", "vision_embed_tokens"), ("gemma3", "mm_soft_emb_norm")):
+        model = tiny_model(family(name))
+        saved = lora_config(model, recipe(train_norm_embed=True)).modules_to_save
+        paths = [path for path, _ in model.named_modules() if path.endswith(tuple(saved))]
+        assert any(path.endswith("embed_tokens") for path in paths)
+        assert not any(wrong in path or "vision_tower" in path for path in paths)
+
+
+def test_an_adapter_without_these_parts_loads_again(tmp_path: Path) -> None:
+    """Its config names the same modules when peft reads it: those of the adapter, no more."""
+    case = family("gemma3")
+    adapter = adapted(tiny_model(case), recipe(**EVERYTHING)).eval()
+    with torch.no_grad():
+        for value in adapter.parameters():
+            if value.requires_grad:
+                value.add_(0.01)
+        adapter.save_pretrained(tmp_path)
+        loaded = PeftModel.from_pretrained(tiny_model(case), tmp_path).eval()
+        ids = torch.arange(3, 35)[None]
+        assert torch.equal(loaded(ids).logits, adapter(ids).logits)
+    assert {name for name, _ in loaded.named_modules()} == {name for name, _ in adapter.named_modules()}
+
+
+def test_a_named_layer_that_cannot_be_trained_is_refused() -> None:
+    for name, layer in (
+        ("fuyu", "vision_embed_tokens"),
+        ("llama4_text", "router"),
+        ("falcon_h1", "out_proj"),
+    ):
+        with pytest.raises(
+            RopeExtendError, match=f"lora_targets has '{layer}', which LoRA cannot train on text"
+        ):
+            lora_config(tiny_model(family(name)), recipe(lora_targets=[layer]))
+    partly = recipe(lora_targets=["q_proj"])
+    mllama = tiny_model(family("mllama"))
+    assert left_out(mllama, partly, text_reach(mllama)) == ["model.layers.*.cross_attn.q_proj"]
+    adapter = adapted(mllama, partly)
+    trained = {name for name, value in adapter.named_parameters() if value.requires_grad}
+    assert trained
+    assert all("self_attn.q_proj" in name for name in trained)
+
+
+def test_a_run_says_in_one_line_what_it_leaves_out(
+    work: Path, tmp_path: Path, private_cache: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = _gemma3(work, tmp_path)
+    with caplog.at_level("INFO", "rope_extend"):
+        finetune(run)
+    lines = [line for line in caplog.messages if "cannot be trained on text" in line]
+    assert len(lines) == 1
+    assert "model.multi_modal_projector.mm_soft_emb_norm, model.vision_tower" in lines[0]
+
+
+def _gemma3(work: Path, tmp_path: Path) -> Recipe:
+    """A run that trains the norms of a model with an encoder of images."""
+    case = family("gemma3")
+    text = {**case.config["text_config"], "vocab_size": 300}
+    model = tiny_model(replace(case, config={**case.config, "text_config": text}))
+    model.save_pretrained(tmp_path / "base")
+    run = Recipe(**{
+        **settings(work), "output_dir": str(tmp_path / "run"), "steps": 3, "save_every": 0,
+        "gradient_accumulation": 1, "train_norm_embed": True, "lora_dropout": 0.0,
+    })  # fmt: skip
+    tokenizer_of(run).save_pretrained(tmp_path / "base")
+    return replace(run, model=str(tmp_path / "base"))
+
+
+_RUN = """
+import sys
+from rope_extend.training.finetune import Recipe, finetune
+print(finetune(Recipe.from_yaml(sys.argv[1])).steps)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_model_with_parts_that_text_does_not_reach(
+    work: Path, tmp_path: Path, private_cache: None
+) -> None:
+    run = _gemma3(work, tmp_path)
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    printed = launch(
+        _RUN, str(tmp_path / "run.yaml"), where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"}
+    )
+    assert re.findall(r"\d+", printed) == ["3", "3"]
