@@ -33,6 +33,7 @@ from rope_extend.data.packing import check_packing
 from rope_extend.data.sampled_positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_text
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model, one_error, pretrained
 from rope_extend.patching import Patch, current_patch
@@ -44,12 +45,9 @@ from rope_extend.training.recipe import Recipe, add_recipe_arguments, recipe_fro
 from rope_extend.training.resume import (
     RunState,
     check_continues,
-    checkpoints,
     damage,
     newest_intact,
-    prune,
     read_state,
-    step_of,
 )
 from rope_extend.training.run_log import log_run
 from rope_extend.training.run_report import add_training_report
@@ -172,7 +170,7 @@ def finetune(
     state = replace(state, memory_options=asdict(memory_options))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        _prepare_directory(directory, recipe, state.step, fresh=resume is False)
+        _prepare_directory(directory, recipe, fresh=resume is False)
     accelerator.wait_for_everyone()
 
     if model is None and recipe.quantize is not None:
@@ -466,8 +464,8 @@ def _first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: P
     return replace(saved, recipe=state.recipe)
 
 
-def _prepare_directory(directory: Path, recipe: Recipe, step: int, *, fresh: bool) -> None:
-    """Remove everything from the directory that the next steps will write again."""
+def _prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
+    """Write the recipe; for a fresh run, first remove an earlier one. A resumed run removes nothing yet."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in _RUN_FILES if fresh else ():
@@ -476,10 +474,6 @@ def _prepare_directory(directory: Path, recipe: Recipe, step: int, *, fresh: boo
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        for later in checkpoints(directory):
-            if step_of(later) > step:
-                shutil.rmtree(later)
-        prune(directory, recipe.keep_checkpoints)
-        (directory / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error

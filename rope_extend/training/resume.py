@@ -98,6 +98,10 @@ def damage(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint, by its manifest; None if they are intact.
 
     Reads every file once.
+
+    Raises:
+        RopeExtendError: a file is there, but cannot be read. That may be temporary, as on a network file
+            system, so the checkpoint does not count as damaged.
     """
     try:
         listed = json.loads((checkpoint / MANIFEST_NAME).read_text(encoding="utf-8"))["files"]
@@ -108,8 +112,13 @@ def damage(checkpoint: Path) -> str | None:
                 return f"{name} has {size:,} bytes, but {expected['bytes']:,} were written"
             if sha256(path) != expected["sha256"]:
                 return f"{name} has changed since it was written (another SHA-256)"
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"{Path(error.filename or checkpoint).name} cannot be read: {error.strerror}"
+    except OSError as error:
+        raise RopeExtendError(
+            f"cannot read the checkpoint {checkpoint}: {error}. It may be intact: try again. To resume from "
+            "an earlier one, give its path: resume=PATH (--resume-from PATH)"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST_NAME} is not a manifest"
     return None
@@ -121,7 +130,7 @@ def newest_intact(directory: Path) -> Path | None:
     Logs which newer ones are damaged.
 
     Raises:
-        RopeExtendError: all are damaged.
+        RopeExtendError: all are damaged, or one cannot be read for another reason.
     """
     reasons: list[str] = []
     for checkpoint in reversed(checkpoints(directory)):
@@ -148,7 +157,9 @@ def save_checkpoint(
     *,
     keep: int,
 ) -> Path:
-    """Write `directory/checkpoints/step-N` and remove all but the newest `keep`; every process calls this.
+    """Write `directory/checkpoints/step-N`, and remove the others except `keep`; every process calls this.
+
+    Checkpoints of later steps go too: a run that was resumed from an earlier step has replaced them.
 
     Raises:
         RopeExtendError: the disk is full or not writable; earlier checkpoints are intact.
@@ -174,7 +185,7 @@ def save_checkpoint(
             (partial / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
             # An older run may have left a checkpoint of this step; it is replaced.
             publish_directory(partial, final, durable=True)
-            prune(directory, keep)
+            prune(directory, keep, state.step)
     except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save, for a full disk
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
@@ -186,9 +197,12 @@ def save_checkpoint(
     return final
 
 
-def prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and incomplete ones of a killed process."""
-    for old in [*checkpoints(directory)[:-keep], *(directory / "checkpoints").glob(".step-*.partial")]:
+def prune(directory: Path, keep: int, step: int) -> None:
+    """Remove all checkpoints except the newest `keep` up to `step`, and all incomplete ones."""
+    present = checkpoints(directory)
+    kept = [checkpoint for checkpoint in present if step_of(checkpoint) <= step][-keep:]
+    incomplete = (directory / "checkpoints").glob(".step-*.partial")
+    for old in [*(checkpoint for checkpoint in present if checkpoint not in kept), *incomplete]:
         shutil.rmtree(old)
 
 

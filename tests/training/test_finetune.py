@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -40,6 +41,7 @@ from rope_extend.checkpoint.restoring import load
 from rope_extend.data.mixing import block_index
 from rope_extend.loss import NextTokenLoss
 from rope_extend.training import loop
+from rope_extend.training import resume as resume_module
 from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
 from rope_extend.training.lora import lora_config
 
@@ -464,6 +466,56 @@ def test_changed_data_are_not_resumed(recipe: Recipe, tmp_path: Path, work: Path
     text.write_text((work / "data" / "b.txt").read_text())
     with pytest.raises(RopeExtendError, match="cannot resume: the documents of"):
         finetune(replace(recipe, steps=6), resume=True)
+
+
+def files_below(directory: str | Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path(directory).rglob("*") if path.is_file()}
+
+
+def test_newer_checkpoints_stay_until_the_first_new_one_is_saved(
+    recipe: Recipe, tmp_path: Path, finished: Path, at_step: AtStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished, recipe.output_dir)
+    checkpoints = Path(recipe.output_dir, "checkpoints")
+    before = files_below(checkpoints)
+    recipe = replace(recipe, save_every=1, keep_checkpoints=1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the weights cannot be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+        with pytest.raises(RopeExtendError, match="the weights cannot be read"):
+            finetune(recipe, resume=checkpoints / "step-6")
+    assert files_below(checkpoints) == before
+
+    at_step(7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(FinetuneInterrupted):
+        finetune(recipe, resume=checkpoints / "step-6")
+    assert [path.name for path in checkpoints.iterdir()] == ["step-7"]
+    assert_same(weights(finetune(recipe, resume=True).output_dir), weights(finished))
+
+
+@pytest.mark.parametrize("resumed", ["the newest", "by path"])
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_taken_for_damaged(
+    recipe: Recipe, finished: Path, monkeypatch: pytest.MonkeyPatch, resumed: str
+) -> None:
+    shutil.copytree(finished, recipe.output_dir)
+    before = files_below(recipe.output_dir)
+    newest = Path(recipe.output_dir, "checkpoints", "step-8")
+    sha256 = resume_module.sha256
+
+    def stale(path: Path) -> str:
+        if path.parent == newest:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return sha256(path)
+
+    monkeypatch.setattr(resume_module, "sha256", stale)
+    with pytest.raises(
+        RopeExtendError, match=r"cannot read the checkpoint .*step-8.*may be intact: try again"
+    ):
+        finetune(replace(recipe, steps=9), resume=True if resumed == "the newest" else newest)
+    assert files_below(recipe.output_dir) == before
 
 
 def cut_short(file: Path) -> None:
