@@ -24,11 +24,10 @@ from rope_extend.models.parameters import LEARNED_FILE
 
 RECORD_NAME = "rope_extend.json"
 INDEX_NAME = "model.safetensors.index.json"
-WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", LEARNED_FILE)
-"""Weight files that a loader would read. Files of other names belong to the user."""
 CONFIGS = ("config.json", "adapter_config.json", INDEX_NAME)
 """The files that, together with the weights, decide what is computed."""
 
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
 _PICKLE = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)", re.IGNORECASE)
 _TRAINING_STATE = re.compile(
     r"(optimizer|scheduler|scaler|sampler|dl_state_dict|rng_state|random_states|training_args|custom_checkpoint)"
@@ -66,15 +65,21 @@ def check_directory(
         _refuse_imports(directory / "adapter_config.json")
         names = weight_files(directory)
         _check_complete(directory, names)
-        for name in names:
+        recorded = [name for name in weights if _is_plain(name) and (directory / name).exists()]
+        for name in {*names, *recorded}:
             check_header(locate(directory, name))
         if contents:
-            _compare("weight file", directory, weights, weight_digests)
+            _compare("weight file", directory, weights, lambda path: weight_digests(path, weights))
             _compare("config", directory, configs, config_digests)
             for name in names:
                 check_finite(directory / name)
     except OSError as error:
         raise RopeExtendError(f"cannot read the checkpoint {directory}: {error}") from error
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether a loader would read a file as weights, by its name. Files of other names belong to the user."""
+    return name == LEARNED_FILE or _WEIGHTS.fullmatch(name) is not None
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -83,7 +88,7 @@ def weight_files(directory: Path) -> list[str]:
     Raises:
         RopeExtendError: the index is damaged, or names a file that is not directly in the directory.
     """
-    names = {path.name for pattern in WEIGHTS for path in directory.glob(pattern)}
+    names = {path.name for path in directory.iterdir() if is_weight_file(path.name)}
     if (directory / INDEX_NAME).exists():
         path = directory / INDEX_NAME
         weight_map = read_json(path).get("weight_map")
@@ -225,11 +230,14 @@ def _is_finite(tensor: Tensor) -> bool:
     return all(bool(torch.isfinite(c if c.itemsize > 1 else c.float()).all()) for c in chunks)
 
 
-def weight_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of every weight file of a directory, by name. A missing shard is left out."""
+def weight_digests(directory: Path, recorded: Iterable[str] = ()) -> dict[str, str]:
+    """SHA-256 of every weight file of a directory, by name. A missing shard is left out.
+
+    Early records may name other safetensors files; those in `recorded` are included.
+    """
     return {
         name: sha256(directory / name)
-        for name in weight_files(directory)
+        for name in sorted({*weight_files(directory), *filter(_is_plain, recorded)})
         if (directory / name).exists()  # the comparison reports a missing shard
     }
 

@@ -43,7 +43,7 @@ from rope_extend.checkpoint.manifest import INDEX_NAME, check_finite, weight_fil
 from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.restoring import apply_record, checked_record, load
 from rope_extend.checkpoint.saving import stock_state
-from rope_extend.checkpoint.staging import staged
+from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
 from rope_extend.models.loading import empty_model, one_error, pretrained
@@ -114,7 +114,7 @@ def merge(
     Raises:
         RopeExtendError: the record or the adapter is missing or damaged; the base model is missing, quantised
             or a different one; the adapter cannot be merged; a weight is not finite; or the output directory
-            is in use.
+            is in use, or is the adapter or the base model.
     """
     adapter, output = local_directory(adapter), Path(output)
     limit = _shard_bytes(max_shard_size)
@@ -125,6 +125,7 @@ def merge(
         raise RopeExtendError(f"the record in {adapter} names no base model; give base_model=")
     if output.resolve() == adapter.resolve():
         raise RopeExtendError(f"{output} is the adapter itself; choose another directory")
+    refuse_base_model(output, name)
     with staged(output, overwrite=overwrite) as directory:
         files = local_directory(name, "base model", "base_model=")
         if in_memory:

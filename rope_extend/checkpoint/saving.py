@@ -18,7 +18,7 @@ from rope_extend.checkpoint.guard import has_stock_config
 from rope_extend.checkpoint.manifest import check_finite, weight_files
 from rope_extend.checkpoint.peft_models import is_peft_model
 from rope_extend.checkpoint.record import Record, seal
-from rope_extend.checkpoint.staging import staged
+from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.parameters import is_learned, learned_parameters, write_learned
 from rope_extend.models.view import unwrap
@@ -56,14 +56,16 @@ def save(
         record: the record to write, if the model does not show all of it; default: the model's own.
 
     Raises:
-        RopeExtendError: the model is not patched; the directory holds a checkpoint or cannot be written to;
-            the disk is full; or a weight is not finite.
+        RopeExtendError: the model is not patched; the directory holds a checkpoint, is the base model of the
+            adapter, or cannot be written to; the disk is full; or a weight is not finite.
     """
     record = record or Record.of(model, base_model)
     target = Path(directory)
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if options and is_peft_model(model):
         raise RopeExtendError("max_shard_size is for full checkpoints; an adapter is one file")
+    if is_peft_model(model):
+        refuse_base_model(target, record.base_model)
     with staged(target, overwrite=overwrite) as staging:
         if is_peft_model(model):
             _save_adapter(model, staging)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -12,15 +13,28 @@ from uuid import uuid4
 
 from safetensors import SafetensorError
 
-from rope_extend.checkpoint.manifest import INDEX_NAME, RECORD_NAME, WEIGHTS
+from rope_extend.checkpoint.manifest import RECORD_NAME, is_weight_file
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import flush
 
-_CHECKPOINT_FILES = (
-    "config.json", "generation_config.json", "adapter_config.json", "adapter_model.*", *WEIGHTS, INDEX_NAME,
-    "pytorch_model*.bin*", RECORD_NAME, "verification.json",
-)  # fmt: skip
-"""The files of a checkpoint. `overwrite` replaces these and leaves all others."""
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_CHECKPOINT_FILES = re.compile(
+    r"(config|generation_config|adapter_config|rope_extend|verification)\.json|adapter_model\.(safetensors|bin)"
+    r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|(model\.safetensors|pytorch_model\.bin)\.index\.json"
+)
+"""The files of a checkpoint besides its weight files. `overwrite` replaces these and leaves all others."""
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The directory of a tokenizer's chat templates besides the default one."""
+_TOKENIZER_FILES = re.compile(
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
+    r"|chat_template\.jinja|tokenizer\.model|spiece\.model|merges\.txt|vocab\.txt"
+    rf"|{CHAT_TEMPLATES}/[^/]+\.jinja"
+)
+"""The files of a tokenizer. A checkpoint that brings its own replaces them all, since a loader mixes them."""
 
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 
@@ -40,15 +54,17 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise RopeExtendError(f"cannot save to {target}: it is a file; give a directory")
     present = _present(target)
     if present and not overwrite:
-        raise _in_use(target, f"a checkpoint ({present[0].name})")
+        raise _in_use(target, f"a checkpoint ({present[0]})")
     new_directories = [path for path in (target, *target.parents) if not path.exists()]
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for leftover in target.glob(f"{_UNFINISHED}*"):  # by a process that was killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        with tempfile.TemporaryDirectory(
-            dir=target, prefix=_UNFINISHED, ignore_cleanup_errors=True
-        ) as directory:
+        _remove_leftovers(target)
+        with (
+            tempfile.TemporaryDirectory(
+                dir=target, prefix=_UNFINISHED, ignore_cleanup_errors=True
+            ) as directory,
+            _marked_as_in_use(Path(directory)),
+        ):
             yield Path(directory)
             _publish(Path(directory), target, overwrite)
     except BaseException as error:
@@ -62,6 +78,17 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise RopeExtendError(f"cannot save to {target}: {error}. What was there before is intact") from error
 
 
+def refuse_base_model(target: Path, base_model: str | None) -> None:
+    """Refuse to write an adapter, or what is made of it, over the base model that it needs.
+
+    Raises:
+        RopeExtendError: the base model is a directory, and `target` is the same one.
+    """
+    with suppress(OSError):  # there is no such directory
+        if base_model is not None and os.path.samefile(base_model, target):
+            raise RopeExtendError(f"{target} is the base model of the adapter; choose another directory")
+
+
 def backups(directory: Path) -> list[Path]:
     """Directories in which killed saves left the earlier contents of `directory`, the latest last."""
     with suppress(OSError):
@@ -69,12 +96,58 @@ def backups(directory: Path) -> list[Path]:
     return []
 
 
-def _present(directory: Path) -> list[Path]:
-    """The files of a checkpoint in a directory, if there are any."""
+@contextmanager
+def _marked_as_in_use(directory: Path) -> Iterator[None]:
+    """Hold a lock on a directory. The system releases it when the process ends, however it ends."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        return sorted({path for pattern in _CHECKPOINT_FILES for path in directory.glob(pattern)})
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed processes left in a directory, but nothing that another process still fills.
+
+    Where this cannot be told, leftovers stay; they are hidden and do no harm.
+    """
+    if fcntl is None:
+        return
+    for leftover in target.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError):
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(leftover, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _present(directory: Path) -> list[Path]:
+    """The names of the files of a checkpoint in a directory, if there are any."""
+    try:
+        names = [path.name for path in directory.iterdir()] if directory.exists() else []
     except OSError as error:
         raise RopeExtendError(f"cannot read {directory}: {error}") from error
+    known = [name for name in sorted(names) if _CHECKPOINT_FILES.fullmatch(name) or is_weight_file(name)]
+    return [Path(name) for name in known if not _is_directory(directory / name)]
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _present_tokenizer(directory: Path) -> list[Path]:
+    """The names of the files of a tokenizer in a directory, below it for additional chat templates."""
+    templates = directory / CHAT_TEMPLATES
+    below = templates.iterdir() if _is_directory(templates) else ()
+    names = [path.relative_to(directory) for path in (*directory.iterdir(), *below)]
+    return [name for name in names if _TOKENIZER_FILES.fullmatch(name.as_posix())]
 
 
 def _in_use(target: Path, contents: str) -> RopeExtendError:
@@ -92,28 +165,61 @@ def _publish(source: Path, target: Path, overwrite: bool) -> None:
     for path in source.rglob("*"):
         flush(path)
 
-    def record_last(path: Path) -> tuple[bool, str]:
-        return path.name == RECORD_NAME, path.name
+    def record_last(name: Path) -> tuple[bool, Path]:
+        return name.name == RECORD_NAME, name
 
-    new = sorted((target / path.name for path in source.iterdir()), key=record_last)
-    old = {path for path in (*_present(target), *new) if path.exists() or path.is_symlink()}
+    new = sorted(
+        (path.relative_to(source) for path in source.rglob("*") if not path.is_dir()), key=record_last
+    )
+    old = _replaced_by(new, target)
     if old and not overwrite:
-        raise _in_use(target, min(old).name)
+        raise _in_use(target, min(old).as_posix())
+    for name in old:
+        if _is_directory(target / name):
+            raise RopeExtendError(
+                f"cannot save to {target}: {name} in it is a directory; move it away, or choose another"
+            )
     backup = target / f"{_REPLACED}{uuid4().hex[:8]}"
     try:
         backup.mkdir()
-        for path in sorted(old, key=record_last, reverse=True):
-            os.replace(path, backup / path.name)
-        for path in new:
-            os.replace(source / path.name, path)
+        for name in sorted(old, key=record_last, reverse=True):
+            _move(target / name, backup / name)
+        for name in new:
+            _move(source / name, target / name)
         flush(target)
     except BaseException:
-        for path in new:
-            if path.exists() and not (source / path.name).exists():
-                os.replace(path, source / path.name)
-        if backup.exists():
-            for path in sorted(backup.iterdir(), key=record_last):
-                os.replace(path, target / path.name)
-            backup.rmdir()
+        for name in new:
+            if os.path.lexists(target / name) and not os.path.lexists(source / name):
+                os.replace(target / name, source / name)
+        for name in sorted(old, key=record_last):
+            if os.path.lexists(backup / name):
+                _move(backup / name, target / name)
+        for path in (
+            *(target / name.parent for name in new if len(name.parts) > 1),
+            *backup.glob("*"),
+            backup,
+        ):
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
         raise
     shutil.rmtree(backup, ignore_errors=True)
+
+
+def _replaced_by(new: list[Path], target: Path) -> set[Path]:
+    """The names of all files in `target` that a checkpoint with the files `new` replaces."""
+    old = {name for name in (*_present(target), *new) if os.path.lexists(target / name)}
+    if any(_TOKENIZER_FILES.fullmatch(name.as_posix()) for name in new):
+        old |= set(_present_tokenizer(target))
+    # A link or a file in the place of a directory is replaced itself; nothing is written through a link.
+    for name in new:
+        for parent in name.parents[:-1]:
+            if os.path.lexists(target / parent) and not _is_directory(target / parent):
+                old.add(parent)
+    return {name for name in old if not old & set(name.parents)}
+
+
+def _move(path: Path, to: Path) -> None:
+    """Rename a file, also into a directory that does not exist yet."""
+    if not to.parent.exists():
+        to.parent.mkdir()
+    os.replace(path, to)

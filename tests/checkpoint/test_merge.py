@@ -25,6 +25,7 @@ from cases import (
     tiny_model,
 )
 from covering import few
+from integrity import contents
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tolerances import assert_same_but_rounding
@@ -372,6 +373,21 @@ def test_nothing_is_overwritten_unasked_and_other_files_stay(adapter: Path, tmp_
     rx.load(merged)
     with pytest.raises(rx.RopeExtendError, match="is the adapter itself"):
         rx.merge(adapter, adapter, overwrite=True)
+
+
+def test_the_base_model_of_an_adapter_is_not_overwritten(adapter: Path, tmp_path: Path) -> None:
+    base = with_companions(adapter, tmp_path / "base")
+    (tmp_path / "link").symlink_to(base)
+    before = contents(base)
+    for where in (base, tmp_path / "link"):
+        for write in (
+            lambda where: rx.merge(adapter, where, overwrite=True),
+            lambda where: rx.export(adapter, where, overwrite=True, verify=False),
+            lambda where: rx.save(rx.load(adapter), where, overwrite=True),
+        ):
+            with pytest.raises(rx.RopeExtendError, match=r"is the base model .*choose another directory"):
+                write(where)
+    assert contents(base) == before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError("no space left on device")], ids=str)

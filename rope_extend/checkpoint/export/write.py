@@ -49,7 +49,7 @@ from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.record import Record, seal, write_record
 from rope_extend.checkpoint.restoring import checked_record, load
 from rope_extend.checkpoint.saving import save
-from rope_extend.checkpoint.staging import staged
+from rope_extend.checkpoint.staging import CHAT_TEMPLATES, refuse_base_model, staged
 from rope_extend.checkpoint.verifying import verify as verify_checkpoint
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
@@ -64,8 +64,6 @@ logger = logging.getLogger(__name__)
 
 _LEFT_BEHIND = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 """Suffixes of files that are not exported: the state of a training run, and models of another format."""
-_CHAT_TEMPLATES = "additional_chat_templates"
-"""The directory of a tokenizer's chat templates besides the default one."""
 _REWRITTEN = ("config.json", RECORD_NAME, "verification.json")
 
 
@@ -106,6 +104,8 @@ def export(
         record = checked_record(source, check_files=True)
         if target.exists() and source.resolve() == target.resolve():
             raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
+        if (source / "adapter_config.json").exists():
+            refuse_base_model(target, base_model or record.base_model)
         form = _checked_form(record, target, to, gguf, overwrite)
         return _export(source, target, record, form, overwrite, verify, base_model, gguf)
     form = _checked_form(Record.of(model, base_model), target, to, gguf, overwrite)
@@ -232,11 +232,9 @@ def _export_config(source: Path, staging: Path, record: Record, form: Support) -
         if hidden or not path.is_file() or path.name in _REWRITTEN:
             continue
         _link(locate(source, path.name), staging / path.name)
-    for path in sorted((source / _CHAT_TEMPLATES).glob("*.jinja")):
-        (staging / _CHAT_TEMPLATES).mkdir(exist_ok=True)
-        shutil.copyfile(
-            locate(source, f"{_CHAT_TEMPLATES}/{path.name}"), staging / _CHAT_TEMPLATES / path.name
-        )
+    for path in sorted((source / CHAT_TEMPLATES).glob("*.jinja")):
+        (staging / CHAT_TEMPLATES).mkdir(exist_ok=True)
+        shutil.copyfile(locate(source, f"{CHAT_TEMPLATES}/{path.name}"), staging / CHAT_TEMPLATES / path.name)
     seal(staging, record)
 
 

@@ -1,0 +1,143 @@
+"""What a new checkpoint replaces in a directory, and what it leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from integrity import Fault, contents, extended, watching
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.checkpoint.record import read_record, write_record
+from rope_extend.checkpoint.staging import staged
+from rope_extend.files import sha256
+
+SHARD = "model-00001-of-00002.safetensors"
+TEMPLATES = "additional_chat_templates"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", f"{TEMPLATES}/rag.jinja")
+
+
+def files(directory: Path, *names: str, text: str = "old") -> None:
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+
+
+def publish(target: Path, *names: str, overwrite: bool = True) -> None:
+    """Write a checkpoint of files with the given names, which hold `new`."""
+    with staged(target, overwrite=overwrite) as staging:
+        files(staging, *names, text="new")
+
+
+def texts(directory: Path) -> dict[str, str]:
+    return {name: value.decode() for name, value in contents(directory).items()}
+
+
+def test_files_that_only_look_like_weights_stay(tmp_path: Path) -> None:
+    ours = ("config.json", "model.safetensors", SHARD, "model.safetensors.index.json", "pytorch_model.bin")
+    mine = (
+        "model_best_backup.safetensors", "model.fp16.safetensors", "model-old.safetensors",
+        "adapter_model_v1.safetensors", "pytorch_model.bin.bak", "model.safetensors.txt",
+    )  # fmt: skip
+    files(tmp_path, *mine)
+    publish(tmp_path, "config.json", overwrite=False)  # they are no checkpoint
+    files(tmp_path, *ours)
+    publish(tmp_path, "config.json", "model.safetensors")
+    new = dict.fromkeys(("config.json", "model.safetensors"), "new")
+    assert texts(tmp_path) == dict.fromkeys(mine, "old") | new
+
+
+def test_a_file_of_another_name_in_a_record_is_still_checked(tmp_path: Path) -> None:
+    """Records of early versions may list safetensors files that no loader reads."""
+    directory = rx.save(extended(), tmp_path / "full")
+    save_file({"x": torch.ones(1)}, directory / "model_best.safetensors")
+    record = read_record(directory)
+
+    def with_digest(name: str, digest: str) -> None:
+        write_record(directory, replace(record, weights={**record.weights, name: digest}))
+
+    with_digest("model_best.safetensors", sha256(directory / "model_best.safetensors"))
+    rx.load(directory)
+    for name, message in (
+        ("model_best.safetensors", "is not what was saved"),
+        ("../x.safetensors", "missing"),
+    ):
+        with_digest(name, "0" * 64)
+        with pytest.raises(RopeExtendError, match=message):
+            rx.load(directory)
+
+
+def test_a_new_tokenizer_replaces_all_files_of_the_old_one(tmp_path: Path) -> None:
+    directory = tmp_path / "full"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    tokenizer.chat_template = {"default": "OLD", "rag": "OLD RAG"}
+    rx.save(extended(), directory, tokenizer)
+    (directory / TEMPLATES / "notes.txt").write_text("mine")
+    assert {TOKENIZER[2], TOKENIZER[3]} <= contents(directory).keys()
+    rx.save(extended(), directory, overwrite=True)  # without a tokenizer, the old one stays
+    assert AutoTokenizer.from_pretrained(directory).chat_template == tokenizer.chat_template
+    rx.save(extended(), directory, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())), True)
+    assert AutoTokenizer.from_pretrained(directory).chat_template is None
+    assert (directory / TEMPLATES / "notes.txt").read_text() == "mine"
+    assert not (directory / TEMPLATES / "rag.jinja").exists()
+
+
+def test_a_link_to_a_directory_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    target, outside = tmp_path / "target", tmp_path / "outside"
+    files(outside, "rag.jinja", "other.jinja")
+    files(target, "config.json")
+    (target / TEMPLATES).symlink_to(outside)
+    with pytest.raises(RopeExtendError, match="already holds a checkpoint"):
+        publish(target, *TOKENIZER, overwrite=False)
+    publish(target, "config.json", *TOKENIZER)
+    assert texts(outside) == {"rag.jinja": "old", "other.jinja": "old"}
+    assert texts(target) == dict.fromkeys(("config.json", *TOKENIZER), "new")
+
+
+def test_a_directory_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    files(tmp_path, "config.json/mine.txt", "rope_extend.json")
+    before = texts(tmp_path)
+    with pytest.raises(RopeExtendError, match=r"config.json in it is a directory; move it away"):
+        publish(tmp_path, "config.json", "rope_extend.json")
+    assert texts(tmp_path) == before
+
+
+def test_a_failure_at_any_step_restores_files_of_every_level(tmp_path: Path) -> None:
+    names, failures = ("config.json", "rope_extend.json", *TOKENIZER), 0
+    for number in range(1, 100):
+        target = tmp_path / str(number)
+        files(target, "config.json", "rope_extend.json", f"{TEMPLATES}/rag.jinja", f"{TEMPLATES}/tool.jinja")
+        before, fault = texts(target), Fault(target, number, OSError(errno.ENOSPC, "No space left on device"))
+        try:
+            with watching(fault):
+                publish(target, *names)
+        except RopeExtendError:
+            failures += 1
+            assert texts(target) == before
+            assert {path.name for path in target.iterdir()} == {"config.json", "rope_extend.json", TEMPLATES}
+        else:  # the step may fail, such as creating a directory that is there
+            assert texts(target) == dict.fromkeys(names, "new")
+            if fault.count < number:
+                break
+    assert failures > 10
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECTORY"), reason="this system cannot tell who uses a directory")
+def test_a_second_writer_leaves_the_first_one_s_files(tmp_path: Path) -> None:
+    files(tmp_path, ".unfinished-killed/model.safetensors")
+    with staged(tmp_path, overwrite=True) as first:
+        assert not (tmp_path / ".unfinished-killed").exists()
+        files(first, "config.json", text="first")
+        with staged(tmp_path, overwrite=True) as second:
+            files(second, "config.json", text="second")
+            assert texts(first) == {"config.json": "first"}
+        assert texts(tmp_path)["config.json"] == "second"
+    assert texts(tmp_path) == {"config.json": "first"}
