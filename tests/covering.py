@@ -7,9 +7,9 @@ default run uses a covering design instead:
   encoding: one family takes the first of each kind, the next family the second, and so on;
 - each method with the eight families of `SHAPES`, one for each way in which a family may differ.
 
-Cheap checks use all of these pairs. Expensive checks use one rotary method or one alternative in each family,
-and each method in one of the eight shapes. They take different ones by their `turn`. So each family and each
-method keeps at least one row of every check.
+Cheap checks use all of these pairs. Expensive checks use one rotary method or one alternative in each family.
+They take different ones by their `turn`, and a method that no family took is checked in one of the eight
+shapes. So each family and each method keeps at least one row of every check.
 """
 
 from __future__ import annotations
@@ -80,9 +80,12 @@ def covering(
             pairs |= {(str(family), method) for method in chosen.values()}
         else:
             pairs.add((str(family), chosen[always or list(kinds)[(index + turn) % len(kinds)]]))
+    taken = {method for _, method in pairs}
     for index, case in enumerate(cases):
-        shapes = SHAPES if turn is None else [SHAPES[(index + turn) % len(SHAPES)]]
-        pairs |= {(shape, str(case)) for shape in shapes}
+        if turn is None:
+            pairs |= {(shape, str(case)) for shape in SHAPES}
+        elif str(case) not in taken:
+            pairs.add((SHAPES[(index + turn) % len(SHAPES)], str(case)))
     return pairs
 
 
@@ -99,6 +102,27 @@ def in_families(
                 marks = [pytest.mark.full] if extra else []
                 parameters.append(pytest.param(family, case, id=f"{family}-{case}", marks=marks))
     return pytest.mark.parametrize(("family", "case"), parameters)
+
+
+def by_method(
+    cases: Sequence[Case], names: Sequence[str] = (), values: Sequence[tuple[Any, ...]] = ((),), turn: int = 0
+) -> pytest.MarkDecorator:
+    """Parametrise `case`, and other arguments beside it, for an expensive check.
+
+    Each method has a row for each of the values. If several cases are of one method, they take turns, from
+    the case `turn` on; the other rows are marked `full`.
+    """
+    methods: dict[str, list[Case]] = {}
+    for case in cases:
+        methods.setdefault(case.name, []).append(case)
+    parameters: list[Any] = []
+    for index, value in enumerate(values):
+        for alike in methods.values():
+            for number, case in enumerate(alike):
+                extra = number != (index + turn) % len(alike)
+                if not extra or OPTIONS.full:
+                    parameters.append(pytest.param(case, *value, marks=[pytest.mark.full] if extra else []))
+    return pytest.mark.parametrize(("case", *names), parameters, ids=str)
 
 
 def few(values: Iterable[Any], every: int, first: int = 0) -> list[Any]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from batches import LENGTH, ONE_BY_ONE, batch, gradients, in_parts, logits, same, tokens
 from cases import ALTERNATIVES, TARGET, FamilyCase, llama, tiny_model
+from covering import by_method
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -222,7 +223,8 @@ def places(kind: str, length: int) -> tuple[Tensor, Tensor]:
     return slots[None] + (5000 if kind == "late" else 0), causal[None, None]
 
 
-@pytest.mark.parametrize(
+@by_method(
+    BIASES,
     ("kind", "length"),
     [
         ("plain", 400),
@@ -338,7 +340,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@by_method(BIASES, ["family"], [(family,) for family in FAMILIES])
 def test_every_cache_equals_one_forward(family: FamilyCase, encoding: BiasEncoding) -> None:
     model, data = tiny_model(family), batch()
     with rx.patch_model(model, encoding, target_length=TARGET) as patch:
@@ -388,15 +390,10 @@ def test_a_softcap_is_applied_before_the_bias() -> None:
     )  # a capped bias would leave all keys within exp(1) of each other
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"num_beams": 3},
-        {"cache_implementation": "static"},
-        {"prefill_chunk_size": 7},
-    ],
-    ids=["greedy", "beam", "static", "chunked"],
+@by_method(
+    BIASES,
+    ["how"],
+    [({},), ({"num_beams": 3},), ({"cache_implementation": "static"},), ({"prefill_chunk_size": 7},)],
 )
 def test_generate_equals_generate_without_a_cache(encoding: BiasEncoding, how: dict[str, Any]) -> None:
     model, data = grouped(), batch((0, 5, 20))
@@ -429,6 +426,7 @@ def test_a_foreign_cache_is_refused() -> None:
         model(**data.part(10, 20), past_key_values=cache)
 
 
+@by_method(BIASES)
 def test_gradients_under_checkpointing_are_the_same(encoding: BiasEncoding) -> None:
     found = []
     for checkpointing in (False, True):
@@ -441,6 +439,7 @@ def test_gradients_under_checkpointing_are_the_same(encoding: BiasEncoding) -> N
         torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
 
 
+@by_method(BIASES, turn=1)
 def test_dropout_is_drawn_again_alike_in_the_backward_pass(encoding: BiasEncoding) -> None:
     losses, gradients = [], []
     for checkpointing in (False, True):
@@ -459,6 +458,7 @@ def test_dropout_is_drawn_again_alike_in_the_backward_pass(encoding: BiasEncodin
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
+@by_method(BIASES, turn=2)
 def test_bfloat16_rounds_as_plain_attention_does(encoding: BiasEncoding) -> None:
     for implementation in ("sdpa", "eager"):
         errors = []
