@@ -50,6 +50,7 @@ def model_card(
     before: Mapping[int, float] | None = None,
     trained_in: str | PathLike[str] | None = None,
     name: str | None = None,
+    trained_on: int = 0,
 ) -> str:
     """The text of a checkpoint's card, Markdown with the hub's front matter.
 
@@ -64,6 +65,7 @@ def model_card(
         trained_in: directory of the run, with `recipe.yaml`; default: `directory`.
         name: the checkpoint's name in the code of the card; default: its directory's name, so that the code
             works from the parent directory.
+        trained_on: number of documents of `perplexity` that are also training data.
 
     Raises:
         RopeExtendError: the record is missing or damaged.
@@ -82,7 +84,7 @@ def model_card(
         f"{record.model_type} model that was pretrained with {format_length(record.shape.trained_length)}.",
         _facts(record, _recipe(Path(trained_in or directory)), data),
         "## Perplexity",
-        _measured(results, perplexity, before),
+        _measured(results, perplexity, before, trained_on),
         "## Loading",
         f"`{title}` is the path of this directory from its parent; replace it by your path or hub id.",
         *(_adapter_lines(record, name) if adapter else _checkpoint_lines(directory, record, name)),
@@ -221,7 +223,10 @@ def _recipe(directory: Path) -> dict[str, Any]:
 
 
 def _measured(
-    results: str | None, perplexity: Mapping[int, float] | None, before: Mapping[int, float] | None
+    results: str | None,
+    perplexity: Mapping[int, float] | None,
+    before: Mapping[int, float] | None,
+    trained_on: int,
 ) -> str:
     if results is not None:
         return f"{results.strip()}\n\n![Perplexity against length]({PICTURE_NAME})"
@@ -232,6 +237,11 @@ def _measured(
             ["", *map(format_length, lengths)],
             *([title, *(number(curve.get(n)) for n in lengths)] for title, curve in curves if curve),
         ])  # fmt: skip
+        if trained_on:
+            return (
+                f"After training, by length in tokens. {trained_on} of the documents are also training data, so "
+                f"the text is not held out:\n\n{table}"
+            )
         return f"After training, on held-out text, by length in tokens:\n\n{table}"
     return (
         "Not measured yet. `rope-extend evaluate` measures it at every length. `rope-extend card --results` "

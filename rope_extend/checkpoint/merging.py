@@ -51,7 +51,7 @@ from rope_extend.models.parameters import LEARNED_FILE
 from rope_extend.units import memory_size
 
 if TYPE_CHECKING:
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from peft.tuners.lora import LoraLayer
 
 _SINGLE = "model.safetensors"
@@ -189,11 +189,11 @@ def _read(path: Path, key: str) -> Tensor:
     return tensor
 
 
-def _adapter_config(adapter: Path) -> PeftConfig:
+def _adapter_config(adapter: Path) -> Any:
     """The config of an adapter.
 
     Raises:
-        RopeExtendError: there is none, or it is not a LoRA adapter.
+        RopeExtendError: there is none, it is not a LoRA adapter, or it cannot be merged.
     """
     from peft import PeftConfig
 
@@ -205,6 +205,11 @@ def _adapter_config(adapter: Path) -> PeftConfig:
         raise RopeExtendError(
             f"{adapter} is a {config.peft_type} adapter and only LoRA is merged; try peft's own merge: "
             "rope_extend.load(...).merge_and_unload()"
+        )
+    if config.layer_replication:
+        raise RopeExtendError(
+            f"the adapter in {adapter} repeats layers of its base model (layer_replication), and a merge "
+            "would need a copy of each; use the adapter without a merge, with rope_extend.load"
         )
     return config
 

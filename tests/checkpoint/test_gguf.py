@@ -166,6 +166,31 @@ def test_all_else_is_as_it_was(plain: Path, tmp_path: Path) -> None:
     assert {k: v for k, v in keys.items() if k not in rewritten}.items() <= written.items()
 
 
+def test_tokens_that_are_not_utf_8_are_copied_byte_for_byte(plain: Path, tmp_path: Path) -> None:
+    source, data = tmp_path / "bytes.gguf", plain.read_bytes()
+    assert data.count(b"t61") == 1
+    source.write_bytes(data.replace(b"t61", b"\xff\xfe\x80"))
+    ours = annotate(source, tmp_path / "ours.gguf", record(ROWS["yarn"]))
+    tokens = gguf.GGUFReader(ours).get_field("tokenizer.ggml.tokens")
+    assert [tokens.parts[index].tobytes() for index in tokens.data][60:63] == [
+        b"t60",
+        b"\xff\xfe\x80",
+        b"t62",
+    ]
+
+
+def test_a_damaged_text_that_the_export_needs_is_one_error(plain: Path, tmp_path: Path) -> None:
+    source, data = tmp_path / "bytes.gguf", plain.read_bytes()
+    at = data.index(b"general.architecture") + len(b"general.architecture") + 4 + 8
+    assert data[at : at + 5] == b"llama"
+    source.write_bytes(data[:at] + b"\xff" * 5 + data[at + 5 :])
+    with pytest.raises(RopeExtendError, match=r"cannot read .*bytes.gguf as GGUF.* Give the file"):
+        annotate(source, tmp_path / "ours.gguf", record(ROWS["yarn"]))
+    with pytest.raises(RopeExtendError, match="cannot write"):
+        annotate(plain, tmp_path / "missing" / "ours.gguf", record(ROWS["yarn"]))
+    assert [path.name for path in tmp_path.iterdir()] == ["bytes.gguf"]
+
+
 def test_what_a_converter_said_before_is_replaced(tmp_path: Path) -> None:
     stale = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.yarn_log_multiplier": 0.1}
     path = converted(llama(), tmp_path / "yarn.gguf", **stale)

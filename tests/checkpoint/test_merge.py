@@ -470,6 +470,14 @@ def test_other_kinds_of_adapters_and_pickled_bases_are_refused_by_name(
         rx.merge(adapter, tmp_path / "merged", base_model=str(pickled))
 
 
+@pytest.mark.parametrize("in_memory", [False, True], ids=["files", "memory"])
+def test_repeated_layers_are_refused_by_name(tmp_path: Path, in_memory: bool) -> None:
+    adapted(llama(), tmp_path, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)])
+    with pytest.raises(rx.RopeExtendError, match=r"repeats layers .*use the adapter without a merge"):
+        rx.merge(tmp_path / "adapter", tmp_path / "merged", in_memory=in_memory)
+    assert not (tmp_path / "merged").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [case for case in FAMILIES if case.auto_reloads], ids=str)
 def test_every_family_merges_from_files_or_says_why_not(tmp_path: Path, family: FamilyCase) -> None:

@@ -37,6 +37,7 @@ from rope_extend.checkpoint.record import Record
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
+from rope_extend.models.loading import one_error
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ def annotate(
 
     Raises:
         RopeExtendError: the package `gguf` is missing; the source is not a GGUF file or of another model;
-            llama.cpp does not support the encoding; or the output exists.
+            llama.cpp does not support the encoding; or the output exists or cannot be written.
     """
     gguf = _package()
     path, target = Path(source), Path(output)
@@ -150,16 +151,14 @@ def annotate(
             raise RopeExtendError(f"{target} is the source itself; choose another output")
         if not overwrite:
             raise RopeExtendError(f"{target} exists; choose another file, or overwrite=True")
-    try:
+    with one_error(
+        f"cannot read {path} as GGUF", "Give the file that llama.cpp's convert_hf_to_gguf.py wrote"
+    ):
         reader = gguf.GGUFReader(path)
-    except (OSError, ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise RopeExtendError(
-            f"cannot read {path} as GGUF: {error}; give the file that llama.cpp's convert_hf_to_gguf.py wrote"
-        ) from error
-    architecture = _described(reader, path, record)
+        architecture = _described(reader, path, record)
     assert isinstance(record.encoding, RopeEncoding)
     content = schedule(record.encoding, record.shape, record.target_length, architecture)
-    with replacing(target) as partial:
+    with one_error(f"cannot write {target}"), replacing(target) as partial:
         _write(gguf, reader, partial, architecture, content)
     return target
 
@@ -237,7 +236,7 @@ def _write(gguf: Any, reader: Any, path: Path, architecture: str, content: Sched
         ):
             continue
         inner = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
-        writer.add_key_value(entry.name, entry.contents(), entry.types[0], sub_type=inner)
+        writer.add_key_value(entry.name, _unchanged(gguf, entry), entry.types[0], sub_type=inner)
     kinds = {
         str: gguf.GGUFValueType.STRING,
         int: gguf.GGUFValueType.UINT32,
@@ -261,6 +260,15 @@ def _write(gguf: Any, reader: Any, path: Path, architecture: str, content: Sched
     for tensor in kept:
         writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
     writer.close()
+
+
+def _unchanged(gguf: Any, entry: Any) -> Any:
+    """The value of a metadata entry, with strings as bytes: a token need not be valid UTF-8."""
+    if entry.types[-1] != gguf.GGUFValueType.STRING:
+        return entry.contents()
+    if entry.types[0] == gguf.GGUFValueType.ARRAY:
+        return [entry.parts[index].tobytes() for index in entry.data]
+    return entry.parts[-1].tobytes()
 
 
 def llama_cpp_logits(path: str | PathLike[str], tokens: list[int]) -> Tensor:
