@@ -114,6 +114,19 @@ def test_what_servers_multiply_is_given_undivided() -> None:
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_the_ends_of_yarn_s_ramp_reach_the_servers(tmp_path: Path, to: str) -> None:
+    """Both servers round the ends of the ramp unless `truncate` is false."""
+    ramp = {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0}
+    fine, rounded = (rx.encoding("yarn", factor=FACTOR, **{**ramp, "truncate": t}) for t in (False, True))
+    assert not torch.equal(fine.inv_freq(SHAPE), rounded.inv_freq(SHAPE))
+    model = tiny_model(FAMILY["llama"])
+    with rx.patch_model(model, fine):
+        out = export(model, tmp_path / "out", to, verify=False)
+    found = json.loads((out / "config.json").read_text())["rope_parameters"]
+    assert {key: found[key] for key in ("rope_type", *ramp)} == {"rope_type": "yarn", **ramp}
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     "name", ["yarn-attention", "yarn-options", "ntk_by_parts", "longrope-static", "p_rope"]
 )
