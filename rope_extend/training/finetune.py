@@ -34,8 +34,10 @@ from rope_extend.data.sampled_positions import SAMPLERS, Coverage, PositionColla
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_text
+from rope_extend.loss import causal_lm
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model, one_error, pretrained
+from rope_extend.models.view import layer_types_except_full_attention
 from rope_extend.patching import Patch, current_patch
 from rope_extend.training.launch import check_launch, check_variables
 from rope_extend.training.loop import FinetuneInterrupted, RunData, TrainingRun
@@ -401,6 +403,7 @@ def _check_model(
             patch.mix(0.5)
         if recipe.positions != CONSECUTIVE:
             check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
+            _check_windows(recipe, model)
         if recipe.packing != UNPACKED:
             check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
         if recipe.shifted_sparse is not None:
@@ -412,6 +415,24 @@ def _check_model(
                 trains_base=recipe.train_norm_embed,
             )  # fmt: skip
         return patch.shape, reach
+
+
+def _check_windows(recipe: Recipe, model: Any) -> None:
+    """Refuse sampled positions for a model with windows, which count tokens and not positions.
+
+    Raises:
+        RopeExtendError: some layers attend to fewer tokens than `target_length`.
+    """
+    config = causal_lm(model).config.get_text_config(decoder=True)
+    for kind in sorted(layer_types_except_full_attention(config)):
+        if "sliding" in kind or "chunked" in kind:
+            size = getattr(config, "attention_chunk_size" if "chunked" in kind else "sliding_window", None)
+            if size is None or size < recipe.target_length:
+                raise RopeExtendError(
+                    f"positions {recipe.positions} cannot be combined with {config.model_type}: its layers "
+                    f"of type {kind} attend to {size} tokens, whatever their positions. So in training they "
+                    f"would see distances that never occur in use; leave positions out, train on long blocks"
+                )
 
 
 def _evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from cases import ALL_FAMILIES, TRAINED, tiny_model
 from safetensors.torch import load_file
 from test_finetune import launch
 
+import rope_extend as rx
+from rope_extend import RopeExtendError
 from rope_extend.training import resume
-from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.finetune import Recipe, _check_model, finetune
 from rope_extend.training.resume import RunState, read_state
+from rope_extend.training.sharding import Sharding
 
 _RUN = """
 import sys
@@ -89,3 +93,29 @@ def test_a_checkpoint_without_these_fields_resumes_bit_for_bit(recipe: Recipe, t
     finetune(old, resume=True)
     ours, theirs = weights(recipe), weights(old)
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@pytest.mark.parametrize(
+    ("positions", "family", "kind", "size"),
+    [
+        ("pose", "gemma3_text", "sliding_attention", "sliding_window"),
+        ("cream", "mistral", "sliding_attention", "sliding_window"),
+        ("random", "llama4_text", "chunked_attention", "attention_chunk_size"),
+    ],
+)
+def test_sampled_positions_are_refused_in_windows(
+    work: Path, tmp_path: Path, positions: str, family: str, kind: str, size: str
+) -> None:
+    """A window counts tokens: two neighbours in a block may be hundreds of positions apart."""
+    recipe = Recipe(
+        model="given", data=str(work / "data"), output_dir=str(tmp_path / "run"), target_length=128,
+        positions=positions, block_length=32, dtype="float32",
+    )  # fmt: skip
+    case = next(case for case in ALL_FAMILIES if case.model_type == family)
+    model = tiny_model(replace(case, config={**case.config, size: TRAINED}))
+    message = rf"positions {positions} cannot be combined with {family}.*type {kind} attend to 32 tokens"
+    with pytest.raises(RopeExtendError, match=message):
+        finetune(recipe, model=model)
+    assert rx.current_patch(model) is None
+    wide = tiny_model(replace(case, config={**case.config, size: 128}))
+    _check_model(recipe, wide, torch.float32, Sharding())
