@@ -92,7 +92,7 @@ def measured(model: torch.nn.Module, tokens: int, chunk: int | None) -> int:
 METHODS = {"llama": [None, "yarn", "dynamic_ntk"], "sliding window": [None, "dynamic_ntk"]}
 
 
-@pytest.mark.parametrize("tokens", [1536])
+@pytest.mark.parametrize("tokens", [768])
 @pytest.mark.parametrize(
     ("name", "method", "chunk"),
     few(
@@ -133,10 +133,10 @@ def test_the_memory_of_an_adapter_is_estimated_too(chunk: int | None, method: st
     patch = rx.extend(model, 2048, method)
     rx.save(get_peft_model(model, LoraConfig(r=16, target_modules="all-linear")), tmp_path / "adapter")
     tuned = rx.load(tmp_path / "adapter").eval()
-    found = made(base, [1536], chunk=chunk, adapters=[(tmp_path / "adapter", patch.encoding)]).longest
-    peak = measured(tuned, 1536, chunk)
+    found = made(base, [768], chunk=chunk, adapters=[(tmp_path / "adapter", patch.encoding)]).longest
+    peak = measured(tuned, 768, chunk)
     assert found.memory == pytest.approx(peak, rel=0.05)
-    assert found.memory > made(base, [1536], chunk=chunk).longest.memory
+    assert found.memory > made(base, [768], chunk=chunk).longest.memory
 
 
 @pytest.mark.parametrize("case", few([*ENCODINGS, *ALTERNATIVES], 9, 3), ids=str)
@@ -360,7 +360,7 @@ def test_the_command_prints_the_plan_and_does_nothing(
     assert "in one pass" in out
     assert set(tmp_path.iterdir()) == before
     for arguments, message in (
-        ("--plan --lengths 1024k --limit-memory 1MB", "1,048,576 tokens need about"),
+        ("--plan --lengths 64k --limit-memory 1MB", "65,536 tokens need about"),
         (
             f"--data {work / 'data'} --output {tmp_path / 'no'} --lengths 64 --limit-memory 100KB",
             "32 tokens",

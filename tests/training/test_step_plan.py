@@ -147,7 +147,7 @@ def test_learned_biases_are_trained_in_the_dry_run_too() -> None:
             ("t5_bias", torch.float32, MemoryOptions(True)),
             ("learned", torch.float32, MemoryOptions(True)),
         ],
-        4,
+        7,
         2,
     ),
     ids=str,
@@ -159,16 +159,16 @@ def test_evaluations_of_a_run_need_the_estimated_memory(
     """To 5 %, with the adapter and the optimizer's moments; in chunks if memory is short."""
     run, cpu = recipe(MODEL, block_length=64, method=method), replace(CPU, dtype=dtype)
     estimate = planned(
-        run, load_options=cpu, memory_options=memory_options, evaluation_lengths=[256, 2048]
+        run, load_options=cpu, memory_options=memory_options, evaluation_lengths=[256, 1024]
     ).evaluation
     assert estimate is not None
     if strategy != "in one pass":
         less = replace(cpu, limit_memory=int(0.9 * estimate.memory))
         estimate = planned(
-            run, load_options=less, memory_options=memory_options, evaluation_lengths=[256, 2048]
+            run, load_options=less, memory_options=memory_options, evaluation_lengths=[256, 1024]
         ).evaluation
         assert estimate is not None
-        assert estimate.chunk_size < 2048
+        assert estimate.chunk_size < 1024
     model = AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype)
     extended(model, run)
     adapter = adapted(model, run)
@@ -177,7 +177,7 @@ def test_evaluations_of_a_run_need_the_estimated_memory(
     memory = LiveBytes()
     for tensor in (*adapter.parameters(), *adapter.buffers()):
         memory.add(tensor)
-    text = [Document("text", torch.randint(0, 60, (2048,)))]
+    text = [Document("text", torch.randint(0, 60, (1024,)))]
     with (
         apply_memory_options(model, memory_options),
         memory,
@@ -189,7 +189,7 @@ def test_evaluations_of_a_run_need_the_estimated_memory(
         optimizer.zero_grad()
         memory.peak = memory.live
         options = RunOptions(suggested_chunk=estimate.chunk_size)
-        perplexity(adapter.eval(), text, [2048], options=options, progress=False)
+        perplexity(adapter.eval(), text, [1024], options=options, progress=False)
     assert estimate.memory == pytest.approx(memory.peak, rel=0.05)
     assert estimate.strategy == strategy
     assert estimate.fits
