@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from rope_extend.attention.functions import attention_modules, remove_handlers
+from rope_extend.attention.functions import attention_modules, attention_window, remove_handlers
 from rope_extend.attention.handlers import handler_for
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_named, rotary_method
@@ -58,14 +58,14 @@ def _no_rotation(shape: RopeShape) -> RopeEncoding:
 
 
 def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
-    """The largest sliding window of the layers that rotate; None if a layer that rotates has no window.
+    """The largest window or chunk of the layers that rotate; None if a layer that rotates has none.
 
     Also None if all layers of the family rotate, or if only its layers with full attention are extended.
     """
     if adapter.rotates is None or adapter.layer_types:
         return None
     rotating = [module for module in attention_modules(decoder) if adapter.extends(module)]
-    windows = [int(getattr(module, "sliding_window", None) or 0) for module in rotating]
+    windows = [attention_window(module) or 0 for module in rotating]
     return max(windows) if windows and all(windows) else None
 
 

@@ -171,7 +171,7 @@ def faded(count: int | None) -> Oracle:
         table = plain(shape)
         slow = sum(theta * shape.trained_length < 2 * math.pi for theta in table) if count is None else count
         for k in range(slow):
-            angle = math.pi * k / (slow - 1) if slow > 1 else 0.0
+            angle = math.pi * k / (slow - 1) if slow > 1 else math.pi
             table[len(table) - slow + k] *= 0.5 * (1 + math.cos(angle))
         return table, 1.0
 

@@ -200,6 +200,19 @@ def model_config(module: Any) -> Any:
     return config.model_config if isinstance(config, HandlerConfig) else config
 
 
+def attention_window(module: Any) -> int | None:
+    """How many tokens an attention module sees: its sliding window or chunk; None if all, 0 if not known."""
+    config = model_config(module)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else ""
+    if "chunked" in kind:
+        return int(getattr(config, "attention_chunk_size", None) or 0)
+    size = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+    if "sliding" in kind:
+        return int(size or 0)
+    return int(size) if size and not kinds else None
+
+
 def attention_configs(modules: Iterable[Any]) -> list[Any]:
     """The model's configs that name the attention functions of modules, each once."""
     return list({id(config): config for config in map(model_config, modules)}.values())

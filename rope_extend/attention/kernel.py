@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from rope_extend.attention.functions import AttentionCall, extended_modules
+from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
 from rope_extend.attention.positions import AttentionHandler, Forward, cached_tokens
 from rope_extend.attention.registry import is_dense
@@ -186,7 +186,7 @@ class KernelHandler(AttentionHandler):
         """
         super().install(decoder, undo)
         for module in extended_modules(self.encoding, decoder, self.adapter):
-            if _has_window(module):
+            if attention_window(module) is not None:
                 raise UnsupportedModelError(
                     f"{self.encoding} attends to all earlier tokens, but {type(module).__name__} of this "
                     f"{decoder.config.model_type} model only to a window of them"
@@ -322,11 +322,3 @@ def _layer(module: Any, forward: Forward) -> Any:
     """The layer of a forward's cache that a module uses; None if it does not exist yet."""
     layers = [] if forward.past is None else forward.past.layers
     return layers[module.layer_idx] if module.layer_idx < len(layers) else None
-
-
-def _has_window(module: Any) -> bool:
-    """Whether an attention module attends to a window of the tokens before."""
-    kinds = getattr(module.config, "layer_types", None)
-    if kinds:
-        return any(word in str(kinds[module.layer_idx]) for word in ("sliding", "chunked"))
-    return any(getattr(owner, "sliding_window", None) for owner in (module, module.config))

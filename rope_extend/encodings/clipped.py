@@ -19,8 +19,9 @@ from rope_extend.errors import RopeExtendError
 class Clipped(ComposedRope):
     """Clipped RoPE (CoPE): the slowest channels fade to frequency zero and reach no unseen angle.
 
-    The first of the clipped pairs keeps its frequency and the last has frequency zero. Between them the
-    factor is half a cosine, because a hard edge makes attention oscillate over long distances.
+    The first of the clipped pairs keeps its frequency and the last has frequency zero, also if it is the only
+    one. Between them the factor is half a cosine, because a hard edge makes attention oscillate over long
+    distances.
 
     Attributes:
         inner: the schedule that is clipped.
@@ -63,5 +64,6 @@ class Clipped(ComposedRope):
                 f"clipped: channels is {count}, but this model rotates {len(table)} channel pairs; give fewer"
             )
         fade = (1 + torch.linspace(0, math.pi, count, dtype=torch.float64).cos()) / 2
+        fade[-1:] = 0
         kept = torch.ones(len(table) - count, dtype=torch.float64)
         return table * torch.cat((kept, torch.zeros_like(fade) if self.hard else fade))

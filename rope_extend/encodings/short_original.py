@@ -22,7 +22,7 @@ class ShortOriginal(ComposedRope):
     schedule for its whole text.
 
     Attributes:
-        inner: the static schedule for longer texts.
+        inner: the static schedule for longer texts, without decay (xpos).
     """
 
     name: ClassVar[str] = "short_original"
@@ -34,6 +34,11 @@ class ShortOriginal(ComposedRope):
             raise RopeExtendError(
                 f"short_original: inner must be a static schedule, but {self.inner} already depends on the "
                 f"length; give one such as yarn"
+            )
+        if self.inner.rotates_in_attention:
+            raise RopeExtendError(
+                f"short_original: {self.inner} makes distant tokens lose weight in texts of any length, so "
+                f"short ones would not be processed as pretrained; give a schedule without xpos"
             )
 
     @property

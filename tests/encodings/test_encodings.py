@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ENCODINGS, LINEAR, YARN, EncodingCase, divisors
+from cases import ENCODINGS, FLOAT32, LINEAR, YARN, EncodingCase, divisors, stock
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -209,6 +209,11 @@ def test_other_bad_numbers_are_refused(name: str, field: str, value: Any) -> Non
         (lambda: rx.encoding("drope", factor=8.0, per="row"), "per must be 'query' or 'target', got 'row'"),
         (lambda: rx.encoding("nope", factor=8.0), "takes no parameters"),
         (lambda: rx.encoding("logn", inner="yarn"), "inner must be a rotary schedule"),
+        (lambda: rx.encoding("short_original", inner={"name": "xpos"}), "give a schedule without xpos"),
+        (
+            lambda: rx.encoding("short_original", inner={"name": "logn", "inner": {"name": "xpos"}}),
+            "would not be processed as pretrained",
+        ),
         (lambda: Encoding.from_dict({"factor": 8.0}), "a mapping such as"),
         (lambda: Encoding.from_dict("yarn"), "a mapping such as"),
         (lambda: RopeShape(7, 10_000.0, 64), "dim must be an even whole number"),
@@ -271,7 +276,6 @@ def test_what_changes_nothing_is_the_identity() -> None:
     for made in (
         rotary("p_rope", fraction=1.0),
         rotary("power", exponent=0),
-        rotary("clipped", channels=1),  # half a cosine with one point
         rotary("longrope", factor=1.0, long_factor=[1.0] * 32),
         rotary("yarn", factor=1.0, ramp="turns"),
         rotary("logn"),
@@ -399,8 +403,24 @@ def test_clipped_as_published() -> None:
     assert share[:45].tolist() == [1.0] * 45
     assert share[45].item() == pytest.approx(0.5 * (1 + math.cos(math.pi / 19)), rel=1e-12)
     assert share[-1] == 0
+    # A single pair is the slowest one, which has frequency zero.
+    one = rotary("clipped", channels=1).inv_freq(shape)
+    assert torch.equal(one, rotary("clipped", channels=1, hard=True).inv_freq(shape))
+    assert (one == 0).tolist() == [False] * 63 + [True]
     # By default all that turn less than once in training: 64 ln(8192 / 2 pi) / ln(500000) = 34.98.
     assert int((rotary("clipped", hard=True).inv_freq(shape) == 0).sum()) == 64 - 35
+
+
+def test_the_end_of_yarns_ramp_is_bounded_by_channels_rather_than_pairs() -> None:
+    """If the slowest pair turns more than once, the ramp ends beyond it, as in YaRN's code."""
+    shape = RopeShape(64, 10_000.0, 65_536)
+    table, _ = stock("yarn")(shape, 8 * 65_536)
+    expected = torch.tensor(table, dtype=torch.float64)
+    torch.testing.assert_close(rotary("yarn", factor=8.0).inv_freq(shape), expected, rtol=FLOAT32, atol=0)
+    # By hand: the pair that turns once is 64 ln(65536 / 2 pi) / (2 ln 10000) = 32.14, beyond the last, 31.
+    low = math.floor(64 * math.log(65_536 / (32 * 2 * math.pi)) / (2 * math.log(10_000)))
+    ramp = (31 - low) / (33 - low)
+    assert expected[31].item() == pytest.approx(10_000 ** (-31 / 32) * (ramp / 8 + 1 - ramp), rel=FLOAT32)
 
 
 def test_truncated_as_published() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cases import FACTOR, TARGET, TRAINED, llama
+from cases import FACTOR, SECTIONS, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import rope_extend as rx
 from rope_extend.encodings import RopeEncoding, RopeShape
-from rope_extend.models.rotary import ExtendedRotaryEmbedding, split_angles, split_turns
+from rope_extend.models.rotary import ExtendedRotaryEmbedding, RotarySlot, split_angles, split_turns
 from rope_extend.models.view import unwrap
 
 FAR = 2_097_151
@@ -87,6 +87,59 @@ def test_casts_do_not_reach_the_table(patched: LlamaForCausalLM, cast: str) -> N
     }[cast]()
     assert_exact(model, torch.bfloat16, BF16_ROUNDING)
     assert_exact(model, torch.float32, 1e-6)
+
+
+@pytest.mark.parametrize("move", ["cpu", "dtype", "to_empty"])
+def test_a_move_in_the_middle_of_annealing_keeps_the_share(move: str) -> None:
+    model = llama()
+    with rx.patch_model(model, YARN) as patch:
+        full = rotary(model)(torch.zeros(1), POSITIONS)[0]
+        patch.mix(0.25)
+        before = rotary(model)(torch.zeros(1), POSITIONS)[0]
+        assert (full - before).abs().max() > 0.1
+        module = rotary(model)
+        if move == "to_empty":
+            module.to_empty(device="cpu")
+        else:
+            module.to("cpu") if move == "cpu" else module.to(torch.bfloat16)
+        assert torch.equal(module(torch.zeros(1), POSITIONS)[0], before)
+
+
+@pytest.mark.parametrize("short", [None, [1.0] * 7 + [1.0 + 1e-7]], ids=["static", "by length"])
+def test_the_first_tokens_of_longrope_keep_their_angles(short: list[float] | None) -> None:
+    """Also if both lists are equal, and one table serves all lengths."""
+    factors = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0]
+    encoding = rx.encoding(
+        "longrope", factor=FACTOR, long_factor=factors, short_factor=short or factors, start_tokens=50
+    )
+    assert encoding.depends_on_length is (short is not None)
+    assert isinstance(encoding, RopeEncoding)
+    module = ExtendedRotaryEmbedding(
+        encoding, RopeShape(16, 10_000.0, TRAINED), RotarySlot(llama().config, 8)
+    )
+    positions = torch.tensor([[0, 1, 49, 50, 51, 5_000]])
+    divisors = torch.tensor(factors, dtype=torch.float64).expand(1, 6, 8).clone()
+    divisors[:, :3] = 1
+    angles = positions[..., None] * 10_000 ** (-torch.arange(8, dtype=torch.float64) / 8) / divisors
+    cos, sin = module(torch.zeros(1), positions)
+    scale = encoding.attention_factor(module.shape)
+    torch.testing.assert_close(cos[..., :8].double(), angles.cos() * scale, rtol=0, atol=2e-7)
+    torch.testing.assert_close(sin[..., :8].double(), angles.sin() * scale, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("per", ["row", "query"])
+def test_positions_with_parts_need_one_table(per: str) -> None:
+    """Images have a height and a width. Equal parts are one position."""
+    model = tiny_model(FamilyCase("qwen3_5_text", SECTIONS))
+    text = torch.arange(20).expand(3, 1, 20)
+    image = text.clone()
+    image[1, :, 5:15] = 5 + torch.arange(10) // 5
+    with rx.patch_model(model, rx.encoding("dynamic_linear", per=per), target_length=TARGET):
+        module = rotary(model)
+        cos, _ = module(torch.zeros(1, 20, 1), text)
+        assert torch.equal(cos, module(torch.zeros(1, 20, 1), text[0])[0])
+        with pytest.raises(rx.PatchError, match=r"needs one position for each token.*use a static schedule"):
+            module(torch.zeros(1, 20, 1), image)
 
 
 def test_copies_and_pickles(patched: LlamaForCausalLM) -> None:

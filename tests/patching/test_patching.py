@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from cases import FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from cases import ALL_FAMILIES, FACTOR, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ import rope_extend as rx
 from rope_extend.encodings import RopeShape
 from rope_extend.models.families import adapter_for
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
+from rope_extend.models.undo import UndoLog
 from rope_extend.models.view import length_groups, shape_of, trained_length_of, unwrap
 
 IDS = torch.randint(3, 64, (1, 90), generator=torch.Generator().manual_seed(0))
@@ -113,6 +116,46 @@ def test_nested_patches_unwind_in_order() -> None:
     assert snapshot(model) == config
     outer.remove()
     assert torch.equal(logits(model), plain)
+
+
+def test_the_original_window_of_a_config_comes_back() -> None:
+    """Phi-3 has the trained window outside `rope_parameters` too. A patch sets it to the one it was given."""
+    model = tiny_model(FamilyCase("phi3", {"pad_token_id": 0}))
+    name, encoding = "original_max_position_embeddings", rx.encoding("yarn", factor=FACTOR)
+    before = model.config.to_dict()
+    with rx.patch_model(model, encoding, trained_length=TRAINED // 2):
+        assert getattr(model.config, name) == TRAINED // 2 != before[name]
+        with rx.patch_model(model, encoding, trained_length=TRAINED):
+            assert getattr(model.config, name) == TRAINED
+        assert getattr(model.config, name) == TRAINED // 2
+    assert model.config.to_dict() == before
+
+
+def test_changes_are_undone_the_latest_first() -> None:
+    """Two changes of one attribute come off in reverse order; a new attribute is deleted."""
+    owner, undo = SimpleNamespace(kept=1), UndoLog()
+    for name, value in (("kept", 2), ("new", 3), ("kept", 4), ("new", 5)):
+        undo.set(owner, name, value)
+    assert vars(owner) == {"kept": 4, "new": 5}
+    undo.unwind()
+    assert vars(owner) == {"kept": 1}
+    assert undo.entries == []
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("cohere2", "sliding_window"), ("llama4_text", "attention_chunk_size")]
+)
+def test_a_model_that_rotates_within_windows_only_is_warned_about(
+    family: str, size: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If their windows are within the trained one, a change of the tables does not extend the context."""
+    case = next(case for case in ALL_FAMILIES if case.model_type == family)
+    for window, warned in ((TRAINED, True), (TARGET, False)):
+        model = tiny_model(replace(case, config={**case.config, size: window}))
+        caplog.clear()
+        with rx.extend(model, TARGET):
+            found = f"rotates only in layers that see {window} tokens" in caplog.text
+        assert found == warned
 
 
 def test_models_do_not_leak_into_each_other() -> None:
