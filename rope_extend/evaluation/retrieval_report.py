@@ -73,7 +73,7 @@ def write_retrieval(results: Sequence[RetrievalResult], directory: str | Path) -
     from rope_extend.plots.retrieval_maps import plot_accuracy, plot_heat_map
 
     directory = Path(directory)
-    earlier, pictures = report_files(directory), _pictures(results)
+    earlier, pictures = _earlier_pictures(directory), _pictures(results)
     drawn: list[Picture] = []
     with replacing_files(directory, last=RESULTS) as partial:
         for name, (task, result) in pictures.items():
@@ -87,10 +87,9 @@ def write_retrieval(results: Sequence[RetrievalResult], directory: str | Path) -
         write_text(partial / RESULTS, "".join(rows))
         write_text(partial / TABLE, retrieval_table(results))
         write_text(partial / PAGE, _page(results, drawn))
-    written = [RESULTS, TABLE, PAGE, *pictures]
-    for name in earlier - {*written}:
+    for name in earlier - pictures.keys():
         (directory / name).unlink(missing_ok=True)
-    return [directory / name for name in written]
+    return [directory / name for name in (RESULTS, TABLE, PAGE, *pictures)]
 
 
 def _pictures(results: Sequence[RetrievalResult]) -> dict[str, tuple[str, RetrievalResult | None]]:
@@ -107,13 +106,13 @@ def _pictures(results: Sequence[RetrievalResult]) -> dict[str, tuple[str, Retrie
     return pictures
 
 
-def report_files(directory: Path) -> set[str]:
-    """Names of the files that belong to the report of retrieval in a directory; empty if there is none."""
+def _earlier_pictures(directory: Path) -> set[str]:
+    """Names of the pictures that belong to the report of retrieval in a directory, if there is one."""
     try:
         results = read_retrieval(directory)
     except RopeExtendError:
         return set()
-    return {RESULTS, TABLE, PAGE, *(name for name in _pictures(results) if Path(name).name == name)}
+    return {name for name in _pictures(results) if Path(name).name == name}
 
 
 def retrieval_table(results: Sequence[RetrievalResult]) -> str:

@@ -18,7 +18,7 @@ from rope_extend.evaluation.output_directory import RESULTS, check_folders, exis
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.retrieval import TRIALS, TrialLog, answer_prompts, make_prompts
-from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, TABLE, report_files, write_retrieval
+from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, TABLE, write_retrieval
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.files import write_json, write_text
 from rope_extend.models.loading import pretrained
@@ -216,9 +216,8 @@ def _start(directory: Path, settings: Identity, prompts: Sequence[Prompt], *, re
             what=f"{str(directory)!r} holds trials",
             advice="use the same settings, another directory, or overwrite=True to replace the run",
         )
-    else:
-        for name in (TRIALS, *report_files(directory)):
-            (directory / name).unlink(missing_ok=True)
+    else:  # an earlier report stays until the new one replaces it
+        (directory / TRIALS).unlink(missing_ok=True)
     write_json(file, settings)
     lines = [json.dumps(prompt.to_dict(), ensure_ascii=False) + "\n" for prompt in prompts]
     write_text(directory / PROMPTS, "".join(lines))
