@@ -16,8 +16,9 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.view import rotary_part, stock_table
 
-CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
+_CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 """Rotary parameters that describe the model's shape, not its scaling, and are kept when that changes."""
+ORIGINAL_WINDOW = "original_max_position_embeddings"
 
 
 def stock_forms(
@@ -113,14 +114,18 @@ def stock_parameters(
     return None
 
 
+def carried(parameters: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """The old rotary parameters that describe the model's shape, and that the new ones do not state."""
+    return {key: old[key] for key in _CARRIED if key in old and key not in parameters}
+
+
 def with_carried(
     parameters: Mapping[str, Any], old: Mapping[str, Any], trained_length: int
 ) -> dict[str, Any]:
     """`rope_parameters` together with the old values that describe the model's shape, not its scaling."""
-    carried = {key: old[key] for key in CARRIED if key in old and key not in parameters}
-    merged = {**parameters, **carried}
+    merged = {**parameters, **carried(parameters, old)}
     if "llama_4_scaling_beta" in merged:  # queries are scaled by their distance from the trained window
-        merged.setdefault("original_max_position_embeddings", trained_length)
+        merged.setdefault(ORIGINAL_WINDOW, trained_length)
     return merged
 
 
@@ -132,15 +137,20 @@ def missing_attributes(config: Any) -> dict[str, Any]:
 
 
 def window_attributes(config: Any, length: int, trained_length: int) -> dict[str, int]:
-    """The attributes of a config that hold its context window, with new values.
+    """The attributes of a config that hold its context window, with new values."""
+    return window_values(length, trained_length if hasattr(config, ORIGINAL_WINDOW) else None)
 
-    If a config has `original_max_position_embeddings`, transformers prefers it to the one in
-    `rope_parameters`.
+
+def window_values(length: int, original: int | None) -> dict[str, int]:
+    """The values of a config that hold its context window.
+
+    Args:
+        length: the window, in tokens.
+        original: the window of pretraining, for a config that states it outside of `rope_parameters` too;
+            transformers prefers the one outside. None for other configs.
     """
     window = {"max_position_embeddings": length}
-    if hasattr(config, "original_max_position_embeddings"):
-        window["original_max_position_embeddings"] = trained_length
-    return window
+    return window if original is None else {**window, ORIGINAL_WINDOW: original}
 
 
 def _takes_lists(config: Any) -> bool:

@@ -57,7 +57,7 @@ from rope_extend.files import write_json
 from rope_extend.models.families import adapter_for
 from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
 from rope_extend.models.loading import empty_model, one_error, pretrained
-from rope_extend.models.stock_config import CARRIED, softmax_scale_of
+from rope_extend.models.stock_config import ORIGINAL_WINDOW, carried, softmax_scale_of, window_values
 from rope_extend.models.view import CONFIG_RECORD
 
 logger = logging.getLogger(__name__)
@@ -256,14 +256,12 @@ def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> di
         part = part[name]
     old = part["rope_parameters"]
     current = old if kind is None else old[kind]
-    parameters = {key: current[key] for key in CARRIED if key in current} | form["rope_parameters"]
+    parameters = carried(form["rope_parameters"], current) | form["rope_parameters"]
     if adapter.completes is not None:
         parameters = adapter.completes(parameters)
     part["rope_parameters"] = parameters if kind is None else {**old, kind: parameters}
-    part["max_position_embeddings"] = form["max_position_embeddings"]
-    original = parameters.get("original_max_position_embeddings")
-    if original and part.get("original_max_position_embeddings"):  # Phi-3 gives it precedence
-        part["original_max_position_embeddings"] = original
+    original = parameters.get(ORIGINAL_WINDOW) or None
+    part |= window_values(form["max_position_embeddings"], original if part.get(ORIGINAL_WINDOW) else None)
     if CONFIG_RECORD in result:
         result[CONFIG_RECORD]["rope_parameters"] = parameters
     return result
