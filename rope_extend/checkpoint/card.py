@@ -239,8 +239,8 @@ def _measured(
         ])  # fmt: skip
         if trained_on:
             return (
-                f"After training, by length in tokens. {trained_on} of the documents are also training data, so "
-                f"the text is not held out:\n\n{table}"
+                f"After training, by length in tokens. {trained_on} of the documents are also training data, "
+                f"so the text is not held out:\n\n{table}"
             )
         return f"After training, on held-out text, by length in tokens:\n\n{table}"
     return (

@@ -119,6 +119,28 @@ def fingerprint(documents: Iterable[Document]) -> str:
     return digest.hexdigest()[:16]
 
 
+def in_common(documents: Sequence[Document], others: Iterable[Document]) -> int:
+    """How many of `documents` are also among `others`.
+
+    Two documents count as the same if one begins with all of the other. Then it does not matter to how many
+    tokens each was cut. If one has fewer than 64 tokens, they must be equal.
+    """
+    by_start: dict[bytes, list[int]] = {}
+    for number, document in enumerate(documents):
+        by_start.setdefault(_start(document), []).append(number)
+    found: set[int] = set()
+    for other in others:
+        for number in by_start.get(_start(other), ()):
+            both = min(len(other), len(documents[number]))
+            if torch.equal(other.input_ids[:both], documents[number].input_ids[:both]):
+                found.add(number)
+    return len(found)
+
+
+def _start(document: Document) -> bytes:
+    return document.input_ids[:64].numpy().tobytes()
+
+
 def tokenised(
     texts: Iterable[tuple[str, str]], tokenizer: Any, cache: TokenCache | None, *, first: int | None = None
 ) -> Iterator[tuple[str, Ids]]:

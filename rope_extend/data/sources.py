@@ -46,6 +46,11 @@ def _with_bundled_files(source: Source) -> Source:
         raise RopeExtendError(str(error)) from error
 
 
+def is_dataset(source: str) -> bool:
+    """Whether a source is a dataset on the hub, which has splits."""
+    return source not in _BUNDLED and not _is_path(source)
+
+
 def read_texts(
     source: Source, column: str, split: str, cache_dir: str | Path | None, *, streaming: bool = False
 ) -> Iterator[tuple[str, str]]:

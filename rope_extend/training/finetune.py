@@ -28,7 +28,6 @@ from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.restoring import undone_on_failure
 from rope_extend.checkpoint.saving import save
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
-from rope_extend.data.documents import Document, load_documents
 from rope_extend.data.packing import check_packing
 from rope_extend.data.sampled_positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.encodings import RopeShape
@@ -62,7 +61,7 @@ from rope_extend.training.step_plan import (
 )
 from rope_extend.training.text_reach import TextReach, text_reach
 from rope_extend.training.tracking import check_trackers
-from rope_extend.training.training_data import load_training_data
+from rope_extend.training.training_data import check_split, load_held_out, load_training_data, trained_on
 from rope_extend.units import format_bytes
 
 __all__ = [
@@ -166,9 +165,16 @@ def finetune(
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the other processes then read the tokens from the cache
-        blocks, content = load_training_data(recipe, tokenizer, sharding.replicas)
-        data = RunData(blocks, _held_out(recipe, tokenizer, lengths), lengths, chunk_size)
-    state = _first_state(recipe, content, sharding, checkpoint)
+        training = load_training_data(recipe, tokenizer, sharding.replicas)
+        held_out = load_held_out(recipe, tokenizer, lengths)
+    data = RunData(training.blocks, held_out, lengths, chunk_size, trained_on(recipe, held_out, training))
+    if data.trained_on and accelerator.is_main_process:
+        logger.warning(
+            "%d of the %d documents of eval_data are also training data, so their perplexity does not show "
+            "how the model does on new text; give other documents as eval_data",
+            data.trained_on, len(held_out),
+        )  # fmt: skip
+    state = _first_state(recipe, training.fingerprint, sharding, checkpoint)
     state = replace(state, memory_options=asdict(memory_options))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -197,7 +203,10 @@ def finetune(
                 save(trained, directory, overwrite=True, record=run.record)
                 if coverage is not None:
                     _report_positions(coverage, directory)
-                add_card(directory, perplexity=run.metrics.perplexity, before=run.metrics.before)
+                add_card(
+                    directory, perplexity=run.metrics.perplexity, before=run.metrics.before,
+                    trained_on=data.trained_on,
+                )  # fmt: skip
                 if data.held_out:
                     add_training_report(directory, trained_length=shape.trained_length)
                 logger.info("saved the adapter and its record in %s", directory)
@@ -380,6 +389,7 @@ def _check_model(
     recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding: Sharding
 ) -> tuple[RopeShape, TextReach]:
     """Try the recipe on the model, or on `recipe.model` without weights."""
+    check_split(recipe)
     if model is None:
         model = empty_model(recipe.model)
     elif isinstance(model, PeftModel) or current_patch(model) is not None:
@@ -443,22 +453,6 @@ def _evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:
         return recipe.eval_lengths
     doublings = math.ceil(math.log2(recipe.target_length / shape.trained_length))
     return (*(shape.trained_length * 2**i for i in range(doublings)), recipe.target_length)
-
-
-def _held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> list[Document]:
-    """Documents to evaluate on, long enough for every window."""
-    if recipe.eval_data is None:
-        return []
-    longest = max(lengths)
-    return load_documents(
-        recipe.eval_data,
-        tokenizer,
-        text_column=recipe.text_column,
-        split=recipe.eval_split,
-        min_tokens=longest,
-        max_documents=recipe.eval_documents,
-        max_tokens=longest,
-    )
 
 
 def _first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: Path | None) -> RunState:

@@ -28,7 +28,7 @@ from rope_extend.attention.shifted_sparse import shifted_sparse
 from rope_extend.checkpoint.record import Record
 from rope_extend.data.choices import CONSECUTIVE, RESTART, UNPACKED
 from rope_extend.data.curriculum import Curriculum
-from rope_extend.data.documents import Document
+from rope_extend.data.documents import Document, fingerprint
 from rope_extend.data.packing import scored
 from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.errors import RopeExtendError
@@ -73,12 +73,14 @@ class RunData:
         held_out: documents to evaluate on; may be empty.
         lengths: windows to evaluate at, in tokens.
         chunk_size: tokens of a window that an evaluation processes at a time; None for the default.
+        trained_on: how many of the documents to evaluate on are also training data.
     """
 
     blocks: Curriculum
     held_out: Sequence[Document]
     lengths: Sequence[int]
     chunk_size: int | None = None
+    trained_on: int = 0
 
 
 class TrainingRun:
@@ -123,7 +125,8 @@ class TrainingRun:
         self.objective, self.optimizer = accelerator.prepare(Objective(self.model), optimizer)
         # FSDP has replaced the parameters by shards.
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
-        self.metrics = Metrics(self.directory / "metrics.jsonl", accelerator, state.step)
+        self.evaluated = {"fingerprint": fingerprint(data.held_out), "trained_on": data.trained_on}
+        self.metrics = Metrics(self.directory / "metrics.jsonl", accelerator, state.step, self.evaluated)
         start_trackers(accelerator, recipe.tracked_by, self.directory, recipe.to_dict(), state.step)
 
     def _clip(self) -> float:
@@ -391,7 +394,7 @@ class TrainingRun:
         self.metrics.perplexity = result.ppl
         if not self.state.step:
             self.metrics.before = result.ppl
-        self.metrics.write(step=self.state.step, perplexity=result.ppl)
+        self.metrics.write(step=self.state.step, perplexity=result.ppl, eval_data=self.evaluated)
         if main:
             curve = ", ".join(f"{value:.2f} at {length}" for length, value in result.ppl.items())
             logger.info("step %d: perplexity %s", self.state.step, curve)

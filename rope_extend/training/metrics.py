@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,22 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_text
 
 
+def same_text(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+    """Whether two perplexities, by the `eval_data` of their lines, were measured on the same documents."""
+    return (one or {}).get("fingerprint") == (other or {}).get("fingerprint")
+
+
 class Metrics:
     """Writes `metrics.jsonl` and to the trackers, and keeps the latest measurements.
 
-    On resume, the lines of steps that will be repeated are dropped.
+    On resume, the lines of steps that will be repeated are dropped. Perplexities of other text than that of
+    this session stay in the file, but are not compared with those of this session.
 
     Args:
         path: the file.
         accelerator: the accelerator of the run.
         step: number of finished steps; 0 for a new run.
+        evaluated: the text of the session's evaluations, as it is written with every perplexity.
 
     Attributes:
         loss: loss of the last step that was not skipped, in nats.
@@ -34,7 +41,7 @@ class Metrics:
         RopeExtendError: the disk is full.
     """
 
-    def __init__(self, path: Path, accelerator: Accelerator, step: int) -> None:
+    def __init__(self, path: Path, accelerator: Accelerator, step: int, evaluated: Mapping[str, Any]) -> None:
         self.path, self.accelerator = path, accelerator
         self.loss, self.perplexity, self.before = math.nan, dict[int, float](), dict[int, float]()
         kept = []
@@ -46,10 +53,10 @@ class Metrics:
             if values["step"] <= step:
                 kept.append(line + "\n")
                 self.loss = values.get("loss", self.loss)
-                curve = values.get("perplexity", self.perplexity)
-                self.perplexity = {int(length): value for length, value in curve.items()}
-                if not values["step"]:
-                    self.before = self.perplexity
+                if "perplexity" in values and same_text(values.get("eval_data"), evaluated):
+                    self.perplexity = {int(length): value for length, value in values["perplexity"].items()}
+                    if not values["step"]:
+                        self.before = self.perplexity
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             with self._writing():
@@ -65,6 +72,7 @@ class Metrics:
             return
         with self._writing(), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
+        values.pop("eval_data", None)
         curve = {f"perplexity/{length}": value for length, value in values.pop("perplexity", {}).items()}
         self.accelerator.log(values | curve, step=step)
 

@@ -16,6 +16,7 @@ from rope_extend.files import replacing_directory
 from rope_extend.report.html import Picture, page
 from rope_extend.report.tables import Line, Section, number
 from rope_extend.report.versions import versions
+from rope_extend.training.metrics import same_text
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length
 
@@ -34,12 +35,17 @@ class RunLog:
     Attributes:
         steps: lines of optimizer steps that changed the weights, in order.
         curves: perplexity by length in tokens, by the step after which it was measured; 0 is before training.
+            Those on other text than the last one are left out.
         skipped: number of steps that changed no weight.
+        other_text: number of evaluations that are left out.
+        trained_on: number of documents of the evaluations that are also training data.
     """
 
     steps: Sequence[Mapping[str, Any]]
     curves: Mapping[int, Curve]
     skipped: int
+    other_text: int = 0
+    trained_on: int = 0
 
     @classmethod
     def read(cls, path: Path) -> RunLog:
@@ -48,7 +54,9 @@ class RunLog:
         Raises:
             RopeExtendError: the file does not exist, or it has no line of a step.
         """
-        steps, curves, skipped = [], {}, 0
+        steps: list[dict[str, Any]] = []
+        measured: list[dict[str, Any]] = []
+        skipped = 0
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
@@ -61,13 +69,19 @@ class RunLog:
             if "loss" in line:
                 steps.append(line)
             if "perplexity" in line:
-                curves[line["step"]] = {int(length): value for length, value in line["perplexity"].items()}
+                measured.append(line)
             skipped = max(skipped, line.get("skipped", 0))
         if not steps:
             raise RopeExtendError(
                 f"{path} has no line of a step; give the directory of a run that has trained"
             )
-        return cls(steps, curves, skipped)
+        evaluated: dict[str, Any] = (measured[-1].get("eval_data") if measured else None) or {}
+        same = [line for line in measured if same_text(line.get("eval_data"), evaluated)]
+        curves = {
+            line["step"]: {int(length): value for length, value in line["perplexity"].items()}
+            for line in same
+        }
+        return cls(steps, curves, skipped, len(measured) - len(same), evaluated.get("trained_on", 0))
 
     def values(self, name: str) -> list[float]:
         """The values of one metric, in all steps that have it."""
@@ -132,11 +146,12 @@ def _lead(recipe: Recipe, trained_length: int) -> str:
 
 
 def _sections(log: RunLog) -> list[Section]:
-    return [*([_perplexity(log.curves)] if log.curves else []), _course(log)]
+    return [*([_perplexity(log)] if log.curves else []), _course(log)]
 
 
-def _perplexity(curves: Mapping[int, Curve]) -> Section:
+def _perplexity(log: RunLog) -> Section:
     """One row for each evaluation; with two or more, also the ratio of the last to the first."""
+    curves = log.curves
     lengths = sorted({length for curve in curves.values() for length in curve})
     lines: list[Line] = [["", *map(format_length, lengths)]]
     for step, curve in sorted(curves.items()):
@@ -149,7 +164,15 @@ def _perplexity(curves: Mapping[int, Curve]) -> Section:
         change = ["–" if math.isnan(ratio) else f"{ratio:.3f}" for ratio in ratios]
         lines.append(["ratio, last to first", *change])
         notes.append("A ratio below 1 is an improvement.")
-    return Section("Perplexity by length, on held-out text", lines, notes)
+    if log.other_text:
+        notes.append(
+            f"{log.other_text} earlier evaluations on other text are left out, because they cannot be "
+            "compared; metrics.jsonl has them."
+        )
+    if not log.trained_on:
+        return Section("Perplexity by length, on held-out text", lines, notes)
+    notes.append(f"{log.trained_on} of the documents are also training data, so the text is not held out.")
+    return Section("Perplexity by length", lines, notes)
 
 
 def _course(log: RunLog) -> Section:

@@ -5,25 +5,39 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rope_extend.data.blocks import Blocks, cut_blocks
 from rope_extend.data.choices import RESTART, UNPACKED
 from rope_extend.data.curriculum import Curriculum, Stage
-from rope_extend.data.documents import Document, fingerprint, load_documents
+from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import PackedBlocks, packed_blocks
-from rope_extend.data.sources import read_texts
+from rope_extend.data.sources import is_dataset, read_texts
 from rope_extend.data.streaming import Stream
 from rope_extend.errors import RopeExtendError
 from rope_extend.training.recipe import Recipe
 
 
-def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> tuple[Curriculum, str]:
-    """Load the blocks of a run, stage by stage, and the fingerprint of their documents.
+@dataclass(frozen=True)
+class TrainingData:
+    """What a run trains on.
 
-    A stream has no fingerprint: its cursor has a digest of the text that was read.
+    Attributes:
+        blocks: the blocks, stage by stage.
+        fingerprint: that of the documents; "stream" for a stream, whose cursor has a digest of the text.
+        documents: the documents; None for a stream.
+    """
+
+    blocks: Curriculum
+    fingerprint: str
+    documents: Sequence[Document] | None
+
+
+def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> TrainingData:
+    """Load the blocks of a run.
 
     Raises:
         RopeExtendError: as `load_documents` and `cut_blocks`; the message names the source if there are
@@ -32,7 +46,7 @@ def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> tu
     if recipe.streaming:
         stream = _stream(recipe, tokenizer, processes)
         stream[0]  # fail now if it cannot be read
-        return Curriculum([Stage(0, recipe.length, 1, stream)]), "stream"
+        return TrainingData(Curriculum([Stage(0, recipe.length, 1, stream)]), "stream", None)
     weighted = recipe.data_weights is not None
     names = list(recipe.data) if weighted else [recipe.data]
     sources: list[list[Document]] = []
@@ -50,7 +64,56 @@ def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> tu
         first += steps
     content = [fingerprint(documents) for documents in sources]
     joined = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
-    return Curriculum(stages), joined if weighted else content[0]
+    every = [document for documents in sources for document in documents]
+    return TrainingData(Curriculum(stages), joined if weighted else content[0], every)
+
+
+def check_split(recipe: Recipe) -> None:
+    """Refuse to evaluate on the split of a hub dataset that the run trains on.
+
+    Raises:
+        RopeExtendError: names the dataset and the split.
+    """
+    for source in sorted(_entries(recipe.data) & _entries(recipe.eval_data)):
+        if is_dataset(source) and recipe.eval_split == recipe.split:
+            raise RopeExtendError(
+                f"recipe: eval_data {source!r} is also data, and both use the split {recipe.split!r}, so the "
+                "run would be evaluated on its training text; set eval_split to another split, such as test"
+            )
+
+
+def load_held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> list[Document]:
+    """Documents to evaluate on, long enough for every window; none without `eval_data`.
+
+    Raises:
+        RopeExtendError: as `load_documents`.
+    """
+    if recipe.eval_data is None:
+        return []
+    longest = max(lengths)
+    return load_documents(
+        recipe.eval_data,
+        tokenizer,
+        text_column=recipe.text_column,
+        split=recipe.eval_split,
+        min_tokens=longest,
+        max_documents=recipe.eval_documents,
+        max_tokens=longest,
+    )
+
+
+def trained_on(recipe: Recipe, held_out: Sequence[Document], training: TrainingData) -> int:
+    """How many of the documents to evaluate on are also training data.
+
+    The documents of a stream are not known. There all count if `eval_data` and `data` name the same source.
+    """
+    if training.documents is None:
+        return len(held_out) if _entries(recipe.data) & _entries(recipe.eval_data) else 0
+    return in_common(held_out, training.documents)
+
+
+def _entries(source: str | Sequence[str] | None) -> set[str]:
+    return {source} if isinstance(source, str) else set(source or ())
 
 
 def _stream(recipe: Recipe, tokenizer: Any, processes: int) -> Stream:

@@ -196,14 +196,15 @@ def test_a_verification_is_told(run: Path) -> None:
 
 @pytest.mark.usefixtures("private_cache")
 def test_fine_tuning_writes_the_card(work: Path, tmp_path: Path) -> None:
+    data = str(work / "data" / "a.txt")
     recipe = rx.Recipe(
-        model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
-        target_length=64, steps=1, lora_rank=2, eval_data=str(work / "data"), eval_documents=1,
+        model=str(work / "model"), data=data, output_dir=str(tmp_path / "run"),
+        target_length=64, steps=1, lora_rank=2, eval_data=str(work / "data" / "b.txt"),
     )  # fmt: skip
     rx.finetune(recipe)
     text = (tmp_path / "run" / CARD_NAME).read_text()
-    assert f"| data | `{work / 'data'}` |" in text
+    assert f"| data | `{data}` |" in text
     assert "1 steps" in text
     assert "After training, on held-out text" in text
     rx.merge(tmp_path / "run", tmp_path / "merged")
-    assert f"| data | `{work / 'data'}` |" in (tmp_path / "merged" / CARD_NAME).read_text()
+    assert f"| data | `{data}` |" in (tmp_path / "merged" / CARD_NAME).read_text()

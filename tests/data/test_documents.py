@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rope_extend.data.blocks import cut_blocks
-from rope_extend.data.documents import Document, fingerprint, load_documents
+from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
 from rope_extend.errors import RopeExtendError
 from rope_extend.units import format_length, parse_length
 
@@ -312,3 +312,20 @@ def test_lengths_as_people_write_them() -> None:
 def test_nonsense_is_no_length(nonsense: object) -> None:
     with pytest.raises(RopeExtendError, match="not a length in tokens"):
         parse_length(nonsense)
+
+
+def test_the_same_text_is_found_however_long_it_is_cut() -> None:
+    text, other = torch.arange(300), torch.arange(300).flip(0)
+    header = torch.cat([text[:100], other])  # the same start, such as a license, and other text
+    documents = [Document(str(number), ids) for number, ids in enumerate((text, other, header, text[:5]))]
+
+    def common(*ids: torch.Tensor) -> int:
+        return in_common(documents, [Document("other", each) for each in ids])
+
+    assert common(text[:80]) == 2  # also the start of the third
+    assert common(text[:150]) == 1
+    assert common(torch.cat([text, other])) == 1
+    assert common(other, other[:200]) == 1
+    assert common(text[:5]) == 1
+    assert common(text[:4], text[:6], text[5:], torch.arange(0)) == 0
+    assert common(text, other, header, text[:5]) == 4

@@ -27,6 +27,7 @@ from rope_extend.report.tables import number
 from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.lora import lora_config
 from rope_extend.training.run_report import RunLog, write_training_report
+from rope_extend.training.training_data import check_split
 from rope_extend.training.utilisation import device_peak, peak_flops, training_flops
 
 
@@ -81,6 +82,7 @@ def test_every_tracker_gets_every_line(recipe: Recipe, work: Path, recorder: typ
     assert [step for step, _ in logged] == [0, 1, 2, 2, 3, 4, 4]
     for (step, values), line in zip(logged, metrics(recipe.output_dir), strict=True):
         curve = {f"perplexity/{length}": value for length, value in line.pop("perplexity", {}).items()}
+        line.pop("eval_data", None)
         assert {"step": step, **values} == line | curve
     assert list(Path(recipe.output_dir, "tensorboard").glob("events.*"))
 
@@ -231,6 +233,61 @@ def test_the_report_has_the_measurements(run: Path) -> None:
     assert "after step 4" in html
     card = (run / "README.md").read_text()
     assert list(cells(card)["before training, extended"]) == [number(v) for v in curves[0].values()]
+
+
+def test_perplexities_of_different_texts_are_not_compared(recipe: Recipe, work: Path) -> None:
+    """A resumed run may be evaluated on other documents; what was measured before does not count then."""
+    recipe = replace(
+        recipe, data=str(work / "data" / "a.txt"), eval_data=str(work / "data" / "b.txt"), save_every=1
+    )
+    finetune(replace(recipe, steps=2))
+    directory = Path(recipe.output_dir)
+    other = replace(recipe, eval_data=str(work / "data" / "c.txt"), eval_every=1)
+    result = finetune(replace(other, steps=4), resume=True)
+    curves = {line["step"]: line["perplexity"] for line in metrics(directory) if "perplexity" in line}
+    assert list(curves) == [0, 2, 3, 4]
+    assert {str(length): value for length, value in result.perplexity.items()} == curves[4]
+    card = cells((directory / "README.md").read_text())
+    assert list(card["after training"]) == [number(value) for value in curves[4].values()]
+    assert "before training, extended" not in card
+    text = (directory / "report" / "report.md").read_text()
+    assert {"after step 3", "after step 4"} <= cells(text).keys()
+    assert not {"before training", "after step 2"} & cells(text).keys()
+    assert "2 earlier evaluations on other text are left out" in text
+
+    back = finetune(replace(recipe, steps=4), resume=directory / "checkpoints" / "step-3")
+    before = cells((back.output_dir / "README.md").read_text())["before training, extended"]
+    assert before == [number(value) for value in curves[0].values()]
+
+
+def test_evaluation_on_training_text_is_said(
+    recipe: Recipe, work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = work / "data"
+    recipe = replace(recipe, steps=1, max_tokens=200, data=(str(data / "a.txt"), str(data / "b.txt")))
+    finetune(replace(recipe, eval_data=str(data)))
+    assert "2 of the 3 documents of eval_data are also training data" in caplog.text
+    run = Path(recipe.output_dir)
+    for file in (run / "README.md", run / "report" / "report.md"):
+        assert "2 of the documents are also training data, so the text is not held out" in file.read_text()
+        assert "on held-out text" not in file.read_text()
+    caplog.clear()
+    held_out = replace(recipe, eval_data=str(data / "c.txt"), output_dir=str(tmp_path / "held-out"))
+    finetune(held_out)
+    assert "also training data" not in caplog.text
+    assert "on held-out text" in Path(held_out.output_dir, "README.md").read_text()
+    stream = replace(recipe, streaming=True, eval_data=recipe.data, output_dir=str(tmp_path / "stream"))
+    finetune(stream)
+    assert "2 of the 2 documents of eval_data are also training data" in caplog.text
+
+
+def test_the_split_that_a_run_trains_on_is_no_evaluation(recipe: Recipe) -> None:
+    run = replace(recipe, data="owner/name", eval_data="owner/name")
+    with pytest.raises(RopeExtendError, match=r"both use the split 'train'.*set eval_split to another split"):
+        finetune(run)
+    check_split(replace(run, eval_split="test"))
+    check_split(replace(run, eval_data="owner/other"))
+    check_split(replace(recipe, eval_data=recipe.data))  # files have no splits
 
 
 def test_a_report_replaces_the_one_before_whole_or_not_at_all(
