@@ -175,7 +175,7 @@ def save_checkpoint(
             torch.save(moments, partial / "optimizer.pt")
             (partial / "state.json").write_text(json.dumps(asdict(state), indent=2))
         accelerator.wait_for_everyone()
-        torch.save(_random_state(), partial / f"rng-{accelerator.process_index}.pt")
+        torch.save(_random_state(accelerator.device), partial / f"rng-{accelerator.process_index}.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             files = {
@@ -277,28 +277,31 @@ def load_checkpoint(
         raise RopeExtendError(
             f"cannot read the checkpoint {checkpoint}: {error}. Resume from an earlier one, by its path"
         ) from error
-    _restore_random_state(generators)
+    _restore_random_state(generators, accelerator.device)
 
 
 def _trainable(module: nn.Module) -> Mapping[str, nn.Parameter]:
     return {name: value for name, value in module.named_parameters() if value.requires_grad}
 
 
-def _random_state() -> dict[str, Any]:
-    """The state of the generators of Python, numpy and torch, in types that torch loads without pickle."""
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """The state of the generators of Python, numpy, torch and a GPU, in types that torch loads safely."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
-def _restore_random_state(state: Mapping[str, Any]) -> None:
+def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    cuda = state["cuda"]
+    if isinstance(cuda, list):  # an early checkpoint, with the state of every GPU that its process could see
+        cuda = cuda[min(device.index or 0, len(cuda) - 1)] if cuda else None
+    if cuda is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(cuda, device)

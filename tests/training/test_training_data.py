@@ -70,6 +70,43 @@ def test_two_processes_read_the_same_as_one_in_twice_the_passes(
     assert states[0].stream == states[1].stream
 
 
+class Gpus:
+    """Generators of GPUs, in place of those of `torch.cuda`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.states = [torch.tensor([number], dtype=torch.uint8) for number in range(count)]
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: self.states[device.index])
+        monkeypatch.setattr(torch.cuda, "set_rng_state", self.set)
+
+    def set(self, state: torch.Tensor, device: torch.device) -> None:
+        self.states[device.index] = state
+
+
+def test_a_checkpoint_has_the_generator_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that saw eight GPUs and used one resumes where there is one."""
+    Gpus(monkeypatch, 8)
+    saved = resume._random_state(torch.device("cuda", 5))
+    gpus = Gpus(monkeypatch, 1)
+    resume._restore_random_state(saved, torch.device("cuda", 0))
+    assert gpus.states[0].item() == 5
+    resume._restore_random_state(saved, torch.device("cpu"))
+    of_a_cpu = resume._random_state(torch.device("cpu"))
+    resume._restore_random_state(of_a_cpu, torch.device("cuda", 0))
+    assert gpus.states[0].item() == 5
+
+
+@pytest.mark.parametrize(("saved", "index", "restored"), [(8, 0, 0), (8, 5, 5), (1, 3, 0), (0, 0, 9)])
+def test_older_checkpoints_have_the_generators_of_all_gpus(
+    monkeypatch: pytest.MonkeyPatch, saved: int, index: int, restored: int
+) -> None:
+    gpus = Gpus(monkeypatch, 6)
+    gpus.states[index] = torch.tensor([9], dtype=torch.uint8)
+    older = resume._random_state(torch.device("cpu"))
+    older["cuda"] = [torch.tensor([number], dtype=torch.uint8) for number in range(saved)]
+    resume._restore_random_state(older, torch.device("cuda", index))
+    assert gpus.states[index].item() == restored
+
+
 def test_a_checkpoint_without_these_fields_resumes_bit_for_bit(recipe: Recipe, tmp_path: Path) -> None:
     """Its recipe and its state lack the fields, and the memory options have their old name."""
     finetune(recipe)
