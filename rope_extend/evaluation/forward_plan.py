@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from rope_extend.encodings import Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer
+from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
 from rope_extend.evaluation.flops import measured_rates, operations_of
 from rope_extend.evaluation.loss_computer import LossComputer, default_batch_tokens, default_chunk_bytes
 from rope_extend.memory.budget import MARGIN, available_memory, weight_bytes
@@ -291,6 +291,8 @@ class ForwardEstimator:
         self.spread, self.batch_tokens, self.setups = spread, batch_tokens, setups
         self.chunked = ChunkedForward(model, device)  # for its default chunk sizes
         self.model_bytes = self._counter().live
+        self._strategies: dict[int, Strategy | None] = {}
+        """How chunks are processed with each setup that was tried. The trial takes most of the time."""
 
     def estimate(self, tokens: int, chunk: int | None = None) -> ForwardEstimate:
         """The estimate for the default chunk size, or if that does not fit, for the largest that does."""
@@ -318,12 +320,15 @@ class ForwardEstimator:
 
     def memory(self, tokens: int, size: int) -> tuple[int, str]:
         """Peak bytes and strategy, for the setup that needs most memory."""
-        return max(self._memory(tokens, size, setup) for setup in self.setups)
+        return max(self._memory(tokens, size, number) for number in range(len(self.setups)))
 
-    def _memory(self, tokens: int, size: int, setup: Setup) -> tuple[int, str]:
-        """Peak bytes and strategy for one setup. Short windows are batched as the evaluator does it."""
-        with dry_run_attention(self.model, maskless=self.chunked.maskless), DirectKernelCalls(), setup():
+    def _memory(self, tokens: int, size: int, number: int) -> tuple[int, str]:
+        """Peak bytes and strategy for a setup, by number. Short windows are batched as by the evaluator."""
+        attention = dry_run_attention(self.model, maskless=self.chunked.maskless)
+        with attention, DirectKernelCalls(), self.setups[number]():
             shortened = _ShortenedForward(self.model, META)
+            if number in self._strategies:
+                shortened.strategy = self._strategies[number]
             computer = LossComputer(
                 self.model,
                 META,
@@ -335,6 +340,8 @@ class ForwardEstimator:
             with counter, torch.no_grad():
                 chunks = size < tokens and computer.can_chunk(tokens, size)
                 strategy = shortened.strategy if chunks else IN_ONE_PASS
+            if size < tokens:
+                self._strategies[number] = shortened.strategy
             ids = torch.zeros(max(1, self.batch_tokens // tokens), tokens, dtype=torch.int64, device=META)
             counter = self._counter()
             with counter, torch.no_grad():
