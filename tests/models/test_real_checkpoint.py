@@ -1,11 +1,12 @@
 """Checks on a small published Llama with real books, if both are available.
 
-Put a checkpoint in `../shared/models/stories260K` and texts in `../shared/data/books/validation`, next to the
-repository. The suite is complete without them.
+The environment variable ROPE_EXTEND_TEST_FILES names a directory with the checkpoint, `models/stories260K`,
+and texts, `data/books/validation`. The suite is complete without them.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
 
-SHARED = Path(__file__).parents[3] / "shared"
-MODEL, BOOKS = SHARED / "models" / "stories260K", SHARED / "data" / "books" / "validation"
+FILES = Path(os.environ.get("ROPE_EXTEND_TEST_FILES", "not-given"))
+MODEL, BOOKS = FILES / "models" / "stories260K", FILES / "data" / "books" / "validation"
 WINDOW, TARGET = 512, 4096
 
 pytestmark = [
