@@ -30,13 +30,15 @@ from rope_extend.files import sha256, write_text
 from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.models.view import rotary_part
 from rope_extend.patching import patch_model
-from rope_extend.report.tables import markdown_table, number
+from rope_extend.report.tables import is_private, markdown_table, number, public_name
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
 CARD_NAME = "README.md"
 PICTURE_NAME = "perplexity.png"
+_MOST_NAMES = 20
+"""Number of data sources that the card names."""
 _MARK = re.compile(r"\n<!-- written by rope_extend, ([0-9a-f]{64}) -->\n\Z")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -130,6 +132,8 @@ def add_card(directory: str | PathLike[str], **options: Any) -> None:
         write_card(directory, **options)
     except RopeExtendError as error:
         logger.warning("no model card: %s", error)
+    except Exception as error:  # the model is worth more than its card
+        logger.warning("no model card: %r", error)
 
 
 def _is_ours(text: str) -> bool:
@@ -170,7 +174,7 @@ def _facts(record: Record, recipe: Mapping[str, Any], data: str | Sequence[str] 
     parameters = {key: value for key, value in encoding.to_dict().items() if key != "name"}
     training_data = data or recipe.get("data")
     rows = {
-        "base model": f"`{record.base_model}`" if record.base_model else "not recorded",
+        "base model": _listed(record.base_model) if record.base_model else "not recorded",
         "method": f"`{encoding.name}`: {encoding.summary()}",
         "parameters of the method": f"`{json.dumps(parameters)}`" if parameters else "none",
         "source": source,
@@ -210,16 +214,66 @@ def _facts(record: Record, recipe: Mapping[str, Any], data: str | Sequence[str] 
 
 
 def _listed(value: str | Sequence[str]) -> str:
-    return ", ".join(f"`{each}`" for each in ([value] if isinstance(value, str) else value))
+    """Names of models or data for a cell of a table; of local paths only the last part."""
+    names = [value] if isinstance(value, str) else list(value)
+    shown = [
+        f"`{_one_line(public_name(name))}`{' (a local path)' if is_private(name) else ''}"
+        for name in names[:_MOST_NAMES]
+    ]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _one_line(text: str) -> str:
+    """Text of a file that somebody else may have written, so that it stays inside its cell and its quotes."""
+    return " ".join(text.split()).replace("`", "'")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None
+
+
+def _is_sources(value: Any) -> bool:
+    """Whether a value is text or a list of text. By aliases, lists of lists can be longer than their file."""
+    names = [value] if isinstance(value, str) else value
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+_SHOWN: Mapping[str, Callable[[Any], bool]] = {
+    "data": _is_sources,
+    "steps": _is_count,
+    "batch_size": _is_count,
+    "lora_rank": _is_count,
+    "positions": _is_name,
+    "block_length": _is_count,
+    "packing": _is_name,
+    "shifted_sparse": _is_count,
+}
+"""What the card shows of a recipe, and whether a value has the form that recipes have."""
 
 
 def _recipe(directory: Path) -> dict[str, Any]:
-    """The contents of a run's recipe; empty if it cannot be read."""
-    try:
-        data = yaml.safe_load((directory / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    """What the card shows of a run's recipe; empty, with a warning, if a recipe cannot look like that."""
+    path = directory / "recipe.yaml"
+    if not path.exists():
         return {}
-    return data if isinstance(data, dict) else {}
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        logger.warning("%s is not shown in the card: %s", path, error)
+        return {}
+    if not isinstance(data, dict):
+        logger.warning("%s is not shown in the card: it has no fields", path)
+        return {}
+    found = {key: data[key] for key in _SHOWN if data.get(key) is not None}
+    if wrong := [key for key, value in found.items() if not _SHOWN[key](value)]:
+        logger.warning("%s is not shown in the card: no recipe has such a value of %s", path, wrong[0])
+        return {}
+    return found
 
 
 def _measured(
@@ -303,7 +357,9 @@ def _checkpoint_lines(directory: Path, record: Record, name: str) -> Iterator[st
 
 
 def _adapter_lines(record: Record, name: str) -> Iterator[str]:
-    base = record.base_model or "BASE_MODEL"
+    base = public_name(record.base_model or "BASE_MODEL")
+    replaced = record.base_model is not None and is_private(record.base_model)
+    note = "  # a local path: replace it by your own, or by a hub id" if replaced else ""
     yield "### rope_extend"
     yield "This applies the encoding, then the weights, and checks that the base model is the right one:"
     yield _python("import rope_extend as rx", "", f"model = rx.load({_quoted(name)})")
@@ -318,7 +374,7 @@ def _adapter_lines(record: Record, name: str) -> Iterator[str]:
             "from transformers import AutoModelForCausalLM",
             "import rope_extend as rx",
             "",
-            f"base = AutoModelForCausalLM.from_pretrained({_quoted(base)})",
+            f"base = AutoModelForCausalLM.from_pretrained({_quoted(base)}){note}",
             f"model = rx.load_adapter(base, {_quoted(name)})",
         )
     else:
@@ -327,9 +383,9 @@ def _adapter_lines(record: Record, name: str) -> Iterator[str]:
             "from peft import PeftModel",
             "from transformers import AutoConfig, AutoModelForCausalLM",
             "",
-            f"config = AutoConfig.from_pretrained({_quoted(base)})",
+            f"config = AutoConfig.from_pretrained({_quoted(base)}){note}",
             *(f"config.{key} = {value!r}" for key, value in stock.items()),
-            f"base = AutoModelForCausalLM.from_pretrained({_quoted(base)}, config=config)",
+            f"base = AutoModelForCausalLM.from_pretrained({_quoted(base)}, config=config){note}",
             f"model = PeftModel.from_pretrained(base, {_quoted(name)})",
         )
     yield "### vLLM and llama.cpp"

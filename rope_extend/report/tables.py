@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import NamedTuple
 
 
@@ -50,6 +51,23 @@ def markdown_table(lines: Sequence[Line]) -> str:
         "| " + " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + " |"
         for line in (texts[0], rule, *texts[1:])
     )
+
+
+def public_name(name: str) -> str:
+    """A name for texts that people publish: of a path outside the working directory only the last part."""
+    return _last_part(name) or name
+
+
+def is_private(name: str) -> bool:
+    """Whether a name is a path outside the working directory: absolute, or through `~` or `..`."""
+    return _last_part(name) is not None
+
+
+def _last_part(name: str) -> str | None:
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if path.is_absolute() or name.startswith("~") or ".." in path.parts:
+            return path.name
+    return None
 
 
 def number(value: float | None) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing_directory
 from rope_extend.report.html import Picture, page
-from rope_extend.report.tables import Line, Section, number
+from rope_extend.report.tables import Line, Section, number, public_name
 from rope_extend.report.versions import versions
 from rope_extend.training.metrics import same_text
 from rope_extend.training.recipe import Recipe
@@ -140,8 +140,8 @@ def _lead(recipe: Recipe, trained_length: int) -> str:
     window = f"from {format_length(trained_length)} to {format_length(recipe.target_length)} tokens"
     blocks = f"blocks of {format_length(recipe.length)}"
     return (
-        f"{recipe.model}, {window} by {recipe.method}: {recipe.steps} steps of LoRA rank {recipe.lora_rank} "
-        f"on {blocks}, learning rate {recipe.learning_rate:g}."
+        f"{public_name(recipe.model)}, {window} by {recipe.method}: {recipe.steps} steps of LoRA rank "
+        f"{recipe.lora_rank} on {blocks}, learning rate {recipe.learning_rate:g}."
     )
 
 

@@ -19,7 +19,8 @@ from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
-from rope_extend.checkpoint.card import CARD_NAME, model_card, write_card
+from rope_extend.checkpoint import card as card_module
+from rope_extend.checkpoint.card import CARD_NAME, add_card, model_card, write_card
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.cli.main import main, parse
 from rope_extend.evaluation.perplexity_report import write_report
@@ -203,8 +204,91 @@ def test_fine_tuning_writes_the_card(work: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     rx.finetune(recipe)
     text = (tmp_path / "run" / CARD_NAME).read_text()
-    assert f"| data | `{data}` |" in text
+    assert "| data | `a.txt` (a local path) |" in text
     assert "1 steps" in text
     assert "After training, on held-out text" in text
     rx.merge(tmp_path / "run", tmp_path / "merged")
-    assert f"| data | `{data}` |" in (tmp_path / "merged" / CARD_NAME).read_text()
+    assert "| data | `a.txt` (a local path) |" in (tmp_path / "merged" / CARD_NAME).read_text()
+    for directory in ("run", "merged"):
+        assert str(work) not in (tmp_path / directory / CARD_NAME).read_text()
+        assert str(work) not in "".join(
+            path.read_text() for path in (tmp_path / directory).glob("report/*.md")
+        )
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """An adapter whose base model has an absolute path."""
+    llama().save_pretrained(tmp_path / "clients" / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "clients" / "base")
+    rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=TARGET)
+    return rx.save(
+        get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])), tmp_path / "run"
+    )
+
+
+def test_a_card_has_no_absolute_paths(adapter: Path, tmp_path: Path) -> None:
+    """People publish the card: it names the last part of a local path, and says that it is one."""
+    for data in (
+        "/home/alice/secret/corpus",
+        ["~/secret/corpus", "owner/name"],
+        "C:\\secret\\corpus",
+        "../secret/corpus",
+    ):
+        (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": data}))
+        text = model_card(adapter)
+        assert "secret" not in text
+        assert "clients" not in text
+        assert str(tmp_path) not in text
+        assert "| data | `corpus` (a local path)" in text
+        assert ("`owner/name`" in text) == isinstance(data, list)
+    assert "| base model | `base` (a local path) |" in text
+    assert (
+        'AutoConfig.from_pretrained("base")  # a local path: replace it by your own, or by a hub id' in text
+    )
+    for code in blocks(text, "python"):
+        compile(code, CARD_NAME, "exec")
+
+
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 12)
+)
+"""69 billion items, in a file of 600 bytes."""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "data: 5", "data: [5]", "data: {a: b}", "data: [[a]]", "steps: [1]", "positions: 3", "packing: []",
+        "shifted_sparse: x", "block_length: {}", "[1, 2]", "x", "", "\0", "a: " + "[" * 20_000,
+        f"{ALIASES}data: *a11", f"{ALIASES}steps: *a11",
+    ],
+)  # fmt: skip
+def test_a_recipe_of_another_form_is_left_out_of_the_card(
+    adapter: Path, recipe: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (adapter / "recipe.yaml").write_text(recipe)
+    text = model_card(adapter)
+    assert "| data | not recorded |" in text
+    assert len(text) < 10_000
+    if recipe not in ("x", ""):
+        assert "recipe.yaml" in caplog.text
+
+
+def test_text_of_a_recipe_stays_in_its_cell(adapter: Path) -> None:
+    (adapter / "recipe.yaml").write_text(
+        yaml.safe_dump({"data": "a\n\n## Loading\n|x`"})
+    )
+    text = model_card(adapter)
+    assert text.count("\n## Loading\n") == 1
+    assert "| data | `a ## Loading \\|x'` |" in text
+    (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": [f"d{n}" for n in range(500)]}))
+    assert "`d19` and 480 more |" in model_card(adapter)
+
+
+def test_an_unforeseen_error_in_a_card_does_not_end_the_work(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(card_module, "model_card", lambda *_, **__: {}["missing"])
+    add_card(adapter)
+    assert "no model card: KeyError('missing')" in caplog.text
