@@ -32,7 +32,7 @@ CHAT_TEMPLATES = "additional_chat_templates"
 _TOKENIZER_FILES = re.compile(
     r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template)\.json"
     r"|chat_template\.jinja|tokenizer\.model|spiece\.model|merges\.txt|vocab\.txt"
-    rf"|{CHAT_TEMPLATES}/[^/]+\.jinja"
+    rf"|{CHAT_TEMPLATES}(/[^/]+\.jinja)?"
 )
 """The files of a tokenizer. A checkpoint that brings its own replaces them all, since a loader mixes them."""
 
@@ -147,7 +147,8 @@ def _present_tokenizer(directory: Path) -> list[Path]:
     templates = directory / CHAT_TEMPLATES
     below = templates.iterdir() if _is_directory(templates) else ()
     names = [path.relative_to(directory) for path in (*directory.iterdir(), *below)]
-    return [name for name in names if _TOKENIZER_FILES.fullmatch(name.as_posix())]
+    known = [name for name in names if _TOKENIZER_FILES.fullmatch(name.as_posix())]
+    return [name for name in known if not _is_directory(directory / name)]
 
 
 def _in_use(target: Path, contents: str) -> RopeExtendError:
