@@ -45,7 +45,13 @@ from rope_extend.training.resume import RunState, load_checkpoint, save_checkpoi
 from rope_extend.training.sharding import Clipping, Objective, Sharding, whole
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.tracking import start_trackers
-from rope_extend.training.utilisation import device_peak, training_flops
+from rope_extend.training.utilisation import (
+    Spans,
+    device_peak,
+    document_spans,
+    group_spans,
+    training_operations,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +119,7 @@ class TrainingRun:
         self.record = Record.of(self.model, model.config.name_or_path or recipe.model)
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         self.peak = recipe.peak_flops or device_peak(accelerator.device, self.dtype)
-        self.flops = (
-            training_flops(self.model, recipe.length, quadratic=_quadratic(model)) if self.peak else None
-        )
+        self.operations = training_operations(self.model, quadratic=_quadratic(model)) if self.peak else None
         optimizer = torch.optim.AdamW(
             self.parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
@@ -136,11 +140,22 @@ class TrainingRun:
         norm = self.accelerator.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm)
         return float(whole(norm))
 
-    def _utilisation(self, speed: float) -> dict[str, float]:
-        """The share of the devices' peak at a speed in tokens per second; empty if the peak is unknown."""
-        if not self.peak or not self.flops:
+    def _utilisation(self, seconds: float) -> dict[str, float]:
+        """The share of the devices' peak in the current step; empty if the peak is unknown.
+
+        With packing, the documents of this process stand for those of all.
+        """
+        if not self.peak or not self.operations:
             return {}
-        return {"mfu": round(speed * self.flops / (self.peak * self.accelerator.num_processes), 4)}
+        recipe, length = self.recipe, self.data.blocks.at(self.state.step).length
+        spans: Spans = {length: 1.0}
+        if recipe.packing != UNPACKED:
+            passes = range(recipe.gradient_accumulation)
+            spans = document_spans(item for forward in passes for item in self._sequences(forward)[1])
+        elif recipe.shifted_sparse is not None:
+            spans = group_spans(length, recipe.shifted_sparse)
+        operations = self.tokens_per_step * self.operations.per_token(spans)
+        return {"mfu": round(operations / (seconds * self.peak * self.accelerator.num_processes), 4)}
 
     def _rate(self) -> float:
         """Learning rate of this step: linear from a tenth, then constant (2306.15595, section 3.1)."""
@@ -318,6 +333,7 @@ class TrainingRun:
             self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
+        utilisation = self._utilisation(seconds)
 
         before = self.state
         state = self.state = replace(
@@ -344,7 +360,7 @@ class TrainingRun:
                 grad_norm=norm,
                 tokens=state.tokens,
                 tokens_per_second=round(speed, 1),
-                **self._utilisation(speed),
+                **utilisation,
                 peak_memory_bytes=peak_memory_bytes(accelerator.device),
                 seconds=round(state.seconds, 3),
                 **self._data_metrics(state.step),

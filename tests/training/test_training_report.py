@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rope_extend.training.run_report as report_module
 from rope_extend import RopeExtendError
+from rope_extend.data.packing import packed
 from rope_extend.loss import NextTokenLoss
 from rope_extend.plots import training_curves as plots
 from rope_extend.report.tables import number
@@ -28,7 +29,13 @@ from rope_extend.training.finetune import Recipe, finetune
 from rope_extend.training.lora import lora_config
 from rope_extend.training.run_report import RunLog, write_training_report
 from rope_extend.training.training_data import check_split
-from rope_extend.training.utilisation import device_peak, peak_flops, training_flops
+from rope_extend.training.utilisation import (
+    device_peak,
+    document_spans,
+    group_spans,
+    peak_flops,
+    training_operations,
+)
 
 
 @pytest.fixture
@@ -144,10 +151,10 @@ def test_operations_are_those_that_a_training_step_does(recipe: Recipe, way: str
         attention = 3 * 4 * heads * model.config.num_hidden_layers * tokens * tokens
         products = counter.get_total_flops() - attention  # eager attention computes all pairs
         expected, flat = (
-            training_flops(peft_model, tokens, quadratic=quadratic) for quadratic in (True, False)
+            counted.per_token({tokens: 1})
+            for quadratic in (True, False)
+            if (counted := training_operations(peft_model, quadratic=quadratic))
         )
-        assert expected is not None
-        assert flat is not None
         causal = 3 * 4 * heads * model.config.num_hidden_layers * (tokens + 1) / 2
         assert expected - flat == pytest.approx(causal)
         # The last token is not scored, and one token more is used to find the size of the vocabulary.
@@ -189,10 +196,48 @@ def test_metrics_have_memory_and_utilisation_if_the_peak_is_known(recipe: Recipe
     assert all(line["peak_memory_bytes"] > 2**20 for line in lines)
     known = replace(recipe, peak_flops=1e9, output_dir=str(tmp_path / "known"))
     result = finetune(known)
-    flops = training_flops(result.model, known.length)
-    assert flops is not None
+    counted = training_operations(result.model)
+    assert counted is not None
+    flops = counted.per_token({known.length: 1})
     for line in metrics(known.output_dir):
         assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 1e9, rel=1e-3, abs=1e-4)
+
+
+def test_utilisation_counts_what_a_step_attends_to(recipe: Recipe, tmp_path: Path) -> None:
+    """Short blocks, documents and groups attend to fewer pairs than a long block with as many tokens."""
+    seen: dict[str, list[float]] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "whole": {}, "curriculum": {"curriculum": [[32, 1]]}, "packing": {"packing": "restart"},
+        "streaming": {"packing": "restart", "streaming": True}, "groups": {"shifted_sparse": 32},
+    }  # fmt: skip
+    for name, way in ways.items():
+        # So low a peak that the four digits of the metric do not matter.
+        run = replace(recipe, steps=2, max_tokens=100, peak_flops=1.0, output_dir=str(tmp_path / name), **way)
+        run = run if "packing" in way else replace(run, max_tokens=None)
+        result = finetune(run)
+        counted = training_operations(result.model)
+        assert counted is not None
+        seen[name] = [line["mfu"] / line["tokens_per_second"] for line in metrics(run.output_dir)]
+    whole, short = counted.per_token({TARGET: 1}), counted.per_token({32: 1})
+    near = {"rel": 1e-3}  # `tokens_per_second` is rounded
+    assert seen["whole"] == pytest.approx([whole, whole], **near)
+    assert seen["curriculum"] == pytest.approx([short, whole], **near)
+    # 128 tokens in groups of 32; shifted, in three groups and two halves.
+    pairs = (4 * 32 * 33 / 2 + 3 * 32 * 33 / 2 + 2 * 16 * 17 / 2) / 2
+    ratio = (pairs - 4 * 32 * 33 / 2) / (128 * 129 / 2 - 4 * 32 * 33 / 2)
+    assert seen["groups"] == pytest.approx([short + ratio * (whole - short)] * 2, **near)
+    for name in ("packing", "streaming"):  # documents of 100 tokens, in blocks of 128
+        assert all(counted.per_token({28: 1}) < value < counted.per_token({100: 1}) for value in seen[name])
+
+
+def test_packed_blocks_are_spans_of_documents() -> None:
+    blocks = [
+        packed([torch.arange(5), torch.arange(3)]),
+        packed([torch.arange(8)]),
+        packed([torch.arange(5)]),
+    ]
+    assert document_spans(blocks) == {5: 2, 3: 1, 8: 1}
+    assert group_spans(64, 16) == {16: 3.5, 8: 1.0}
 
 
 @pytest.fixture
