@@ -50,8 +50,8 @@ def check_output(directory: str | Path, *, overwrite: bool = False, resume: bool
     interrupted = holds_unfinished(directory)
     if interrupted and not (overwrite or resume):
         raise RopeExtendError(
-            f"{str(directory)!r} holds an interrupted evaluation; resume it (resume=True), or replace it "
-            "(overwrite=True)"
+            f"{str(directory)!r} holds an interrupted evaluation; give resume=True to resume it, or "
+            "overwrite=True to replace it"
         )
     return check_files(directory, FILES, overwrite=overwrite or (resume and interrupted))
 

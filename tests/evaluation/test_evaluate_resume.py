@@ -254,7 +254,7 @@ def test_the_command_resumes_after_ctrl_c(
     kept = len(list(output.glob("unfinished/*/*.npz")))
     assert kept > 0
     assert not (output / "results.jsonl").exists()
-    for again, message in (("", "resume it"), ("--resume --overwrite", "not allowed with")):
+    for again, message in (("", "give --resume to resume it"), ("--resume --overwrite", "not allowed with")):
         with pytest.raises(SystemExit):
             main(shlex.split(f"{command} --output {output} {again}"))
         assert message in capsys.readouterr().err
@@ -285,6 +285,9 @@ def test_the_command_resumes_while_it_writes_its_report(
             main(shlex.split(command))
     assert "the same command with --resume continues" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["unfinished"]
+    with pytest.raises(SystemExit):
+        main(shlex.split(command))
+    assert "give --resume to resume it, or --overwrite to replace it" in capsys.readouterr().err
     own = LlamaModel.forward
 
     def only_planned(self: Any, *args: Any, **kwargs: Any) -> Any:
