@@ -200,7 +200,7 @@ def _course(log: RunLog) -> Section:
     if shares:
         notes.append(
             "MFU: 4 operations per token and frozen weight, 6 per trained weight, and attention within the "
-            "causal mask, documents and groups, divided by the peak of dense products; recomputation does not "
-            "count."
+            "causal mask, documents and groups, divided by the peak of dense products; recomputation does "
+            "not count."
         )
     return Section("The run", lines, notes)

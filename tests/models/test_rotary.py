@@ -142,6 +142,19 @@ def test_positions_with_parts_need_one_table(per: str) -> None:
             module(torch.zeros(1, 20, 1), image)
 
 
+def test_a_long_row_does_not_change_a_short_one() -> None:
+    """The length of a row is that of its own positions, not of the longest row in the batch."""
+    model = llama()
+    with rx.patch_model(model, rx.encoding("dynamic_ntk", factor=FACTOR, per="row"), target_length=TARGET):
+        module, states = rotary(model), torch.zeros(2, 20, 1)
+        short, long = torch.arange(40, 60), torch.arange(TARGET - 20, TARGET)
+        together = module(states, torch.stack([short, long]))
+        for row, positions in enumerate((short, long)):
+            alone = module(states[:1], positions[None])
+            assert torch.equal(together[0][row], alone[0][0])
+            assert torch.equal(together[1][row], alone[1][0])
+
+
 def test_copies_and_pickles(patched: LlamaForCausalLM) -> None:
     patched.to(torch.bfloat16)
     assert_exact(copy.deepcopy(patched), torch.bfloat16, BF16_ROUNDING)

@@ -291,6 +291,32 @@ def test_the_first_step_is_adamw_on_the_mean_loss(recipe: Recipe) -> None:
             torch.testing.assert_close(after[name.replace(".default", "")], value, atol=1e-6, rtol=1e-3)
 
 
+def test_gradients_are_clipped_and_their_norm_is_from_before(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AdamW hardly depends on the size of a gradient, so the gradients are compared at its step."""
+    stepped: list[list[torch.Tensor]] = []
+    step = torch.optim.AdamW.step
+
+    def record(self: torch.optim.AdamW, *args: Any, **options: Any) -> Any:
+        gradients = [value.grad.clone() for group in self.param_groups for value in group["params"]]
+        if not gradients[0].is_meta:  # not a dry run
+            stepped.append(gradients)
+        return step(self, *args, **options)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", record)
+    recipe = replace(recipe, steps=1, save_every=0, lora_dropout=0)
+    for name, limit in (("free", 1e9), ("clipped", 1e-3)):
+        finetune(replace(recipe, max_grad_norm=limit, output_dir=str(tmp_path / name)))
+    free, clipped = stepped
+    norm = math.sqrt(sum(float(value.square().sum()) for value in free))
+    assert norm > 1e-2
+    for name in ("free", "clipped"):
+        assert metrics(tmp_path / name)[0]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    for one, other in zip(free, clipped, strict=True):
+        torch.testing.assert_close(other, one * (1e-3 / norm), rtol=1e-4, atol=0)
+
+
 def test_the_control_run_trains_at_the_old_window(recipe: Recipe) -> None:
     result = finetune(replace(recipe, method="none", target_length=TRAINED))
     assert not result.patch.changed

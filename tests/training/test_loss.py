@@ -92,6 +92,23 @@ def test_loss_and_gradients_equal_the_stock_model(family: str) -> None:
     assert_same_training_step(tiny(family), chunk_bytes=5 * 4 * VOCABULARY)  # 5 tokens: an uneven split
 
 
+def test_token_0_is_a_target_like_any_other() -> None:
+    """It is the padding token of many models; only labels of -100 are not scored."""
+    model = tiny("llama")
+    ids = torch.tensor([[5, 0, 7, 0, 0, 9, 0]])
+    with torch.no_grad():
+        logs = model(ids).logits[0, :-1].log_softmax(-1)
+        expected = -logs.gather(-1, ids[0, 1:, None])[:, 0]
+        hidden, targets = hidden_states(model, ids), torch.cat([ids[:, 1:], torch.tensor([[IGNORED]])], dim=1)
+        losses = token_losses(hidden, output_head(model), targets)
+        stock = model(ids, labels=ids).loss.item()
+    assert len(set(expected[ids[0, 1:] == 0].tolist())) == 4
+    torch.testing.assert_close(losses[0, :-1], expected, rtol=0, atol=1e-5)
+    assert losses[0, -1] == 0
+    assert next_token_loss(model, ids).item() == pytest.approx(expected.mean().item(), abs=1e-5)
+    assert next_token_loss(model, ids).item() == pytest.approx(stock, abs=1e-5)
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 2**26])
 def test_any_chunk_size_gives_the_same_step(chunk_bytes: int) -> None:
     assert_same_training_step(tiny("llama"), chunk_bytes)
