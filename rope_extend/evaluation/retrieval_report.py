@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from rope_extend.report.html import Picture, page
 from rope_extend.report.tables import Line, Section, interval
 from rope_extend.report.versions import versions
 from rope_extend.units import format_length
+
+logger = logging.getLogger(__name__)
 
 TABLE, PAGE = "table.md", "report.html"
 PICTURES = ("heat_map_*.png", "accuracy_*.png")
@@ -58,6 +61,11 @@ def read_retrievals(paths: Sequence[str | Path]) -> list[RetrievalResult]:
         for name, path in zip(distinct_names(paths), paths, strict=True)
         for result in read_retrieval(path)
     ]
+    prompts: dict[tuple[str, int, float | None], set[str | None]] = {}
+    for cell in (cell for _, result in results for cell in result.cells):
+        prompts.setdefault((cell.task, cell.length, cell.depth), set()).add(cell.data)
+    if any(len(fingerprints) > 1 for fingerprints in prompts.values()):
+        logger.warning("these rows answered different prompts, so they cannot be compared")
     labels = distinct_labels([result.label for _, result in results], [name for name, _ in results])
     return [replace(result, label=label) for (_, result), label in zip(results, labels, strict=True)]
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cases import llama
+from test_output_files import draw
 from test_perplexity import measure, texts
 from test_retrieval import TOKENIZER, measured
 
@@ -25,6 +26,7 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, compare_retrieval
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
+from rope_extend.evaluation.identity import differences, model_identity
 from rope_extend.evaluation.perplexity_report import read_results, write_report
 from rope_extend.evaluation.results import EvaluationRow, Subject
 from rope_extend.evaluation.retrieval_report import read_retrieval, write_retrieval
@@ -212,6 +214,9 @@ def test_an_artefact_of_another_measurement_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("curves.plot_perplexity", "curves.plot_loss_by_position", "retrieval_maps.plot_accuracy"):
+        monkeypatch.setattr(f"rope_extend.plots.{name}", draw)
+    monkeypatch.setattr("rope_extend.plots.retrieval_maps.plot_heat_map", draw)
     use = globals()[artefact]
     model = MODEL_DIR if artefact == "settings" else llama(vocab_size=TOKENIZER.vocab_size)
     directory = tmp_path / "artefact"
@@ -224,3 +229,14 @@ def test_an_artefact_of_another_measurement_is_refused(
         with pytest.raises(RopeExtendError, match=message):
             use(directory, model, **changes)
     assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
+
+
+def test_only_buffers_that_are_saved_are_part_of_a_model() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    module.register_buffer("saved", torch.zeros(2, dtype=torch.bool))
+    module[0].register_buffer("cached", torch.zeros(3), persistent=False)
+    before = model_identity(module)
+    module[0].cached += 1
+    assert model_identity(module) == before
+    module.saved[1] = True
+    assert differences(before, model_identity(module)).startswith("weights (")

@@ -7,13 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_output_files import draw
 from test_report_and_plots import TRAINED, row
+from test_saved_runs import FIRST, retrieved
 
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import adapter_labels
 from rope_extend.evaluation.labels import distinct_names
 from rope_extend.evaluation.perplexity_report import read_runs, write_report
+from rope_extend.evaluation.retrieval_report import read_retrievals, write_retrieval
 
 YARN = SimpleNamespace(encoding=encoding("yarn", factor=2.0), target_length=64)
 PLAIN = SimpleNamespace(encoding=encoding("none"), target_length=256)
@@ -48,6 +51,14 @@ def test_names_have_as_many_parts_as_are_needed() -> None:
     assert distinct_names(["/a/x", "/a/x/"]) == ["x", "x"]
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("curves.plot_perplexity", "curves.plot_loss_by_position", "retrieval_maps.plot_accuracy"):
+        monkeypatch.setattr(f"rope_extend.plots.{name}", draw)
+    monkeypatch.setattr("rope_extend.plots.retrieval_maps.plot_heat_map", draw)
+
+
+@pytest.mark.usefixtures("no_pictures")
 def test_runs_in_directories_of_the_same_name_have_different_labels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -60,3 +71,18 @@ def test_runs_in_directories_of_the_same_name_have_different_labels(
     write_report([other], tmp_path / "c", trained_length=TRAINED)
     read_runs([*paths, tmp_path / "c"])
     assert "measured on different texts" in caplog.text
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_runs_of_retrieval_on_different_prompts_are_pointed_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, data in (("a", "x"), ("b", "x"), ("c", "y")):
+        write_retrieval([retrieved("none", FIRST, data=data)], tmp_path / name)
+    assert [one.label for one in read_retrievals([tmp_path / "a", tmp_path / "b"])] == [
+        "none (a)",
+        "none (b)",
+    ]
+    assert not caplog.text
+    read_retrievals([tmp_path / "a", tmp_path / "c"])
+    assert "answered different prompts" in caplog.text
