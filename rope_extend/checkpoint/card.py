@@ -6,9 +6,9 @@ code that works for this encoding in this form. If there is none, the card says 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from transformers import AutoConfig
 
+from rope_extend.checkpoint.card_mark import CARD_NAME, is_our_card, marked
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.guard import has_stock_config
 from rope_extend.checkpoint.manifest import RECORD_NAME, read_json
@@ -35,11 +36,9 @@ from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-CARD_NAME = "README.md"
 PICTURE_NAME = "perplexity.png"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""
-_MARK = re.compile(r"\n<!-- written by rope_extend, ([0-9a-f]{64}) -->\n\Z")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -114,14 +113,13 @@ def write_card(
     path = Path(directory) / CARD_NAME
     text = model_card(directory, **options)
     try:
-        if path.exists() and not _is_ours(path.read_text(encoding="utf-8")):
+        if os.path.lexists(path) and not is_our_card(path):
             logger.info("%s was written or edited by somebody else; it is not replaced", path)
             return None
         if draw is not None:
             draw(path.with_name(PICTURE_NAME))
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        write_text(path, f"{text}\n<!-- written by rope_extend, {digest} -->\n")
-    except (OSError, UnicodeDecodeError) as error:
+        write_text(path, marked(text))
+    except OSError as error:
         raise RopeExtendError(f"cannot write {path}: {error}") from error
     return path
 
@@ -134,12 +132,6 @@ def add_card(directory: str | PathLike[str], **options: Any) -> None:
         logger.warning("no model card: %s", error)
     except Exception as error:  # the model is worth more than its card
         logger.warning("no model card: %r", error)
-
-
-def _is_ours(text: str) -> bool:
-    """Whether rope_extend wrote a card and nobody has edited it."""
-    mark = _MARK.search(text)
-    return mark is not None and hashlib.sha256(text[: mark.start()].encode()).hexdigest() == mark[1]
 
 
 def _front_matter(record: Record, adapter: bool) -> str:

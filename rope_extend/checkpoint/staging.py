@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from safetensors import SafetensorError
 
+from rope_extend.checkpoint.card_mark import CARD_NAME, is_our_card
 from rope_extend.checkpoint.manifest import RECORD_NAME, is_weight_file
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import flush
@@ -211,6 +212,8 @@ def _replaced_by(new: list[Path], target: Path) -> set[Path]:
     old = {name for name in (*_present(target), *new) if os.path.lexists(target / name)}
     if any(_TOKENIZER_FILES.fullmatch(name.as_posix()) for name in new):
         old |= set(_present_tokenizer(target))
+    if old and is_our_card(target / CARD_NAME):  # it describes the former checkpoint
+        old.add(Path(CARD_NAME))
     # A link or a file in the place of a directory is replaced itself; nothing is written through a link.
     for name in new:
         for parent in name.parents[:-1]:

@@ -127,7 +127,8 @@ def card(arguments: argparse.Namespace) -> None:
 
     A README.md that somebody else wrote or edited is not replaced.
     """
-    from rope_extend.checkpoint.card import CARD_NAME, write_card
+    from rope_extend.checkpoint.card import write_card
+    from rope_extend.checkpoint.card_mark import CARD_NAME
 
     path = write_card(
         arguments.directory, data=arguments.data, name=arguments.name, **_results(arguments.results)

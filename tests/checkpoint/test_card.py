@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint import card as card_module
-from rope_extend.checkpoint.card import CARD_NAME, add_card, model_card, write_card
+from rope_extend.checkpoint.card import add_card, model_card, write_card
+from rope_extend.checkpoint.card_mark import CARD_NAME
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.cli.main import main, parse
 from rope_extend.evaluation.perplexity_report import write_report
@@ -276,9 +277,7 @@ def test_a_recipe_of_another_form_is_left_out_of_the_card(
 
 
 def test_text_of_a_recipe_stays_in_its_cell(adapter: Path) -> None:
-    (adapter / "recipe.yaml").write_text(
-        yaml.safe_dump({"data": "a\n\n## Loading\n|x`"})
-    )
+    (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": "a\n\n## Loading\n|x`"}))
     text = model_card(adapter)
     assert text.count("\n## Loading\n") == 1
     assert "| data | `a ## Loading \\|x'` |" in text

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
+from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.checkpoint.staging import staged
 from rope_extend.files import sha256
@@ -88,6 +89,23 @@ def test_a_new_tokenizer_replaces_all_files_of_the_old_one(tmp_path: Path) -> No
     assert AutoTokenizer.from_pretrained(directory).chat_template is None
     assert (directory / TEMPLATES / "notes.txt").read_text() == "mine"
     assert not (directory / TEMPLATES / "rag.jinja").exists()
+
+
+@pytest.mark.parametrize("whose", ["ours", "edited", "a link"])
+def test_the_card_of_the_former_checkpoint_goes_with_it_unless_somebody_edited_it(
+    tmp_path: Path, whose: str
+) -> None:
+    directory = rx.save(extended(), tmp_path / "full")
+    card = write_card(directory)
+    assert card is not None
+    if whose == "edited":
+        card.write_text(card.read_text() + "mine")
+    elif whose == "a link":
+        card.rename(tmp_path / "elsewhere.md")
+        card.symlink_to(tmp_path / "elsewhere.md")
+    before = contents(directory)[card.name]
+    rx.save(extended("linear"), directory, overwrite=True)
+    assert contents(directory).get(card.name) == (None if whose == "ours" else before)
 
 
 def test_a_link_to_a_directory_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
