@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from rope_extend.evaluation.output_directory import RESULTS
+
 
 def distinct_names(directories: Sequence[str | Path]) -> list[str]:
     """Names of directories: the ends of their paths, with as many parts as are needed to tell them apart.
 
-    The same directory gets the same name. The directory of a file is named instead of the file.
+    The same directory gets the same name. `results.jsonl` has the name of its directory.
     """
     paths = [Path(directory).resolve() for directory in directories]
-    paths = [path.parent if path.is_file() else path for path in paths]
+    paths = [path.parent if path.name == RESULTS else path for path in paths]
     names: list[str] = []
     for count in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = [str(Path(*path.parts[-count:])) for path in paths]

@@ -48,7 +48,8 @@ def test_names_have_as_many_parts_as_are_needed() -> None:
     assert distinct_names(["/a/x", "/b/y"]) == ["x", "y"]
     assert distinct_names(["/a/x/1", "/b/x/1", "/b/y/1"]) == ["a/x/1", "b/x/1", "b/y/1"]
     assert distinct_names(["/x", "/a/x"]) == ["/x", "a/x"]
-    assert distinct_names(["/a/x", "/a/x/"]) == ["x", "x"]
+    assert distinct_names(["/a/x", "/a/x/", "/a/x/results.jsonl"]) == ["x", "x", "x"]
+    assert distinct_names(["/a/x/results.jsonl", "/a/x/older.jsonl"]) == ["x", "older.jsonl"]
 
 
 @pytest.fixture
