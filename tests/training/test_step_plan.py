@@ -545,7 +545,7 @@ def test_the_command_prints_the_plan_and_does_nothing(
     ]  # fmt: skip
     assert sum(line.endswith("chosen") for line in lines) == 1
     assert "evaluation" not in "".join(lines)
-    main(shlex.split(f"{command} --target-length 4k --eval-data nowhere --eval-lengths 256,8k"))
+    main(shlex.split(f"{command} --target-length 4k --eval-data elsewhere --eval-lengths 256,8k"))
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"evaluation at 8,192 tokens +[\d.]+ [MG]B +-  fits, in one pass", last)
     assert not list(tmp_path.iterdir())
