@@ -107,7 +107,7 @@ def in_families(
 def by_method(
     cases: Sequence[Case], names: Sequence[str] = (), values: Sequence[tuple[Any, ...]] = ((),), turn: int = 0
 ) -> pytest.MarkDecorator:
-    """Parametrise `case`, and other arguments beside it, for an expensive check.
+    """Parametrise `case`, and other arguments with it, for an expensive check.
 
     Each method has a row for each of the values. If several cases are of one method, they take turns, from
     the case `turn` on; the other rows are marked `full`.
