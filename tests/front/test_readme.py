@@ -137,3 +137,12 @@ def test_everything_runs_as_written(tmp_path: Path) -> None:
             subprocess.run([sys.executable, "-c", block.text], cwd=tmp_path, check=True)
     assert (tmp_path / "runs" / "report" / "perplexity.png").exists()
     assert (tmp_path / "runs" / "extended" / "config.json").exists()
+
+
+def test_the_tests_that_pages_name_exist() -> None:
+    names = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for page in [*PAGES, "CONTRIBUTING.md"]:
+        text = read(page)
+        named = set(re.findall(r"\btests/[\w/]+\.py", text))
+        assert not {path for path in named if not (ROOT / path).exists()}, page
+        assert set(re.findall(r"(?<![\w/])test_\w+\.py", text)) <= names, page
