@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -217,11 +218,17 @@ def _refuse_unused(adapted: PeftModel, directory: Path) -> None:
     Raises:
         ValueError: names the first one.
     """
-    from peft import get_peft_model_state_dict
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     taken = {*get_peft_model_state_dict(adapted, save_embedding_layers=False), *adapted.state_dict()}
     with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
         unused = sorted(set(file.keys()) - taken)
+    if unused:  # by their names in the file; peft renames some, and tells only when it loads them
+        weights, adapter = load_peft_weights(str(directory), device="cpu"), adapted.active_adapter
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*no-op")  # of layers that are offloaded
+            keys = set_peft_model_state_dict(adapted, weights, adapter).unexpected_keys
+        unused = sorted({re.sub(rf"\.{adapter}(?=\.|$)", "", key) for key in keys} - taken)
     if unused:
         raise ValueError(
             f"its weight {unused[0]!r} and {len(unused) - 1} more have no place in the model. Check the "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import llama
+from cases import FAMILIES, llama, tiny_model
 from integrity import (
     each,
     extended,
@@ -167,6 +167,27 @@ def test_a_weight_of_an_adapter_that_nothing_takes_is_refused(directory: Path, n
     with pytest.raises(RopeExtendError, match=name):
         rx.load_adapter(base, directory)
     assert list(vars(base.model.layers[0].self_attn.q_proj)) == before
+
+
+def test_an_adapter_whose_weights_are_renamed_on_loading_is_taken(tmp_path: Path) -> None:
+    """peft follows transformers' renaming: Gemma 3 had another order of modules in transformers 4."""
+    base = tiny_model(next(family for family in FAMILIES if family.model_type == "gemma3"))
+    base.save_pretrained(tmp_path / "base")
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
+    directory = rx.save(adapted, tmp_path / "adapter")
+    old, path = "base_model.model.language_model.model.", weights_of(directory)
+    weights = {
+        key.replace("base_model.model.model.language_model.", old): weight
+        for key, weight in load_file(path).items()
+    }
+    assert any(key.startswith(old) for key in weights)
+    save_file(weights, path)
+    unsealed(directory)
+    assert torch.equal(logits(rx.load(directory)), logits(adapted))
+    assert rx.merge(directory, tmp_path / "merged").is_dir()
+    save_file({**weights, f"{old}layers.0.self_attn.q_proj.lora_other": torch.ones(2, 32)}, path)
+    with pytest.raises(RopeExtendError, match=r"does not fit.*layers.0.self_attn.q_proj.lora_other"):
+        rx.load(directory)
 
 
 OTHER_ADAPTERS: dict[str, PeftConfig] = {
