@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.positions import Forward
@@ -12,9 +16,13 @@ MASK_ROWS = 512
 """The largest number of queries for which a mask is computed at a time."""
 
 
+_HIDDEN = -9e3
+"""An added mask hides a key by less than this. In use are -1e4, -1e9, the least number and -inf."""
+
+
 def visible(mask: Tensor) -> Tensor:
     """Which keys each query sees, bool, from a mask that is bool or is added to the logits."""
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    return mask if mask.dtype == torch.bool else mask > _HIDDEN
 
 
 def sees_later_keys(call: AttentionCall, forward: Forward) -> bool:
@@ -25,24 +33,39 @@ def sees_later_keys(call: AttentionCall, forward: Forward) -> bool:
     mask, new = call.mask, call.query.shape[2]
     if new == 1:
         return False
-    if not isinstance(mask, Tensor) or mask.dim() != 4:
+    of_flex = hasattr(mask, "mask_mod")  # a BlockMask
+    if not of_flex and (not isinstance(mask, Tensor) or mask.dim() != 4):
         return not call.is_causal
-    if mask.is_meta:
+    if isinstance(mask, Tensor) and mask.is_meta:
         return False
     name = ("sees later", id(mask))
     if name not in forward.tables:
         total = forward.keys.shape[1]
         stored = min(total, call.key.shape[2])  # a sliding window has its last keys only
+
+        def shown(start: int, stop: int) -> Tensor:
+            """Which keys the queries from `start` to `stop` see, bool `[batch, heads, queries, keys]`."""
+            if of_flex:
+                return _of_block_mask(mask, start, stop, stored, call.query.device)
+            return visible(mask[:, :, start:stop, :stored])
+
         # The mask is kept with the result, so that no other mask gets its id.
-        forward.tables[name] = mask, _shows_later(mask[..., :stored], stored - new)
+        forward.tables[name] = mask, _shows_later(shown, new, stored - new)
     found: bool = forward.tables[name][1]
     return found
 
 
-def _shows_later(mask: Tensor, first: int) -> bool:
-    """Whether a mask `[batch, heads, T, K]` shows a key after the query; key `first` is that of query 0."""
-    found = torch.zeros((), dtype=torch.bool, device=mask.device)
-    for start in range(0, mask.shape[2], MASK_ROWS):
-        later = visible(mask[:, :, start : start + MASK_ROWS, first + start + 1 :])
-        found |= later.triu().any()
+def _of_block_mask(mask: Any, start: int, stop: int, keys: int, device: torch.device) -> Tensor:
+    rows, heads = mask.shape[:2]
+    return create_mask(
+        lambda b, h, q, k: mask.mask_mod(b, h, q + start, k), rows, heads, stop - start, keys, str(device)
+    )
+
+
+def _shows_later(shown: Callable[[int, int], Tensor], queries: int, first: int) -> bool:
+    """Whether a query sees a key after its own; key `first` is that of query 0."""
+    found = False
+    for start in range(0, queries, MASK_ROWS):
+        later = shown(start, min(start + MASK_ROWS, queries))[..., first + start + 1 :]
+        found = found | later.triu().any()
     return bool(found)

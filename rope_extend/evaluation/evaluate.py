@@ -75,11 +75,12 @@ def evaluate(
     connected = processes(config.load_options().torch_device)
     if connected:  # no process changes the directory before all have checked it
         connected.wait_for_everyone()
+    measured = evaluation_rows(config, finished=output / UNFINISHED, progress=progress)  # checks the config
     if overwrite and is_main_process():
         remove_unfinished(output)
     if connected:
         connected.wait_for_everyone()
-    rows = list(evaluation_rows(config, finished=output / UNFINISHED, progress=progress))
+    rows = list(measured)
     if is_main_process():
         trained_length = rows[0].trained_length
         assert trained_length is not None

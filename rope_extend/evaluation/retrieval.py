@@ -103,11 +103,11 @@ class TrialLog:
         trials: dict[TrialKey, Trial] = {}
         if not self.file.exists():
             return trials
-        text = self.file.read_text(encoding="utf-8")
-        complete = text[: text.rfind("\n") + 1]
-        if complete != text:
-            write_text(self.file, complete)
-        for number, line in enumerate(complete.splitlines(), start=1):
+        content = self.file.read_bytes()  # the cut may be inside a character
+        complete = content[: content.rfind(b"\n") + 1]
+        if complete != content:
+            write_text(self.file, complete.decode("utf-8"))
+        for number, line in enumerate(complete.split(b"\n")[:-1], start=1):
             try:
                 values = json.loads(line)
                 trial = Trial.from_dict(values) if values["label"] == self.label else None

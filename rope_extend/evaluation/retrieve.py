@@ -166,7 +166,7 @@ class _RetrievalRun:
         label = candidate.label if crop is None else f"{candidate.label}, cropped to {format_length(crop)}"
         logger.info("retrieval: %s", label)
         # The label of an adapter depends on the other adapters of the run, its directory does not.
-        key = candidate.adapter or label
+        key = label if candidate.adapter is None else f"adapter {candidate.adapter}"
         return answer_prompts(
             candidate.model,
             self.tokenizer,

@@ -16,6 +16,7 @@ from cases import FACTOR, KINDS, PARTIAL, TARGET, TRAINED, FamilyCase, llama, ti
 from covering import few
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache, PreTrainedModel, StaticCache, masking_utils
 
 import rope_extend as rx
@@ -267,6 +268,26 @@ def test_decay_refuses_masks_that_look_ahead() -> None:
         for given in ({"attention_mask": AHEAD["prefix"][None, None]}, {"is_causal": False}):
             with pytest.raises(PatchError, match=r"xpos.*attend to later ones.*use causal attention"):
                 logits(model, tokens(1, 48), **given)
+
+
+def test_decay_refuses_block_masks_that_look_ahead() -> None:
+    model, input_ids = llama(), tokens(1, 24)
+    prefix = create_block_mask(lambda b, h, q, k: (q >= k) | (k < 8), None, None, 24, 24, device="cpu")
+    model.set_attn_implementation("flex_attention")
+    with (
+        rx.extend(model, TARGET, "xpos"),
+        pytest.raises(PatchError, match=r"attend to later ones.*use causal attention"),
+    ):
+        model(input_ids, attention_mask=prefix, use_cache=False)
+
+
+@pytest.mark.parametrize("hidden", [-1e4, -1e9, torch.finfo(torch.bfloat16).min, -torch.inf])
+@pytest.mark.parametrize("method", ["xpos", "linear_attention"])
+def test_masks_may_hide_keys_by_any_large_number(hidden: float, method: str) -> None:
+    model, input_ids = llama(), tokens(1, 40)
+    with rx.patch_model(model, rx.encoding(method), target_length=TARGET):
+        mask = torch.full((1, 1, 40, 40), hidden).triu(1)
+        same(model(input_ids, attention_mask=mask, use_cache=False).logits, logits(model, input_ids))
 
 
 @in_pairs

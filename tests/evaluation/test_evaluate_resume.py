@@ -19,6 +19,7 @@ from rope_extend.checkpoint.peft_models import tuner_layers
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import TRIAL_CHUNKS
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.identity import differences, model_identity
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.plots.style import Canvas
@@ -312,3 +313,17 @@ def test_the_command_starts_over_on_request(
     with pytest.raises(SystemExit):
         main(shlex.split(f"{command} --resume"))
     assert "already holds" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_a_mistake_costs_no_finished_document_if_overwriting(work: Path, tmp_path: Path) -> None:
+    row = tmp_path / "unfinished" / "none"
+    row.mkdir(parents=True)
+    for name in ("measurement.json", "00000.npz"):
+        (row / name).write_text("{}")
+    config = EvaluationConfig(
+        model=str(work / "model"), data="typo.txt", lengths=(16, 32), output=str(tmp_path)
+    )
+    with pytest.raises(RopeExtendError, match="typo"):
+        rx.evaluate(config, overwrite=True)
+    assert sorted(path.name for path in row.iterdir()) == ["00000.npz", "measurement.json"]

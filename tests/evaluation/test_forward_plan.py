@@ -163,10 +163,10 @@ def test_the_memory_of_any_encoding_is_estimated(case: Any, tmp_path: Path) -> N
 def test_the_encoding_that_needs_most_memory_counts(tmp_path: Path) -> None:
     model = checkpoint(SHAPES["llama"], tmp_path)
     shape = shape_of(CPU.empty(model))
-    yarn, dynamic = (rotary_method(name).for_target(shape, 2048) for name in ("yarn", "dynamic_ntk"))
+    yarn, fire = rotary_method("yarn").for_target(shape, 2048), rx.encoding("fire")
     one, other, both = (
         made(model, [2048], encodings=encodings).longest.memory
-        for encodings in ([yarn], [dynamic], [yarn, dynamic, yarn])
+        for encodings in ([yarn], [fire], [yarn, fire, yarn])
     )
     assert one < other == both
 

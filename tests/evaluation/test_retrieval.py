@@ -22,7 +22,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.evaluation.prompts import PromptOptions, depths_from, encode
 from rope_extend.evaluation.results import Cell, RetrievalResult
-from rope_extend.evaluation.retrieval import TrialLog, answer_prompts, generate, make_prompts
+from rope_extend.evaluation.retrieval import Trial, TrialLog, answer_prompts, generate, make_prompts
 from rope_extend.evaluation.retrieval_report import read_retrieval, retrieval_table, write_retrieval
 from rope_extend.evaluation.retrieve import retrieve
 from rope_extend.evaluation.statistics import wilson
@@ -225,6 +225,18 @@ def test_a_line_that_is_cut_off_without_losing_the_others(
     with pytest.raises(KeyboardInterrupt):  # while the file is repaired
         measured(Oracle(), log=log)
     assert log.read_text().startswith(whole)
+
+
+def test_a_log_holds_any_response_and_may_be_cut_inside_a_character(tmp_path: Path) -> None:
+    log, identity = TrialLog(tmp_path / "log", "model"), {"prompt": "one"}
+    responses = ["x\u2028y\u0085z", "\u00e9\u4e2d"]
+    trials = [Trial("passkey", 64, 0.5, n, 10, ("1",), text, 0.0) for n, text in enumerate(responses)]
+    identities = {("passkey", 64, 0.5, n): identity for n in range(2)}
+    log.append(trials, identities)
+    assert [trial.response for trial in log.read(identities).values()] == responses
+    content = log.file.read_bytes()
+    log.file.write_bytes(content[: content.rindex("\u4e2d".encode()) + 1])
+    assert [trial.response for trial in log.read(identities).values()] == responses[:1]
 
 
 def test_batches_hold_the_tokens_they_may() -> None:
@@ -486,21 +498,27 @@ def test_pictures_show_the_rates(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_measured_with_its_encoding(bundled: PreTrainedModel, tmp_path: Path) -> None:
-    """A fresh LoRA changes nothing, so its row equals that of its method; the model is unchanged."""
+def test_an_adapter_is_measured_with_its_encoding(
+    bundled: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh LoRA changes nothing, so its row equals that of its method; the model is unchanged.
+
+    The directory of the adapter has the name of the method.
+    """
+    monkeypatch.chdir(tmp_path)
     lm = AutoModelForCausalLM.from_pretrained(MODEL_DIR)
     rx.extend(lm, 512, "yarn")
     lora = get_peft_model(lm, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
-    rx.save(lora, tmp_path / "adapter")
+    rx.save(lora, tmp_path / "yarn")
     settings = {
         "lengths": [256, 512], "depths": 2, "trials": 3, "methods": ["yarn"],
-        "adapters": [str(tmp_path / "adapter")],
+        "adapters": ["yarn"],
     }  # fmt: skip
     results = retrieved(tmp_path / "out", **settings)
     labels = ["none", "none, cropped to 256", "yarn", "yarn + LoRA"]
     assert [result.label for result in results] == labels
     assert results[3].cells == results[2].cells
-    assert results[3].adapter == str(tmp_path / "adapter")
+    assert results[3].adapter == "yarn"
     log = tmp_path / "out" / "trials.jsonl"
     before = log.read_text().splitlines()
     assert retrieved(tmp_path / "out", resume=True, **settings) == results
@@ -509,8 +527,8 @@ def test_an_adapter_is_measured_with_its_encoding(bundled: PreTrainedModel, tmp_
         for name, weight in lora.named_parameters():
             if "lora_B" in name:
                 weight.fill_(1.0)
-    shutil.rmtree(tmp_path / "adapter")
-    rx.save(lora, tmp_path / "adapter")
+    shutil.rmtree(tmp_path / "yarn")
+    rx.save(lora, tmp_path / "yarn")
     with pytest.raises(RopeExtendError, match="differ in weights"):
         retrieved(tmp_path / "out", resume=True, **settings)
     assert log.read_text().splitlines() == before
