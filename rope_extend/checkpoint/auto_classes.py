@@ -69,9 +69,10 @@ class GuardedModel:
         """
         from transformers import AutoModelForCausalLM
 
-        from rope_extend.checkpoint.hub import hub_options, local_directory
+        from rope_extend.checkpoint.hub import hub_options, local_directory, refuse_other_files
         from rope_extend.checkpoint.restoring import apply_record, checked_record
 
+        refuse_other_files(kwargs)
         directory = local_directory(name, **hub_options(kwargs))
         record = checked_record(directory, check_files=True)
         result = AutoModelForCausalLM.from_pretrained(name, *args, config=config.family, **kwargs)

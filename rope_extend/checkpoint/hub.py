@@ -17,7 +17,12 @@ _OTHER_FILES = ("subfolder", "variant", "gguf_file")
 
 
 def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for `local_directory` among those for `from_pretrained`.
+    """The options for `local_directory` among those for `from_pretrained`."""
+    return {name: options[name] for name in _HUB_OPTIONS if name in options}
+
+
+def refuse_other_files(options: Mapping[str, Any]) -> None:
+    """Refuse options for `from_pretrained` that select other weights of a full checkpoint.
 
     Raises:
         RopeExtendError: an option selects other weights than those next to the record.
@@ -28,7 +33,6 @@ def hub_options(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{name}={options[name]!r} selects other weights than those that the record next to it "
                 f"describes. Leave {name} out, and give the directory that holds rope_extend.json"
             )
-    return {name: options[name] for name in _HUB_OPTIONS if name in options}
 
 
 def local_directory(

@@ -23,7 +23,7 @@ from rope_extend.checkpoint.base_model import (
     token_layers_of,
     warn_unchecked,
 )
-from rope_extend.checkpoint.hub import hub_options, local_directory
+from rope_extend.checkpoint.hub import hub_options, local_directory, refuse_other_files
 from rope_extend.checkpoint.manifest import RECORD_NAME, check_directory, read_json
 from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import is_peft_model
@@ -59,7 +59,8 @@ def load(
             another one.
         from_pretrained_options: options for `AutoModelForCausalLM.from_pretrained`, such as `dtype` or
             `device_map`. A `revision` applies to a hub id in `directory`, otherwise to the base model;
-            `token`, `cache_dir` and `local_files_only` apply to both.
+            `token`, `cache_dir` and `local_files_only` apply to both. `variant`, `subfolder` and `gguf_file`
+            select files of an adapter's base model; for a full checkpoint they are refused.
 
     Returns:
         A patched model in evaluation mode: a `PeftModel` for an adapter, otherwise the family's own class.
@@ -73,8 +74,11 @@ def load(
     directory = local_directory(name, **hub_options(from_pretrained_options))
     if directory != Path(name):
         from_pretrained_options.pop("revision", None)
+    adapter = (directory / "adapter_config.json").exists()
+    if not adapter:
+        refuse_other_files(from_pretrained_options)
     record = checked_record(directory, check_files)
-    if not (directory / "adapter_config.json").exists():
+    if not adapter:
         model = _pretrained(str(directory), refuse_unexpected=True, **from_pretrained_options)
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
             apply_record(model, record, directory)

@@ -25,6 +25,7 @@ from integrity import (
     unsealed,
     watching,
     weights_of,
+    with_lora,
 )
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
@@ -188,7 +189,7 @@ def test_a_guarded_checkpoint_is_checked_by_the_auto_class_too(
         AutoModelForCausalLM.from_pretrained(directory)
 
 
-@each("full", "adapter")
+@each("full", "sharded")
 @pytest.mark.parametrize("option", [{"subfolder": "other"}, {"variant": "fp16"}, {"gguf_file": "x.gguf"}])
 def test_an_option_that_selects_other_weights_is_refused(directory: Path, option: dict[str, str]) -> None:
     """The record, its digests and its encoding are of the directory itself."""
@@ -196,6 +197,19 @@ def test_an_option_that_selects_other_weights_is_refused(directory: Path, option
     with pytest.raises(RopeExtendError, match=rf"{next(iter(option))}='.*' selects other weights"):
         rx.load(directory, **option)
     rx.load(directory, subfolder="")
+
+
+@pytest.mark.parametrize("option", [{"variant": "fp16"}, {"subfolder": "other"}], ids=str)
+def test_an_option_that_selects_files_of_an_adapters_base_model_is_passed_on(
+    tmp_path: Path, option: dict[str, str]
+) -> None:
+    base = tmp_path / "base"
+    llama().save_pretrained(base / option.get("subfolder", ""), variant=option.get("variant"))
+    adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(base, **option)))
+    directory = rx.save(adapted, tmp_path / "adapter", base_model=str(base))
+    assert torch.equal(logits(rx.load(directory, **option)), logits(adapted))
+    with pytest.raises(RopeExtendError, match="cannot load the model of .*base"):
+        rx.load(directory)
 
 
 def test_options_for_the_hub_apply_to_the_record_too(
