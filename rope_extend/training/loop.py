@@ -198,6 +198,9 @@ class TrainingRun:
         else:
             load_checkpoint(checkpoint, self.model, self.optimizer, accelerator)
             self.data.blocks.restore(self.state.step * self.sequences_per_step, self.state.stream)
+            measured = set(self.data.lengths) <= self.metrics.perplexity.keys()
+            if self.state.step == recipe.steps and not measured:  # no step will lead to an evaluation
+                self._evaluate()
         self.objective.train()
         bar = tqdm(
             total=recipe.steps, initial=self.state.step, unit="step", disable=not accelerator.is_main_process
@@ -423,7 +426,7 @@ class TrainingRun:
         return int(self.accelerator.gather(signals).max())
 
     def _save(self) -> Path:
-        return save_checkpoint(
+        saved = save_checkpoint(
             self.directory,
             self.state,
             self.model,
@@ -431,6 +434,8 @@ class TrainingRun:
             self.accelerator,
             keep=self.recipe.keep_checkpoints,
         )
+        self.metrics.saved()
+        return saved
 
     def _close_trackers(self) -> None:
         # Not `end_training`, which also ends the process group that a second run in this program would need.

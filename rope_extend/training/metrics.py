@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_text
+from rope_extend.training.resume import checkpoints, step_of
 
 
 def same_text(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
@@ -23,8 +24,10 @@ def same_text(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) ->
 class Metrics:
     """Writes `metrics.jsonl` and to the trackers, and keeps the latest measurements.
 
-    On resume, the lines of steps that will be repeated are dropped. Perplexities of other text than that of
-    this session stay in the file, but are not compared with those of this session.
+    On resume, the lines of steps that will be repeated are dropped. If there are checkpoints of these steps,
+    the lines stay as long as the checkpoints, until `saved`, and new lines wait: the file always belongs to
+    the newest checkpoint. Perplexities of other text than that of this session stay in the file, but are not
+    compared with those of this session.
 
     Args:
         path: the file.
@@ -34,7 +37,7 @@ class Metrics:
 
     Attributes:
         loss: loss of the last step that was not skipped, in nats.
-        perplexity: perplexity of the last evaluation, by length in tokens.
+        perplexity: perplexity after the current step, by length in tokens; empty if it was not measured.
         before: perplexity before the first step.
 
     Raises:
@@ -44,23 +47,30 @@ class Metrics:
     def __init__(self, path: Path, accelerator: Accelerator, step: int, evaluated: Mapping[str, Any]) -> None:
         self.path, self.accelerator = path, accelerator
         self.loss, self.perplexity, self.before = math.nan, dict[int, float](), dict[int, float]()
-        kept = []
+        self._step = step
+        self._kept: list[str] = []
+        self._later: list[str] = []
         for line in path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []:
             try:
                 values = json.loads(line)
             except json.JSONDecodeError:  # the last line of a run that was killed while it wrote
                 continue
-            if values["step"] <= step:
-                kept.append(line + "\n")
-                self.loss = values.get("loss", self.loss)
-                if "perplexity" in values and same_text(values.get("eval_data"), evaluated):
-                    self.perplexity = {int(length): value for length, value in values["perplexity"].items()}
-                    if not values["step"]:
-                        self.before = self.perplexity
+            if values["step"] > step:
+                self._later.append(line + "\n")
+                continue
+            self._kept.append(line + "\n")
+            self.loss = values.get("loss", self.loss)
+            if "perplexity" in values and same_text(values.get("eval_data"), evaluated):
+                curve = {int(length): value for length, value in values["perplexity"].items()}
+                if values["step"] == step:
+                    self.perplexity = curve
+                if not values["step"]:
+                    self.before = curve
+        if not any(step_of(checkpoint) > step for checkpoint in checkpoints(path.parent)):
+            self._later = []
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            with self._writing():
-                write_text(path, "".join(kept))
+            self._rewrite()
 
     def write(self, step: int, **values: Any) -> None:
         """Add one line, on the main process.
@@ -70,11 +80,31 @@ class Metrics:
         """
         if not self.accelerator.is_main_process:
             return
-        with self._writing(), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        line = json.dumps({"step": step, **values}) + "\n"
+        if self._later:
+            self._kept.append(line)
+            if step == self._step:  # not a repeated step
+                self._rewrite()
+        else:
+            with self._writing(), self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
         values.pop("eval_data", None)
         curve = {f"perplexity/{length}": value for length, value in values.pop("perplexity", {}).items()}
         self.accelerator.log(values | curve, step=step)
+
+    def saved(self) -> None:
+        """Drop the lines of steps whose checkpoints this session has replaced; called after each checkpoint.
+
+        Raises:
+            RopeExtendError: the disk is full.
+        """
+        if self._later and self.accelerator.is_main_process:
+            self._later = []
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        with self._writing():
+            write_text(self.path, "".join([*self._kept, *self._later]))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

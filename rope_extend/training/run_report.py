@@ -48,8 +48,8 @@ class RunLog:
     trained_on: int = 0
 
     @classmethod
-    def read(cls, path: Path) -> RunLog:
-        """Read a `metrics.jsonl`; an incomplete last line is ignored.
+    def read(cls, path: Path, last: int | None = None) -> RunLog:
+        """Read a `metrics.jsonl` up to the step `last`; an incomplete last line is ignored.
 
         Raises:
             RopeExtendError: the file does not exist, or it has no line of a step.
@@ -65,6 +65,8 @@ class RunLog:
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:
+                continue
+            if last is not None and line["step"] > last:  # of checkpoints that a rewind has not replaced yet
                 continue
             if "loss" in line:
                 steps.append(line)
@@ -105,7 +107,8 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
     """
     from rope_extend.plots.training_curves import plot_course, plot_training
 
-    log, recipe = RunLog.read(directory / "metrics.jsonl"), Recipe.from_yaml(directory / "recipe.yaml")
+    recipe = Recipe.from_yaml(directory / "recipe.yaml")
+    log = RunLog.read(directory / "metrics.jsonl", recipe.steps)
     final = directory / REPORT
     with replacing_directory(final) as partial:
         pictures = [

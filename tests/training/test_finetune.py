@@ -522,6 +522,60 @@ def test_newer_checkpoints_stay_until_the_first_new_one_is_saved(
     assert_same(weights(finetune(recipe, resume=True).output_dir), weights(finished))
 
 
+def test_metrics_belong_to_the_checkpoints_that_are_there(
+    recipe: Recipe, work: Path, at_step: AtStep
+) -> None:
+    """A rewind that dies before its first checkpoint changes nothing; its first checkpoint cuts the file."""
+    recipe = replace(
+        recipe, steps=6, save_every=2, keep_checkpoints=5, eval_data=str(work / "data"), eval_every=2
+    )
+    first = finetune(recipe)
+    checkpoints = Path(recipe.output_dir, "checkpoints")
+    before = metrics(recipe.output_dir)
+
+    class PowerCut(BaseException):
+        pass
+
+    def die() -> None:
+        raise PowerCut
+
+    at_step(4, die)
+    with pytest.raises(PowerCut):
+        finetune(recipe, resume=checkpoints / "step-2")
+    assert metrics(recipe.output_dir) == before
+    again = finetune(recipe, resume=True)
+    assert (again.loss, again.perplexity) == (first.loss, first.perplexity)
+    assert metrics(recipe.output_dir) == before
+
+    at_step(5, die)
+    with pytest.raises(PowerCut):
+        finetune(recipe, resume=checkpoints / "step-2")
+    assert [line["step"] for line in metrics(recipe.output_dir)] == [0, 1, 2, 2, 3, 4, 4]
+    assert [path.name for path in sorted(checkpoints.iterdir())] == ["step-2", "step-4"]
+
+
+@pytest.mark.parametrize("rewound", [False, True])
+def test_a_finished_run_reports_the_perplexity_of_its_own_step(
+    recipe: Recipe, work: Path, rewound: bool
+) -> None:
+    recipe = replace(recipe, save_every=3, steps=6, eval_data=str(work / "data"))
+    path = Path(finetune(recipe).output_dir)
+    lines = metrics(path)
+    step = 3 if rewound else 6
+    if not rewound:  # as after a crash between a checkpoint and its evaluation
+        kept = [line for line in lines if "perplexity" not in line or not line["step"]]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    result = finetune(replace(recipe, steps=step), resume=path / "checkpoints" / f"step-{step}")
+    measured = {line["step"]: line["perplexity"] for line in metrics(path) if "perplexity" in line}
+    assert list(measured) == [0, 3, 6] if rewound else [0, 6]
+    assert measured[6] == next(line["perplexity"] for line in reversed(lines) if "perplexity" in line)
+    assert {str(length): value for length, value in result.perplexity.items()} == measured[step]
+    assert measured[step] != measured[0]
+    report = (path / "report" / "report.md").read_text()
+    assert ("after step 6" in report) == (not rewound)
+    assert f"after step {step}" in report
+
+
 @pytest.mark.parametrize("resumed", ["the newest", "by path"])
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_taken_for_damaged(
     recipe: Recipe, finished: Path, monkeypatch: pytest.MonkeyPatch, resumed: str
