@@ -6,6 +6,7 @@ module must not import the rest of transformers.
 
 from __future__ import annotations
 
+import copy
 from os import PathLike
 from typing import Any
 
@@ -15,11 +16,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from rope_extend.checkpoint.model_type import FAMILY, MODEL_TYPE, plain_config
 from rope_extend.errors import RopeExtendError
 
+_OWN = ("__class__", "__dict__", "family", "__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__")
+"""The attributes that are not the family's: a copy of the family's config would load without the encoding."""
+
+_SET_BY_MODELS = "_attn_implementation_internal"
+"""What every model of transformers sets first in the config that it is made of. `GuardedModel` hands over the
+family's config, so a model that sets it in a `GuardedConfig` is made without the encoding."""
+
 
 class GuardedConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is untyped
     """The config of a plugin-only checkpoint. It wraps the family's own config, in `family`.
 
-    Every attribute is the family's, `model_type` included, so code that only reads the config works.
+    Every attribute is the family's, `model_type` included, so code that only reads the config works. Copies
+    and pickles are wrapped too.
     """
 
     model_type = MODEL_TYPE
@@ -41,17 +50,34 @@ class GuardedConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is 
         family, unused = CONFIG_MAPPING[data["model_type"]].from_dict(
             data, return_unused_kwargs=True, **kwargs
         )
-        config = cls.__new__(cls)
-        config.__dict__["family"] = family
+        config = _wrapped(family)
         return (config, unused) if return_unused else config
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("__class__", "__dict__", "family"):
+        if name in _OWN:
             return object.__getattribute__(self, name)
         return getattr(object.__getattribute__(self, "__dict__")["family"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == _SET_BY_MODELS:
+            raise RopeExtendError(
+                "this config is of a checkpoint that only rope_extend reads, and this class would make its "
+                "model without its encoding; load it with rope_extend.load or "
+                "AutoModelForCausalLM.from_pretrained"
+            )
         setattr(self.family, name, value)
+
+    def __copy__(self) -> GuardedConfig:
+        return _wrapped(copy.copy(self.family))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _wrapped, (self.family,)  # for `copy.deepcopy` and `pickle`
+
+
+def _wrapped(family: Any) -> GuardedConfig:
+    config = GuardedConfig.__new__(GuardedConfig)
+    config.__dict__["family"] = family
+    return config
 
 
 class GuardedModel:

@@ -208,7 +208,7 @@ def test_an_option_that_selects_files_of_an_adapters_base_model_is_passed_on(
     adapted = with_lora(extended(model=AutoModelForCausalLM.from_pretrained(base, **option)))
     directory = rx.save(adapted, tmp_path / "adapter", base_model=str(base))
     assert torch.equal(logits(rx.load(directory, **option)), logits(adapted))
-    with pytest.raises(RopeExtendError, match="cannot load the model of .*base"):
+    with pytest.raises(RopeExtendError, match=r"cannot load the model of .*base"):
         rx.load(directory)
 
 

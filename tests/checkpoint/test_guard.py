@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ import torch
 from cases import FAMILIES, FamilyCase, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from integrity import IDS, extended, logits, rewritten, unsealed
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import rope_extend as rx
+from rope_extend import RopeExtendError
 from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.model_type import FAMILY, MODEL_TYPE, guarded_config, plain_config
 
@@ -98,6 +102,39 @@ def test_rope_extend_reads_it_in_the_present_and_in_the_early_form(
         assert rx.info(path).encoding == str(rx.current_patch(model).encoding)
     assert torch.equal(logits(rx.load(rx.save(rx.load(early), tmp_path / "again"))), expected)
     assert config_of(tmp_path / "again") == config_of(directory)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, copy.copy, lambda config: pickle.loads(pickle.dumps(config))],
+    ids=["deepcopy", "copy", "pickle"],
+)
+def test_a_copy_of_the_config_loads_the_encoding_too(
+    guarded: tuple[Path, torch.Tensor], copied: Callable[[Any], Any]
+) -> None:
+    directory, expected = guarded
+    config = AutoConfig.from_pretrained(directory)
+    other = copied(config)
+    assert type(other) is type(config)
+    assert other.to_dict() == config.to_dict()
+    other.use_cache = not config.use_cache
+    assert config.use_cache is not other.use_cache  # a copy of its own
+    other.use_cache = config.use_cache
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(directory, config=other)), expected)
+
+
+def test_a_family_s_own_class_refuses_the_config(guarded: tuple[Path, torch.Tensor]) -> None:
+    """It would make the model of the family's config, without the encoding."""
+    directory, _ = guarded
+    config = AutoConfig.from_pretrained(directory)
+    for make in (
+        lambda: LlamaForCausalLM.from_pretrained(directory, config=config),
+        lambda: LlamaForCausalLM(config),
+    ):
+        with pytest.raises(RopeExtendError, match=r"without its encoding; load it with rope_extend.load"):
+            make()
+    assert config.model_type == "llama"  # and the config still loads
+    AutoModelForCausalLM.from_pretrained(directory, config=config, attn_implementation="eager")
 
 
 def test_an_export_has_the_family_s_own_config(tmp_path: Path) -> None:
