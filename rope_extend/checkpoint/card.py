@@ -37,6 +37,7 @@ from rope_extend.units import format_length
 logger = logging.getLogger(__name__)
 
 PICTURE_NAME = "perplexity.png"
+_PICTURE = f"![Perplexity against length]({PICTURE_NAME})"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -52,6 +53,7 @@ def model_card(
     trained_in: str | PathLike[str] | None = None,
     name: str | None = None,
     trained_on: int = 0,
+    picture: bool = True,
 ) -> str:
     """The text of a checkpoint's card, Markdown with the hub's front matter.
 
@@ -59,7 +61,7 @@ def model_card(
 
     Args:
         directory: an adapter or a full checkpoint, with its record.
-        results: the Markdown table of an evaluation. The picture is expected next to the card.
+        results: the Markdown table of an evaluation.
         data: the training data; default: the data of the run's recipe.
         perplexity: perplexity after training by length in tokens, if there are no `results`.
         before: the same before training.
@@ -67,6 +69,7 @@ def model_card(
         name: the checkpoint's name in the code of the card; default: its directory's name, so that the code
             works from the parent directory.
         trained_on: number of documents of `perplexity` that are also training data.
+        picture: whether a picture of the `results` is next to the card.
 
     Raises:
         RopeExtendError: the record is missing or damaged.
@@ -85,7 +88,7 @@ def model_card(
         f"{record.model_type} model that was pretrained with {format_length(record.shape.trained_length)}.",
         _facts(record, _recipe(Path(trained_in or directory)), data),
         "## Perplexity",
-        _measured(results, perplexity, before, trained_on),
+        _measured(results, perplexity, before, trained_on, picture),
         "## Loading",
         f"`{title}` is the path of this directory from its parent; replace it by your path or hub id.",
         *(_adapter_lines(record, name) if adapter else _checkpoint_lines(directory, record, name)),
@@ -100,7 +103,8 @@ def write_card(
 ) -> Path | None:
     """Write `README.md`, and the picture if there is one; returns the card's path.
 
-    A `README.md` that somebody else wrote or edited stays; the return value is then None.
+    A `README.md` that somebody else wrote or edited stays; the return value is then None. So does a picture
+    that is not the one of our card; the card then has none.
 
     Args:
         directory: an adapter or a full checkpoint, with its record.
@@ -111,13 +115,18 @@ def write_card(
         RopeExtendError: as `model_card`, or the file cannot be written.
     """
     path = Path(directory) / CARD_NAME
-    text = model_card(directory, **options)
+    picture = path.with_name(PICTURE_NAME)
     try:
-        if os.path.lexists(path) and not is_our_card(path):
+        ours = is_our_card(path)
+        if os.path.lexists(path) and not ours:
             logger.info("%s was written or edited by somebody else; it is not replaced", path)
             return None
-        if draw is not None:
-            draw(path.with_name(PICTURE_NAME))
+        free = not os.path.lexists(picture) or (ours and _PICTURE in path.read_text(encoding="utf-8"))
+        text = model_card(directory, picture=free, **options)
+        if draw is not None and free:
+            draw(picture)
+        elif draw is not None:
+            logger.warning("%s is not replaced: it is not the picture of a card of ours", picture)
         write_text(path, marked(text))
     except OSError as error:
         raise RopeExtendError(f"cannot write {path}: {error}") from error
@@ -273,9 +282,10 @@ def _measured(
     perplexity: Mapping[int, float] | None,
     before: Mapping[int, float] | None,
     trained_on: int,
+    picture: bool,
 ) -> str:
     if results is not None:
-        return f"{results.strip()}\n\n![Perplexity against length]({PICTURE_NAME})"
+        return f"{results.strip()}\n\n{_PICTURE}" if picture else results.strip()
     if perplexity:
         lengths = sorted(perplexity)
         curves = [("before training, extended", before), ("after training", perplexity)]

@@ -187,6 +187,22 @@ def test_what_somebody_wrote_stays(run: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["yarn"], indirect=True)
+def test_a_picture_that_somebody_else_made_stays(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    picture, card = run / "perplexity.png", run / CARD_NAME
+    picture.write_text("mine")
+    write_card(run, results="| table |", draw=lambda path: path.write_text("ours"))
+    assert picture.read_text() == "mine"
+    assert "| table |" in card.read_text()
+    assert "perplexity.png" not in card.read_text()
+    assert "perplexity.png is not replaced" in caplog.text
+    picture.unlink()
+    for drawn in ("ours", "ours again"):
+        write_card(run, results="| table |", draw=lambda path, text=drawn: path.write_text(text))
+        assert picture.read_text() == drawn
+        assert "(perplexity.png)" in card.read_text()
+
+
+@pytest.mark.parametrize("run", ["yarn"], indirect=True)
 def test_a_verification_is_told(run: Path) -> None:
     digest = hashlib.sha256((run / "rope_extend.json").read_bytes()).hexdigest()
     said = {"verdict": "equal", "reason": "it reads right", "record": digest}
