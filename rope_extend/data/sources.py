@@ -51,6 +51,19 @@ def is_dataset(source: str) -> bool:
     return source not in _BUNDLED and not _is_path(source)
 
 
+def source_files(source: Source) -> dict[Path, Path]:
+    """The files of a source in order, by the path without links; none for a hub dataset.
+
+    Raises:
+        RopeExtendError: there is nothing to read.
+    """
+    source = _with_bundled_files(source)
+    if isinstance(source, str) and is_dataset(source):
+        return {}
+    entries = [source] if isinstance(source, str | Path) else source
+    return {path.resolve(): path for entry in entries for path, _ in _files(entry)}
+
+
 def read_texts(
     source: Source, column: str, split: str, cache_dir: str | Path | None, *, streaming: bool = False
 ) -> Iterator[tuple[str, str]]:

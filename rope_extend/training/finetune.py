@@ -167,7 +167,8 @@ def finetune(
     with accelerator.main_process_first():  # the other processes then read the tokens from the cache
         training = load_training_data(recipe, tokenizer, sharding.replicas)
         held_out = load_held_out(recipe, tokenizer, lengths)
-    data = RunData(training.blocks, held_out, lengths, chunk_size, trained_on(recipe, held_out, training))
+        known = trained_on(recipe, held_out, training, tokenizer, lengths)
+    data = RunData(training.blocks, held_out, lengths, chunk_size, known)
     if data.trained_on and accelerator.is_main_process:
         logger.warning(
             "%d of the %d documents of eval_data are also training data, so their perplexity does not show "

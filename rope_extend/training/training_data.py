@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from rope_extend.data.curriculum import Curriculum, Stage
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import PackedBlocks, packed_blocks
-from rope_extend.data.sources import is_dataset, read_texts
+from rope_extend.data.sources import is_dataset, read_texts, source_files
 from rope_extend.data.streaming import Stream
 from rope_extend.errors import RopeExtendError
 from rope_extend.training.recipe import Recipe
@@ -102,14 +102,31 @@ def load_held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> lis
     )
 
 
-def trained_on(recipe: Recipe, held_out: Sequence[Document], training: TrainingData) -> int:
+def trained_on(
+    recipe: Recipe,
+    held_out: Sequence[Document],
+    training: TrainingData,
+    tokenizer: Any,
+    lengths: Sequence[int],
+) -> int:
     """How many of the documents to evaluate on are also training data.
 
-    The documents of a stream are not known. There all count if `eval_data` and `data` name the same source.
+    The documents of a stream are not known, but its files are: there, the documents of these files count.
+    Hub datasets have none; `check_split` has refused to evaluate on the split of the stream.
     """
-    if training.documents is None:
-        return len(held_out) if _entries(recipe.data) & _entries(recipe.eval_data) else 0
-    return in_common(held_out, training.documents)
+    if training.documents is not None:
+        return in_common(held_out, training.documents)
+    if recipe.eval_data is None:
+        return 0
+    streamed, evaluated = source_files(recipe.data), source_files(recipe.eval_data)
+    shared = tuple(str(path) for resolved, path in evaluated.items() if resolved in streamed)
+    if not shared or len(shared) == len(evaluated):
+        return len(held_out) if shared else 0
+    try:
+        documents = load_held_out(replace(recipe, eval_data=shared), tokenizer, lengths)
+    except RopeExtendError:  # all of them are too short, so none is among the documents to evaluate on
+        return 0
+    return in_common(held_out, documents)
 
 
 def _entries(source: str | Sequence[str] | None) -> set[str]:

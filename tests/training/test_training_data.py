@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from cases import ALL_FAMILIES, TRAINED, tiny_model
 from safetensors.torch import load_file
 from test_finetune import launch
+from transformers import AutoTokenizer
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -20,6 +23,7 @@ from rope_extend.training import resume
 from rope_extend.training.finetune import Recipe, _check_model, finetune
 from rope_extend.training.resume import RunState, read_state
 from rope_extend.training.sharding import Sharding
+from rope_extend.training.training_data import load_held_out, load_training_data, trained_on
 
 _RUN = """
 import sys
@@ -80,6 +84,52 @@ class Gpus:
 
     def set(self, state: torch.Tensor, device: torch.device) -> None:
         self.states[device.index] = state
+
+
+@pytest.mark.parametrize(
+    ("data", "eval_data", "expected"),
+    [
+        ("books", "books", 3),
+        ("./books", "books", 3),
+        ("books/*.txt", "books/a.txt", 1),
+        ("books", ("books/c.txt", "other/a.txt"), 1),
+        ("books/a.txt", ("books/b.txt", "link.txt"), 1),
+        (("books/a.txt", "books/short.txt"), ("books/b.txt", "books/short.txt"), 0),
+        ("books/a.txt", "books/b.txt", 0),
+    ],
+)
+def test_documents_of_a_stream_are_known_by_their_files(
+    recipe: Recipe, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    data: Any, eval_data: Any, expected: int,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(work / "data", "books")
+    Path("books/short.txt").write_text("short")
+    Path("other").mkdir()
+    shutil.copy("books/b.txt", "other/a.txt")
+    Path("link.txt").symlink_to("books/a.txt")
+    run = replace(recipe, data=data, eval_data=eval_data, streaming=True)
+    assert counted(run, (64,)) == expected
+
+
+def counted(run: Recipe, lengths: tuple[int, ...]) -> int:
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    training, held_out = load_training_data(run, tokenizer), load_held_out(run, tokenizer, lengths)
+    return trained_on(run, held_out, training, tokenizer, lengths)
+
+
+def test_the_splits_of_a_streamed_dataset_are_different_texts(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"train": "one two three " * 200, "test": "four five six " * 200}
+
+    def load_dataset(_: str, *__: Any, split: str, streaming: bool = False, **___: Any) -> Any:
+        dataset = datasets.Dataset.from_dict({"text": [rows[split]]})
+        return dataset.to_iterable_dataset() if streaming else dataset
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    run = replace(recipe, data="org/books", eval_data="org/books", split="train", streaming=True)
+    assert counted(replace(run, eval_split="test"), (64,)) == 0
 
 
 def test_a_checkpoint_has_the_generator_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
