@@ -22,7 +22,8 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
     Use `Trainer(..., callbacks=[SaveEncodingCallback()])`, also in trainers built on it. `rope_extend.load`
     then reads each `checkpoint-N`, adapter or full. The output directory itself gets a record without
     digests, because `Trainer.save_model` does not tell callbacks when it has written there. Call
-    `record_encoding` after `save_model` for a record with digests, or if it saves to another directory.
+    `record_encoding` after `save_model`, for a record with digests and, if stock transformers does not
+    support the encoding, a config that it does not read; also if it saves to another directory.
 
     Args:
         base_model: name of the base model for the record; default: the name it was loaded by.

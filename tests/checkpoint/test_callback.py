@@ -177,6 +177,13 @@ def test_what_has_no_stock_form_is_guarded_in_every_checkpoint(base: Path, tmp_p
     again = patched(base, "full", "xpos")
     trainer(again, tmp_path / "run", rx.SaveEncodingCallback()).train(resume_from_checkpoint=str(checkpoint))
     assert_same_but_rounding(logits(again), logits(model))
+    run.save_model()  # tells no callback, so the output directory is left to the user
+    output = tmp_path / "run"
+    assert json.loads((output / "config.json").read_text())["model_type"] == "llama"
+    assert torch.equal(logits(rx.load(output)), logits(model))
+    rx.record_encoding(output, model)
+    assert json.loads((output / "config.json").read_text())["model_type"] == MODEL_TYPE
+    assert torch.equal(logits(rx.load(output)), logits(model))
     model.save_pretrained(tmp_path / "plain")
     rx.record_encoding(tmp_path / "plain", model, guard=False)
     assert json.loads((tmp_path / "plain" / "config.json").read_text())["model_type"] == "llama"
