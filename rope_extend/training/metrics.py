@@ -63,7 +63,7 @@ class Metrics:
             if "perplexity" in values and same_text(values.get("eval_data"), evaluated):
                 curve = {int(length): value for length, value in values["perplexity"].items()}
                 if values["step"] == step:
-                    self.perplexity = curve
+                    self.perplexity |= curve
                 if not values["step"]:
                     self.before = curve
         if not any(step_of(checkpoint) > step for checkpoint in checkpoints(path.parent)):

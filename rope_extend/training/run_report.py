@@ -37,7 +37,8 @@ class RunLog:
         curves: perplexity by length in tokens, by the step after which it was measured; 0 is before training.
             Those on other text than the last one are left out.
         skipped: number of steps that changed no weight.
-        other_text: number of evaluations that are left out.
+        other_text: number of evaluations that are left out because they were on other text.
+        unrecorded: number of evaluations that are left out because their text was not recorded.
         trained_on: number of documents of the evaluations that are also training data.
     """
 
@@ -45,6 +46,7 @@ class RunLog:
     curves: Mapping[int, Curve]
     skipped: int
     other_text: int = 0
+    unrecorded: int = 0
     trained_on: int = 0
 
     @classmethod
@@ -79,11 +81,13 @@ class RunLog:
             )
         evaluated: dict[str, Any] = (measured[-1].get("eval_data") if measured else None) or {}
         same = [line for line in measured if same_text(line.get("eval_data"), evaluated)]
-        curves = {
-            line["step"]: {int(length): value for length, value in line["perplexity"].items()}
-            for line in same
-        }
-        return cls(steps, curves, skipped, len(measured) - len(same), evaluated.get("trained_on", 0))
+        unrecorded = sum("eval_data" not in line for line in measured) if evaluated else 0
+        curves: dict[int, dict[int, float]] = {}
+        for line in same:  # several of one step, if its perplexity was also measured at other lengths
+            curve = {int(length): value for length, value in line["perplexity"].items()}
+            curves.setdefault(line["step"], {}).update(curve)
+        other = len(measured) - len(same) - unrecorded
+        return cls(steps, curves, skipped, other, unrecorded, evaluated.get("trained_on", 0))
 
     def values(self, name: str) -> list[float]:
         """The values of one metric, in all steps that have it."""
@@ -171,6 +175,11 @@ def _perplexity(log: RunLog) -> Section:
         notes.append(
             f"{log.other_text} earlier evaluations on other text are left out, because they cannot be "
             "compared; metrics.jsonl has them."
+        )
+    if log.unrecorded:
+        notes.append(
+            f"{log.unrecorded} earlier evaluations are left out, because their text was not recorded, so "
+            "they may not be comparable; metrics.jsonl has them."
         )
     if not log.trained_on:
         return Section("Perplexity by length, on held-out text", lines, notes)

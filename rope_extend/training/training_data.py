@@ -85,20 +85,20 @@ def check_split(recipe: Recipe) -> None:
 def load_held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> list[Document]:
     """Documents to evaluate on, long enough for every window; none without `eval_data`.
 
+    They are not cut, so that their fingerprint does not depend on the lengths.
+
     Raises:
         RopeExtendError: as `load_documents`.
     """
     if recipe.eval_data is None:
         return []
-    longest = max(lengths)
     return load_documents(
         recipe.eval_data,
         tokenizer,
         text_column=recipe.text_column,
         split=recipe.eval_split,
-        min_tokens=longest,
+        min_tokens=max(lengths),
         max_documents=recipe.eval_documents,
-        max_tokens=longest,
     )
 
 
@@ -109,15 +109,17 @@ def trained_on(
     tokenizer: Any,
     lengths: Sequence[int],
 ) -> int:
-    """How many of the documents to evaluate on are also training data.
+    """How many of the documents to evaluate on, cut to the largest window, are also training data.
 
     The documents of a stream are not known, but its files are: there, the documents of these files count.
     Hub datasets have none; `check_split` has refused to evaluate on the split of the stream.
     """
-    if training.documents is not None:
-        return in_common(held_out, training.documents)
     if recipe.eval_data is None:
         return 0
+    if training.documents is not None:
+        longest = max(lengths)
+        scored = [Document(document.name, document.input_ids[:longest]) for document in held_out]
+        return in_common(scored, training.documents)
     streamed, evaluated = source_files(recipe.data), source_files(recipe.eval_data)
     shared = tuple(str(path) for resolved, path in evaluated.items() if resolved in streamed)
     if not shared or len(shared) == len(evaluated):

@@ -305,6 +305,42 @@ def test_perplexities_of_different_texts_are_not_compared(recipe: Recipe, work: 
     assert before == [number(value) for value in curves[0].values()]
 
 
+def test_the_same_text_at_other_lengths_is_compared(recipe: Recipe, work: Path) -> None:
+    recipe = replace(recipe, data=str(work / "data" / "a.txt"), eval_data=str(work / "data" / "b.txt"))
+    first = finetune(replace(recipe, steps=1)).perplexity
+    for steps in (1, 2):  # finished, and continued
+        result = finetune(replace(recipe, steps=steps, eval_lengths=(40, 64)), resume=True)
+        assert set(result.perplexity) == {40, 64}
+        rows = cells((result.output_dir / "README.md").read_text())
+        curves = {
+            line["step"]: line["perplexity"] for line in metrics(result.output_dir) if "perplexity" in line
+        }
+        assert rows["before training, extended"] == ["–", number(curves[0]["64"])]
+        text = (result.output_dir / "report" / "report.md").read_text()
+        assert {"before training", "after step 1"} <= cells(text).keys()
+        assert "left out" not in text
+    again = finetune(replace(recipe, steps=1), resume=result.output_dir / "checkpoints" / "step-1")
+    assert first.items() <= again.perplexity.items()
+
+
+def test_evaluations_on_unrecorded_text_are_not_called_other_text(recipe: Recipe, work: Path) -> None:
+    recipe = replace(recipe, data=str(work / "data" / "a.txt"), eval_data=str(work / "data" / "b.txt"))
+    directory = Path(finetune(replace(recipe, steps=1)).output_dir)
+    lines = metrics(directory)
+    for line in lines:
+        line.pop("eval_data", None)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    log = RunLog.read(directory / "metrics.jsonl")
+    assert (list(log.curves), log.other_text, log.unrecorded) == ([0, 1], 0, 0)
+    finetune(replace(recipe, steps=2), resume=True)
+    text = (directory / "report" / "report.md").read_text()
+    assert "2 earlier evaluations are left out, because their text was not recorded" in text
+    assert "other text" not in text
+    card = (directory / "README.md").read_text()
+    assert "after training" in cells(card)
+    assert "other text" not in card
+
+
 def test_evaluation_on_training_text_is_said(
     recipe: Recipe, work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
