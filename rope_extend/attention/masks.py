@@ -64,7 +64,7 @@ def _of_block_mask(mask: Any, start: int, stop: int, keys: int, device: torch.de
 
 def _shows_later(shown: Callable[[int, int], Tensor], queries: int, first: int) -> bool:
     """Whether a query sees a key after its own; key `first` is that of query 0."""
-    found = False
+    found: bool | Tensor = False
     for start in range(0, queries, MASK_ROWS):
         later = shown(start, min(start + MASK_ROWS, queries))[..., first + start + 1 :]
         found = found | later.triu().any()
