@@ -196,7 +196,7 @@ class TrainingRun:
             self._evaluate()
             set_seed(recipe.seed, device_specific=True)  # dropout differs between processes
         else:
-            load_checkpoint(checkpoint, self.model, self.optimizer, accelerator)
+            load_checkpoint(checkpoint, self.model, self.optimizer, accelerator, self.reach)
             self.data.blocks.restore(self.state.step * self.sequences_per_step, self.state.stream)
             measured = set(self.data.lengths) <= self.metrics.perplexity.keys()
             if self.state.step == recipe.steps and not measured:  # no step will lead to an evaluation

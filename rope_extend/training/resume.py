@@ -19,7 +19,7 @@ import logging
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import publish_directory, sha256
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import fill, spread_state, whole
+from rope_extend.training.text_reach import TextReach
 
 logger = logging.getLogger(__name__)
 
@@ -251,11 +252,13 @@ def load_checkpoint(
     module: nn.Module,
     optimizer: Optimizer,
     accelerator: Accelerator,
+    reach: TextReach,
 ) -> None:
     """Restore weights, optimizer and random generators from a checkpoint.
 
     Raises:
-        RopeExtendError: a file is missing or damaged, or the weights belong to another model.
+        RopeExtendError: a file is missing or damaged, the weights belong to another model, or some belong to
+            parts of the model that are no longer trained, because text does not reach them.
     """
     try:
         weights = load_file(checkpoint / "trainable.safetensors")
@@ -264,20 +267,40 @@ def load_checkpoint(
             checkpoint / f"rng-{accelerator.process_index}.pt", map_location="cpu", weights_only=True
         )
         parameters = _trainable(module)
-        if parameters.keys() != weights.keys():
-            different = sorted(parameters.keys() ^ weights.keys())
-            raise RopeExtendError(
-                f"its weights belong to another model: {different[0]} is only in one of the two"
-            )
+        if different := sorted(parameters.keys() ^ weights.keys()):
+            raise _other_weights(checkpoint, different, weights.keys() - parameters.keys(), reach)
         for name, parameter in parameters.items():
             fill(parameter, weights[name])
         optimizer.load_state_dict(state)
         spread_state(optimizer)
+    except RopeExtendError:
+        raise
     except Exception as error:  # each library raises other errors for a damaged file
         raise RopeExtendError(
             f"cannot read the checkpoint {checkpoint}: {error}. Resume from an earlier one, by its path"
         ) from error
     _restore_random_state(generators, accelerator.device)
+
+
+def _other_weights(
+    checkpoint: Path, different: Sequence[str], surplus: Set[str], reach: TextReach
+) -> RopeExtendError:
+    """The error for a checkpoint whose names differ from those of the model; `surplus` are its own."""
+    parts = reach.unreached | reach.unsupported
+    trained = {name.removeprefix("base_model.model.") for name in surplus}
+    part_of = {name: next((part for part in parts if name.startswith(f"{part}.")), None) for name in trained}
+    if surplus == set(different) and None not in part_of.values():
+        first, *more = sorted({str(part) for part in part_of.values()})
+        listed = f"{first} and {len(more)} more" if more else first
+        return RopeExtendError(
+            f"cannot resume: {checkpoint} has trained weights of {listed}, which text does not reach. Such "
+            "parts are no longer trained: start a new run in another output_dir, or load the adapter that "
+            "the run has saved"
+        )
+    return RopeExtendError(
+        f"cannot read the checkpoint {checkpoint}: its weights belong to another model: {different[0]} is "
+        "only in one of the two. Resume from an earlier one, by its path"
+    )
 
 
 def _trainable(module: nn.Module) -> Mapping[str, nn.Parameter]:

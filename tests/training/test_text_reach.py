@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from cases import FAMILIES, FamilyCase, tiny_llama, tiny_model
 from peft import PeftModel
 from test_finetune import launch, settings, tokenizer_of
@@ -19,6 +20,7 @@ from rope_extend.loss import NextTokenLoss
 from rope_extend.training.finetune import finetune
 from rope_extend.training.lora import adapted, left_out, lora_config
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import RunState, load_checkpoint, save_checkpoint
 from rope_extend.training.text_reach import TextReach, text_reach
 
 NOT_ALL = {
@@ -113,6 +115,28 @@ def test_an_adapter_without_these_parts_loads_again(tmp_path: Path) -> None:
         ids = torch.arange(3, 35)[None]
         assert torch.equal(loaded(ids).logits, adapter(ids).logits)
     assert {name for name, _ in loaded.named_modules()} == {name for name, _ in adapter.named_modules()}
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_checkpoint_with_parts_that_text_does_not_reach_says_so(tmp_path: Path, mixed: bool) -> None:
+    """Such checkpoints are from before these parts were left out."""
+    run, accelerator = recipe(train_norm_embed=True), Accelerator(cpu=True)
+    everything = TextReach(frozenset(), frozenset(), ())
+    older = adapted(tiny_llama(), run, everything)
+    optimizer = torch.optim.AdamW(older.parameters())
+    state = RunState(3, 0, 0.0, "", 1, run.to_dict())
+    checkpoint = save_checkpoint(tmp_path, state, older, optimizer, accelerator, keep=1)
+    reach = replace(
+        everything, unreached=frozenset({"model.layers.1.self_attn.k_proj", "model.layers.0.input_layernorm"})
+    )
+    module = adapted(tiny_llama(), replace(run, train_norm_embed=False) if mixed else run, reach)
+    expected = "its weights belong to another model" if mixed else (
+        r"has trained weights of model\.layers\.0\.input_layernorm and 1 more, which text does not reach.*"
+        r"no longer trained.*start a new run.*or load the adapter"
+    )  # fmt: skip
+    with pytest.raises(RopeExtendError, match=expected) as raised:
+        load_checkpoint(checkpoint, module, torch.optim.AdamW(module.parameters()), accelerator, reach)
+    assert ("Resume from an earlier one" in str(raised.value)) == mixed
 
 
 def test_a_named_layer_that_cannot_be_trained_is_refused() -> None:
