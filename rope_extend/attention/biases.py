@@ -22,12 +22,10 @@ from rope_extend.attention.bias_parts import CallPositions, PartialBias, rows_of
 from rope_extend.attention.channels import position_channels
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import sees_later_keys, visible
-from rope_extend.attention.positions import AttentionHandler, Forward
+from rope_extend.attention.positions import Forward, SizedHandler
 from rope_extend.attention.registry import causal_mask, is_dense, own_function
 from rope_extend.encodings import BiasEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.parameters import LearnedParameters
 from rope_extend.models.rotary import has_float64
 
 
@@ -39,28 +37,10 @@ class _Call(AttentionCall):
     positions: CallPositions
 
 
-class BiasHandler(AttentionHandler):
-    """Adds a bias to the logits inside attention, for one patch of one model.
-
-    Args:
-        encoding: the bias.
-        adapter: the model's family.
-        shape: the sizes of the model that the bias follows from.
-        learned: the parameters that the encoding learns; None if it learns none.
-    """
+class BiasHandler(SizedHandler):
+    """Adds a bias to the logits inside attention, for one patch of one model."""
 
     encoding: BiasEncoding
-
-    def __init__(
-        self,
-        encoding: BiasEncoding,
-        adapter: FamilyAdapter,
-        shape: ModelShape,
-        learned: LearnedParameters | None,
-    ) -> None:
-        super().__init__(encoding, adapter)
-        self.shape = shape
-        self.learned = learned
 
     def check_implementation(self, implementation: str) -> None:
         """Refuse attention implementations that take no mask over queries and keys.

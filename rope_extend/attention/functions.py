@@ -29,6 +29,7 @@ from rope_extend.encodings import Encoding
 from rope_extend.errors import UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.undo import UndoLog
+from rope_extend.models.view import window_of
 
 HANDLER = "_rope_extend_handler"
 """The attribute of a module that holds the handler of the active patch."""
@@ -203,14 +204,12 @@ def model_config(module: Any) -> Any:
 def attention_window(module: Any) -> int | None:
     """How many tokens an attention module sees: its sliding window or chunk; None if all, 0 if not known."""
     config = model_config(module)
-    kinds = getattr(config, "layer_types", None)
-    kind = kinds[module.layer_idx] if kinds else ""
-    if "chunked" in kind:
-        return int(getattr(config, "attention_chunk_size", None) or 0)
-    size = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-    if "sliding" in kind:
-        return int(size or 0)
-    return int(size) if size and not kinds else None
+    own, kinds = getattr(module, "sliding_window", None), getattr(config, "layer_types", None)
+    if not kinds:
+        size = own or window_of(config, "sliding")
+        return int(size) if size else None
+    kind = kinds[module.layer_idx]
+    return int(own) if own and "sliding" in kind else window_of(config, kind)
 
 
 def attention_configs(modules: Iterable[Any]) -> list[Any]:

@@ -31,7 +31,7 @@ from rope_extend.attention.functions import (
     handled_implementation,
 )
 from rope_extend.attention.registry import never_compiled
-from rope_extend.encodings import Encoding
+from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.parameters import LearnedParameters
@@ -384,6 +384,28 @@ class AttentionHandler:
                 f"keys, and the rotary module got {forward.queries.shape[1]} positions"
             )
         return forward
+
+
+class SizedHandler(AttentionHandler):
+    """A handler of an encoding that follows from the sizes of the model, and may learn parameters.
+
+    Args:
+        encoding: the encoding of the patch.
+        adapter: the model's family.
+        shape: the sizes of the model that the encoding follows from.
+        learned: the parameters that the encoding learns; None if it learns none.
+    """
+
+    def __init__(
+        self,
+        encoding: BiasEncoding | AbsoluteEncoding,
+        adapter: FamilyAdapter,
+        shape: ModelShape,
+        learned: LearnedParameters | None,
+    ) -> None:
+        super().__init__(encoding, adapter)
+        self.shape = shape
+        self.learned = learned
 
 
 def marked_forward(arguments: Any) -> Forward | None:

@@ -7,41 +7,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from rope_extend.attention.functions import HANDLER
-from rope_extend.attention.positions import AttentionHandler, marked_forward
+from rope_extend.attention.positions import SizedHandler, marked_forward
 from rope_extend.attention.registry import never_compiled
-from rope_extend.encodings import AbsoluteEncoding, ModelShape
+from rope_extend.encodings import AbsoluteEncoding
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.parameters import LearnedParameters
 from rope_extend.models.undo import UndoLog
 from rope_extend.models.view import decoder_layers
 
 
-class VectorHandler(AttentionHandler):
+class VectorHandler(SizedHandler):
     """Adds a vector for its position to each token's embedding, for one patch of one model.
 
     The vectors are added before the first layer. The embedding module does not know positions, and is not
     used if a model gets `inputs_embeds`.
-
-    Args:
-        encoding: the encoding with the vectors.
-        adapter: the model's family.
-        shape: the sizes of the model that the vectors follow from.
-        learned: the parameters that the encoding learns; None if it learns none.
     """
 
     encoding: AbsoluteEncoding
-
-    def __init__(
-        self,
-        encoding: AbsoluteEncoding,
-        adapter: FamilyAdapter,
-        shape: ModelShape,
-        learned: LearnedParameters | None,
-    ) -> None:
-        super().__init__(encoding, adapter)
-        self.shape = shape
-        self.learned = learned
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Add the vectors before the first layer of a decoder.

@@ -214,7 +214,7 @@ def _replaced_by(new: list[Path], target: Path) -> set[Path]:
         old |= set(_present_tokenizer(target))
     if old and is_our_card(target / CARD_NAME):  # it describes the former checkpoint
         old.add(Path(CARD_NAME))
-    # A link or a file in the place of a directory is replaced itself; nothing is written through a link.
+    # A link or a file that has the name of one of our directories is replaced; no link is written through.
     for name in new:
         for parent in name.parents[:-1]:
             if os.path.lexists(target / parent) and not _is_directory(target / parent):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rope_extend.encodings.core.alternatives import KernelEncoding
-from rope_extend.encodings.core.encoding import Encoding
-from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.none import PlainRope
 from rope_extend.errors import RopeExtendError
@@ -38,12 +36,7 @@ class LinearAttention(KernelEncoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inner = Encoding.from_dict(self.inner) if isinstance(self.inner, Mapping) else self.inner
-        if not isinstance(inner, RopeEncoding):
-            raise RopeExtendError(
-                f"{self.name}: inner must be a rotary schedule, such as encoding('yarn', factor=8.0), "
-                f"got {self.inner!r}"
-            )
+        inner = inner_schedule(self)
         if inner.depends_on_length or inner.rotates_in_attention:
             raise RopeExtendError(
                 f"{self.name}: keys are summed before any query is known, but {inner} rotates a key for each "

@@ -86,6 +86,14 @@ def layer_types_except_full_attention(config: Any) -> set[str]:
     return layer_types - {"full_attention"}
 
 
+def window_of(config: Any, layer_type: str) -> int | None:
+    """How many tokens the layers of a type attend to; None if all, 0 if the text config does not say."""
+    for word, key in (("chunked", "attention_chunk_size"), ("sliding", "sliding_window")):
+        if word in layer_type:
+            return int(getattr(config, key, None) or 0)
+    return None
+
+
 def trained_length_of(config: Any) -> int:
     """The window, in tokens, that a checkpoint was pretrained on, before any scaling in its config.
 

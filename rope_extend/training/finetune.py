@@ -36,7 +36,7 @@ from rope_extend.files import write_text
 from rope_extend.loss import causal_lm
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model, one_error, pretrained
-from rope_extend.models.view import layer_types_except_full_attention
+from rope_extend.models.view import layer_types_except_full_attention, window_of
 from rope_extend.patching import Patch, current_patch
 from rope_extend.training.launch import check_launch, check_variables
 from rope_extend.training.loop import FinetuneInterrupted, RunData, TrainingRun
@@ -436,14 +436,13 @@ def _check_windows(recipe: Recipe, model: Any) -> None:
     """
     config = causal_lm(model).config.get_text_config(decoder=True)
     for kind in sorted(layer_types_except_full_attention(config)):
-        if "sliding" in kind or "chunked" in kind:
-            size = getattr(config, "attention_chunk_size" if "chunked" in kind else "sliding_window", None)
-            if size is None or size < recipe.target_length:
-                raise RopeExtendError(
-                    f"positions {recipe.positions} cannot be combined with {config.model_type}: its layers "
-                    f"of type {kind} attend to {size} tokens, whatever their positions. So in training they "
-                    f"would see distances that never occur in use; leave positions out, train on long blocks"
-                )
+        size = window_of(config, kind)
+        if size is not None and size < recipe.target_length:
+            raise RopeExtendError(
+                f"positions {recipe.positions} cannot be combined with {config.model_type}: its layers of "
+                f"type {kind} attend to {size} tokens, whatever their positions. So in training they would "
+                f"see distances that never occur in use; leave positions out, train on long blocks"
+            )
 
 
 def _evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:

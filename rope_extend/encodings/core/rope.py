@@ -269,6 +269,21 @@ class GrowingRope(LengthDependent):
         return table[torch.searchsorted(table, lengths.contiguous())]
 
 
+def inner_schedule(outer: Any) -> RopeEncoding:
+    """The `inner` of an encoding that is made of a rotary schedule, also if it was given as `to_dict()`.
+
+    Raises:
+        RopeExtendError: it is not a rotary schedule.
+    """
+    inner = Encoding.from_dict(outer.inner) if isinstance(outer.inner, Mapping) else outer.inner
+    if not isinstance(inner, RopeEncoding):
+        raise RopeExtendError(
+            f"{outer.name}: inner must be a rotary schedule, such as encoding('yarn', factor=8.0), "
+            f"got {outer.inner!r}"
+        )
+    return inner
+
+
 @dataclass(frozen=True)
 class ComposedRope(RopeEncoding):
     """A change to another rotary schedule: `resonance(yarn)`, `logn(ntk)`.
@@ -283,13 +298,7 @@ class ComposedRope(RopeEncoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        inner = Encoding.from_dict(self.inner) if isinstance(self.inner, Mapping) else self.inner
-        if not isinstance(inner, RopeEncoding):
-            raise RopeExtendError(
-                f"{self.name}: inner must be a rotary schedule, such as encoding('yarn', factor=8.0), "
-                f"got {self.inner!r}"
-            )
-        object.__setattr__(self, "inner", inner)
+        object.__setattr__(self, "inner", inner_schedule(self))
 
     @property
     def depends_on_length(self) -> bool:  # type: ignore[override]
