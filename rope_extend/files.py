@@ -43,6 +43,11 @@ def _temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name[:40]}.{uuid4().hex[:8]}{PARTIAL}")
 
 
+def was_begun(path: Path) -> bool:
+    """Whether a process was killed while it first wrote a file: only its temporary file is there."""
+    return not path.exists() and any(path.parent.glob(f".{path.name[:40]}.*{PARTIAL}"))
+
+
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Write a file that appears under `path` when the block ends; an earlier file stays if the block raises.

@@ -32,7 +32,7 @@ from rope_extend.data.packing import check_packing
 from rope_extend.data.sampled_positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_text
+from rope_extend.files import was_begun, write_text
 from rope_extend.loss import causal_lm
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model, one_error, pretrained
@@ -48,6 +48,7 @@ from rope_extend.training.resume import (
     check_continues,
     damage,
     newest_intact,
+    prune,
     read_state,
 )
 from rope_extend.training.run_log import log_run
@@ -179,7 +180,7 @@ def finetune(
     state = replace(state, memory_options=asdict(memory_options))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        _prepare_directory(directory, recipe, fresh=resume is False)
+        _prepare_directory(directory, recipe, state.step, fresh=resume is False)
     accelerator.wait_for_everyone()
 
     if model is None and recipe.quantize is not None:
@@ -355,7 +356,7 @@ def _starting_point(
             )
     elif intact := newest_intact(directory):
         checkpoint = intact
-    elif present:
+    elif present or was_begun(directory / "recipe.yaml"):
         logger.warning("%s holds no checkpoint yet; the run starts at step 0", directory)
         return None
     else:
@@ -479,8 +480,11 @@ def _first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: P
     return replace(saved, recipe=state.recipe)
 
 
-def _prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
-    """Write the recipe; for a fresh run, first remove an earlier one. A resumed run removes nothing yet."""
+def _prepare_directory(directory: Path, recipe: Recipe, step: int, *, fresh: bool) -> None:
+    """Write the recipe; for a fresh run, first remove an earlier one.
+
+    A resumed run removes what a killed save had still to remove, and no checkpoint later than its own.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in _RUN_FILES if fresh else ():
@@ -489,6 +493,7 @@ def _prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        prune(directory, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error

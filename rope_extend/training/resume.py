@@ -186,6 +186,9 @@ def save_checkpoint(
             (partial / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
             # An older run may have left a checkpoint of this step; it is replaced.
             publish_directory(partial, final, durable=True)
+            for later in checkpoints(directory):
+                if step_of(later) > state.step:
+                    shutil.rmtree(later)
             prune(directory, keep, state.step)
     except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save, for a full disk
         if accelerator.is_main_process:
@@ -199,11 +202,9 @@ def save_checkpoint(
 
 
 def prune(directory: Path, keep: int, step: int) -> None:
-    """Remove all checkpoints except the newest `keep` up to `step`, and all incomplete ones."""
-    present = checkpoints(directory)
-    kept = [checkpoint for checkpoint in present if step_of(checkpoint) <= step][-keep:]
-    incomplete = (directory / "checkpoints").glob(".step-*.partial")
-    for old in [*(checkpoint for checkpoint in present if checkpoint not in kept), *incomplete]:
+    """Remove the checkpoints up to `step` except the newest `keep` of them, and all incomplete ones."""
+    up_to_step = [checkpoint for checkpoint in checkpoints(directory) if step_of(checkpoint) <= step]
+    for old in [*up_to_step[:-keep], *(directory / "checkpoints").glob(".step-*.partial")]:
         shutil.rmtree(old)
 
 

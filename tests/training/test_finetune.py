@@ -661,6 +661,17 @@ def test_the_requested_number_of_checkpoints_is_kept(recipe: Recipe) -> None:
     assert kept == ["step-6", "step-7", "step-8"]
 
 
+def test_a_resume_ends_what_a_killed_save_had_begun(recipe: Recipe) -> None:
+    directory = Path(recipe.output_dir)
+    directory.mkdir()
+    (directory / ".recipe.yaml.0123abcd.partial").touch()  # killed before it wrote its first file
+    finetune(replace(recipe, steps=3, save_every=1), resume=True)
+    checkpoints = directory / "checkpoints"
+    shutil.copytree(checkpoints / "step-2", checkpoints / "step-1")  # killed before it removed this one
+    finetune(replace(recipe, steps=3, save_every=1), resume=True)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-3"]
+
+
 def poisoned(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Make the loss of some steps NaN."""
     original = loop.TrainingRun._batch

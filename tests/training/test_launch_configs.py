@@ -115,5 +115,5 @@ def test_without_gpus_a_launch_is_refused_with_the_reason(work: Path, tmp_path: 
         capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert ran.returncode != 0
-    assert "torchrun started 2 processes and this one finds 1" in ran.stderr
+    assert "torchrun started 2 processes, but this one found 1" in ran.stderr
     assert not (tmp_path / "run").exists()
