@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,37 @@ def _with_bundled_files(source: Source) -> Source:
 def is_dataset(source: str) -> bool:
     """Whether a source is a dataset on the hub, which has splits."""
     return source not in _BUNDLED and not _is_path(source)
+
+
+def dataset_id(source: str) -> str:
+    """The id of a hub dataset without its config, `owner/name`."""
+    return source.partition(":")[0]
+
+
+def held_out_split(source: str, known: Collection[str] = ()) -> str:
+    """The split of a hub dataset to evaluate on: validation, or else test, or else the only one left.
+
+    Args:
+        source: a hub dataset, as for `load_documents`.
+        known: splits of it that the model was trained on; `all` for every one.
+
+    Raises:
+        RopeExtendError: its splits cannot be listed, or it is not clear which one to use.
+    """
+    import datasets  # loads pandas and pyarrow
+
+    name, _, config = source.partition(":")
+    with _explained(source, name):
+        splits = list(datasets.get_dataset_split_names(name, config or None))
+    left = [split for split in splits if split not in known and "all" not in known]
+    usual = [split for split in ("validation", "test") if split in left]
+    if not usual and len(left) != 1:
+        trained = f" and trains on {', '.join(sorted(known))}" if known else ""
+        raise RopeExtendError(
+            f"eval_data {source!r} has the splits {', '.join(splits)}{trained}, so it is not clear which "
+            "one to evaluate on. Set eval_split, or give other documents as eval_data"
+        )
+    return (usual or left)[0]
 
 
 def source_files(source: Source) -> dict[Path, Path]:

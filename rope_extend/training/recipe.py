@@ -264,7 +264,11 @@ class Recipe(Config):
     ] = None
     text_column: Annotated[str, TEXT, "column of the text, for tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset to train on"] = "train"
-    eval_split: Annotated[str, TEXT, "split of a hub dataset to evaluate on"] = "train"
+    eval_split: Annotated[
+        str | None,
+        optional(TEXT),
+        "split of a hub dataset to evaluate on; if not given, its validation split, or else its test split",
+    ] = None
     data_weights: Annotated[
         tuple[float, ...] | None,
         optional(_WEIGHTS),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,10 +17,12 @@ from rope_extend.data.curriculum import Curriculum, Stage
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import PackedBlocks, packed_blocks
-from rope_extend.data.sources import is_dataset, read_texts, source_files
+from rope_extend.data.sources import dataset_id, held_out_split, is_dataset, read_texts, source_files
 from rope_extend.data.streaming import Stream
 from rope_extend.errors import RopeExtendError
 from rope_extend.training.recipe import Recipe
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,9 @@ def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> Tr
 
 
 def check_split(recipe: Recipe) -> None:
-    """Refuse to evaluate on the split of a hub dataset that the run trains on.
+    """Refuse to evaluate on the split of a hub dataset that the run trains on, if the recipe names both.
+
+    Without `eval_split`, `load_held_out` chooses another one.
 
     Raises:
         RopeExtendError: names the dataset and the split.
@@ -78,8 +84,23 @@ def check_split(recipe: Recipe) -> None:
         if is_dataset(source) and recipe.eval_split == recipe.split:
             raise RopeExtendError(
                 f"recipe: eval_data {source!r} is also data, and both use the split {recipe.split!r}, so the "
-                "run would be evaluated on its training text; set eval_split to another split, such as test"
+                "run would be evaluated on its training text. Set eval_split to another split, such as test, "
+                "or leave it out"
             )
+
+
+def _eval_split(recipe: Recipe) -> str:
+    """The split of `eval_data`: that of the recipe, or else one that the run does not train on."""
+    source = recipe.eval_data
+    if recipe.eval_split is not None:
+        return recipe.eval_split
+    if not isinstance(source, str) or not is_dataset(source):
+        return recipe.split  # files have no splits
+    same = any(is_dataset(name) and dataset_id(name) == dataset_id(source) for name in _entries(recipe.data))
+    trained = set(re.findall(r"[\w.-]+(?=\[|\+|$)", recipe.split.replace(" ", ""))) if same else set()
+    split = held_out_split(source, trained)
+    logger.info("evaluating on the split %r of %r", split, source)
+    return split
 
 
 def load_held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> list[Document]:
@@ -88,7 +109,7 @@ def load_held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> lis
     They are not cut, so that their fingerprint does not depend on the lengths.
 
     Raises:
-        RopeExtendError: as `load_documents`.
+        RopeExtendError: as `load_documents`, or `held_out_split` without `eval_split`.
     """
     if recipe.eval_data is None:
         return []
@@ -96,7 +117,7 @@ def load_held_out(recipe: Recipe, tokenizer: Any, lengths: Sequence[int]) -> lis
         recipe.eval_data,
         tokenizer,
         text_column=recipe.text_column,
-        split=recipe.eval_split,
+        split=_eval_split(recipe),
         min_tokens=max(lengths),
         max_documents=recipe.eval_documents,
     )
@@ -112,7 +133,7 @@ def trained_on(
     """How many of the documents to evaluate on, cut to the largest window, are also training data.
 
     The documents of a stream are not known, but its files are: there, the documents of these files count.
-    Hub datasets have none; `check_split` has refused to evaluate on the split of the stream.
+    Hub datasets have none; they are not evaluated on the split of the stream, see `check_split`.
     """
     if recipe.eval_data is None:
         return 0

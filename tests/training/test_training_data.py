@@ -23,7 +23,7 @@ from rope_extend.training import resume
 from rope_extend.training.finetune import Recipe, _check_model, finetune
 from rope_extend.training.resume import RunState, read_state
 from rope_extend.training.sharding import Sharding
-from rope_extend.training.training_data import load_held_out, load_training_data, trained_on
+from rope_extend.training.training_data import check_split, load_held_out, load_training_data, trained_on
 
 _RUN = """
 import sys
@@ -130,6 +130,58 @@ def test_the_splits_of_a_streamed_dataset_are_different_texts(
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     run = replace(recipe, data="org/books", eval_data="org/books", split="train", streaming=True)
     assert counted(replace(run, eval_split="test"), (64,)) == 0
+
+
+@pytest.mark.parametrize(
+    ("splits", "changes", "expected"),
+    [
+        (("train", "validation", "test"), {}, "validation"),
+        (("train", "test"), {}, "test"),
+        (("train", "dev"), {}, "dev"),
+        (("train", "validation", "test"), {"split": "train+validation"}, "test"),
+        (("train", "test"), {"split": "train[:50%]"}, "test"),
+        (("train",), {"data": "org/others"}, "train"),
+        (("train", "test"), {"eval_split": "train[90%:]", "split": "train[:90%]"}, "train[90%:]"),
+        (("train",), {}, None),
+        (("train",), {"split": "train[:50%]"}, None),
+        (("train",), {"eval_data": "org/books:en", "streaming": True}, None),
+        (("train", "test"), {"split": "all"}, None),
+        (("train", "easy", "hard"), {}, None),
+    ],
+)
+def test_a_run_is_evaluated_on_a_split_that_it_does_not_train_on(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch,
+    splits: tuple[str, ...], changes: dict[str, Any], expected: str | None,
+) -> None:  # fmt: skip
+    read: list[str] = []
+
+    def load_dataset(*_: Any, split: str, **__: Any) -> Any:
+        read.append(split)
+        return datasets.Dataset.from_dict({"text": ["one two three " * 200]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, config: list(splits))
+    run = replace(recipe, **{"data": "org/books", "eval_data": "org/books", **changes})
+    assert Recipe.from_dict(run.to_dict()) == run
+    check_split(run)
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    if expected is None:
+        message = rf"has the splits {', '.join(splits)}.* Set eval_split, or give other documents"
+        with pytest.raises(RopeExtendError, match=message):
+            load_held_out(run, tokenizer, (64,))
+    else:
+        load_held_out(run, tokenizer, (64,))
+        assert read == [expected]
+
+
+def test_splits_that_cannot_be_listed_are_one_error(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: Any) -> Any:
+        raise ConnectionError("the hub cannot be reached")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", offline)
+    run = replace(recipe, eval_data="org/books")
+    with pytest.raises(RopeExtendError, match=r"cannot read 'org/books'.*cannot be reached"):
+        load_held_out(run, None, (64,))
 
 
 def test_a_checkpoint_has_the_generator_of_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,10 +363,11 @@ def test_evaluation_on_training_text_is_said(
 
 
 def test_the_split_that_a_run_trains_on_is_no_evaluation(recipe: Recipe) -> None:
-    run = replace(recipe, data="owner/name", eval_data="owner/name")
-    with pytest.raises(RopeExtendError, match=r"both use the split 'train'.*set eval_split to another split"):
+    run = replace(recipe, data="owner/name", eval_data="owner/name", eval_split="train")
+    with pytest.raises(RopeExtendError, match=r"both use the split 'train'.*Set eval_split to another split"):
         finetune(run)
     check_split(replace(run, eval_split="test"))
+    check_split(replace(run, eval_split=None))  # another split is chosen
     check_split(replace(run, eval_data="owner/other"))
     check_split(replace(recipe, eval_data=recipe.data))  # files have no splits
 
