@@ -44,6 +44,7 @@ from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.restoring import apply_record, checked_record, load
 from rope_extend.checkpoint.saving import stock_state
 from rope_extend.checkpoint.staging import refuse_base_model, staged
+from rope_extend.checkpoint.tied_weights import tied_names, untie, untie_changed
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
 from rope_extend.models.loading import empty_model, one_error, pretrained
@@ -228,6 +229,7 @@ def _with_adapter(files: Path, adapter: Path, record: Record) -> PeftModel:
         )
     if (files / "generation_config.json").exists():
         base.generation_config = pretrained(GenerationConfig, str(files))
+    _untie_as_stored(base, files)
     apply_record(base, record)
     config = _adapter_config(adapter)
     if changed_by := changes_base(config):
@@ -254,6 +256,17 @@ def _with_adapter(files: Path, adapter: Path, record: Record) -> PeftModel:
     return model
 
 
+def _untie_as_stored(base: Any, files: Path) -> None:
+    """Untie what the config ties, but the files store with two values; transformers does so on loading."""
+    stored = _stored_tensors(files)
+    key_of, _ = _stored_keys(base, stored)
+    for target, source in list(getattr(base, "all_tied_weights_keys", {}).items()):
+        if target in key_of and source in key_of:
+            one, other = (_read(stored[key].file, key) for key in (key_of[target], key_of[source]))
+            if not torch.equal(one, other):
+                untie(base, target)
+
+
 def _outputs(
     model: PeftModel, files: Path, adapter: Path, record: Record, dtype: torch.dtype | None
 ) -> list[_Output]:
@@ -264,7 +277,7 @@ def _outputs(
     _check_shapes(base, stored, key_of, converted, files)
     _check_base(base, stored, key_of, adapter, record)
     layers, replaced = _changes(model, adapter)
-    tied = _tied(base)
+    tied = tied_names(base)
 
     def source(name: str) -> str | None:
         """The key of the stored tensor that holds a parameter, or a parameter that it is tied to."""
@@ -316,7 +329,7 @@ def _outputs(
 
     names = {key: name for name, key in key_of.items()}
     outputs = [output(names.get(key, key), key, key) for key in stored]
-    for name in _untie(base, tied, changed, replaced):
+    for name in untie_changed(base, tied, changed, replaced):
         if name not in key_of:
             origin = source(name)
             assert origin is not None
@@ -440,39 +453,6 @@ def _merged(layer: Any, parts: Mapping[str, Tensor], path: str) -> dict[str, Ten
         inner._parameters.update(empty)
 
 
-def _tied(base: Any) -> dict[str, list[str]]:
-    """For each tied parameter, the names of the parameters that it is tied to."""
-    keys: Mapping[str, str] = getattr(base, "all_tied_weights_keys", None) or {}
-    clean = {a.replace(".base_layer.", "."): b.replace(".base_layer.", ".") for a, b in keys.items()}
-    tied: dict[str, list[str]] = {}
-    for first, second in clean.items():
-        tied.setdefault(first, []).append(second)
-        tied.setdefault(second, []).append(first)
-    return tied
-
-
-def _untie(
-    base: Any, tied: Mapping[str, list[str]], changed: Mapping[str, Any], replaced: dict[str, Tensor]
-) -> list[str]:
-    """Untie the parameters that the adapter changes differently; returns their names.
-
-    An adapter on the input embeddings alone leaves the output embeddings unchanged, so one matrix cannot hold
-    both.
-    """
-    untied: list[str] = []
-    for name, others in tied.items():
-        for other in others:
-            same = replaced.get(name) is replaced.get(other) or (
-                name in replaced and other in replaced and torch.equal(replaced[name], replaced[other])
-            )
-            if name in changed or other in changed or not same:
-                untied.append(name)
-    if untied:
-        for config in (base.config, base.config.get_text_config()):
-            config.tie_word_embeddings = False
-    return list(dict.fromkeys(untied))
-
-
 def _write(outputs: list[_Output], directory: Path, limit: int) -> None:
     """Compute and write the tensors, in shards of at most `limit` bytes or one tensor, and their index."""
     shards: list[list[_Output]] = [[]]
@@ -510,7 +490,7 @@ def _merge_in_memory(
     base_dtype = empty_model(str(files)).dtype
     model = load(adapter, base_model=str(files), dtype=torch.float32)
     base = model.get_base_model()
-    tied = _tied(base)
+    tied = tied_names(base)
     for path, module in base.named_modules():
         others = tied.get(f"{path}.weight", [])
         if isinstance(module, TrainableTokensWrapper) and not _both_halves(base, module, others):

@@ -150,6 +150,37 @@ def test_one_half_of_tied_embeddings_is_untied(tmp_path: Path, targets: list[str
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("in_memory", [False, True], ids=["files", "memory"])
+@pytest.mark.parametrize("targets", [["q_proj"], ["lm_head", "embed_tokens"]], ids=str)
+def test_two_heads_under_a_config_that_ties_them_stay_two(
+    tmp_path: Path, targets: list[str], in_memory: bool
+) -> None:
+    """transformers loads such files untied, so the adapter was trained on two matrices."""
+    untied = llama()
+    untied.config.tie_word_embeddings = True
+    live = adapted(untied, tmp_path, target_modules=targets)
+    assert weights(tmp_path / "base").keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
+    rx.merge(tmp_path / "adapter", tmp_path / "merged", in_memory=in_memory)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not stock.config.tie_word_embeddings
+    assert_same_but_rounding(logits(stock), logits(live))
+
+
+@pytest.mark.parametrize("in_memory", [False, True], ids=["files", "memory"])
+def test_one_matrix_that_is_stored_twice_stays_tied(tmp_path: Path, in_memory: bool) -> None:
+    live = adapted(llama(tie_word_embeddings=True), tmp_path)
+    file = tmp_path / "base" / "model.safetensors"
+    stored = load_file(file)
+    save_file(
+        {**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()}, file, {"format": "pt"}
+    )
+    rx.merge(tmp_path / "adapter", tmp_path / "merged", in_memory=in_memory)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert stock.config.tie_word_embeddings
+    assert stock.lm_head.weight is stock.model.embed_tokens.weight
+    assert_same_but_rounding(logits(stock), logits(live))
+
+
 SOME = ("linear", "yarn", "ntk", "llama3", "ntk_by_parts", "clipped", "dynamic_ntk")
 MATRIX = [("llama", case) for case in ENCODINGS] + [
     (family, case)
