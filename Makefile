@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # The oldest transformers that is supported; the newest tested one is in constraints.txt.
 OLDEST := 5.17.0
+# Every process of the tests would compile the package and the tests again.
+export PYTHONDONTWRITEBYTECODE :=
 # Tests are many and small: one thread each, and as many workers as cores.
 WORKERS := -n auto --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)

@@ -27,6 +27,10 @@ from transformers.utils.logging import disable_progress_bar
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 disable_progress_bar()
+# pytest adds its handlers to each logger that does not propagate, six times a test: torch has ninety of them.
+for name, logger in logging.Logger.manager.loggerDict.items():
+    if name.startswith("torch") and isinstance(logger, logging.Logger):
+        logger.propagate = True
 
 
 # The same examples in every run, and few of them: `--full` searches for others.

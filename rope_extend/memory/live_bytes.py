@@ -28,12 +28,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
+        out = self.call(function, args, kwargs or {})
         self.operations += 1
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.add(tensor)
         return out
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation."""
+        return function(*args, **kwargs)
 
     def add(self, tensor: torch.Tensor) -> Self:
         """Count a tensor that exists already."""

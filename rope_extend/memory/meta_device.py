@@ -18,6 +18,7 @@ from rope_extend.attention.causal_suffix import calls_by_name, causal_mask
 from rope_extend.attention.functions import attention_configs, attention_modules
 from rope_extend.attention.registry import PREFIX, register
 from rope_extend.errors import RopeExtendError
+from rope_extend.memory import known_shapes
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.undo import UndoLog
 from rope_extend.models.view import unwrap
@@ -85,6 +86,10 @@ class MetaBytes(LiveBytes):  # type: ignore[no-untyped-call]
             self.add(out)
             return out
         return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation, or allocate what it returned before."""
+        return known_shapes.call(function, args, kwargs)
 
 
 class DirectKernelCalls(TorchFunctionMode):

@@ -1,0 +1,101 @@
+"""Remembers what operations return on the meta device, where torch computes shapes slowly, in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST = 100_000
+"""Calls that are remembered, of about 1 KB each; then all are forgotten."""
+
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_known: dict[Hashable, tuple[Any, list[_Layout]]] = {}
+
+
+def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation on meta tensors, or allocate what it returned for arguments of the same layouts.
+
+    The layers of a model are alike, so most calls have been made before. Remembered are operations that
+    return new tensors, not those that return views of their arguments or write to them.
+    """
+    if not _returns_new_tensors(function):
+        return function(*args, **kwargs)
+    try:
+        key = (function, _description(args), _description(kwargs))
+        known = _known.get(key)
+    except _NotRememberedError:
+        return function(*args, **kwargs)
+    if known is None:
+        out = function(*args, **kwargs)
+        if (layouts := _layouts(out)) is not None:
+            if len(_known) >= _MOST:
+                forget()
+            _known[key] = type(out), layouts
+        return out
+    kind, layouts = known
+    tensors = [
+        torch.empty_strided(size, stride, dtype=dtype, device="meta") for size, stride, dtype in layouts
+    ]
+    return tensors[0] if issubclass(kind, Tensor) else kind(tensors)
+
+
+def remembered() -> int:
+    """The number of calls that are remembered."""
+    return len(_known)
+
+
+def forget() -> None:
+    """Forget all calls."""
+    _known.clear()
+
+
+class _NotRememberedError(Exception):
+    """The layout of the results may depend on more than the layouts of the arguments."""
+
+
+@cache
+def _returns_new_tensors(function: Any) -> bool:
+    schema = function._schema
+    return bool(schema.returns) and not any(
+        each.alias_info is not None for each in (*schema.arguments, *schema.returns)
+    )
+
+
+def _description(value: Any) -> Hashable:
+    """What the layout of the results can depend on. 1, 1.0 and True are equal, but give other dtypes."""
+    if isinstance(value, Tensor):
+        if not value.is_meta or type(value) not in _PLAIN:
+            raise _NotRememberedError
+        return value.shape, value.stride(), value.dtype, value.is_conj()
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_description, value))
+    if isinstance(value, dict):
+        return tuple((name, _description(each)) for name, each in value.items())
+    if value is None or isinstance(value, _VALUES):
+        return type(value), value
+    raise _NotRememberedError
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_VALUES = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _layouts(out: Any) -> list[_Layout] | None:
+    """The layouts of one or several new tensors; None if `out` is not, or not only, that."""
+    tensors = [out] if isinstance(out, Tensor) else out
+    if not isinstance(tensors, list | tuple):
+        return None
+    layouts: list[_Layout] = []
+    for tensor in tensors:
+        if type(tensor) is not Tensor or not tensor.is_meta or tensor.layout != torch.strided:
+            return None
+        layout = tensor.shape, tensor.stride(), tensor.dtype
+        again = torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
+        if again.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
+            return None
+        layouts.append(layout)
+    return layouts
