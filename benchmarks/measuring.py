@@ -85,5 +85,5 @@ def in_bfloat16(config: LlamaConfig, device: str) -> LlamaForCausalLM:
 def device_name() -> str:
     """The name of the GPU, or the number of CPU threads."""
     if torch.cuda.is_available():
-        return torch.cuda.getdevice_name()
+        return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"

@@ -22,6 +22,8 @@ from measuring import Row, device_name
 from patched_forward import patched_forward
 from training_cost import packed_documents, training_8b, training_loss, training_step
 
+from rope_extend.memory.segments import expand_segments
+
 BENCHMARKS = {
     "evaluator-memory": evaluator_memory,
     "evaluator-agreement": evaluator_agreement,
@@ -67,6 +69,7 @@ def main() -> None:
     if arguments.output and arguments.output.exists():
         parser.error(f"{arguments.output} already exists; give another file")
     logging.getLogger("rope_extend").setLevel(logging.ERROR)  # hide what a patch tells users
+    expand_segments("auto")  # before anything initialises CUDA
     device = device_name()
     print(f"{device}, torch {torch.__version__}, transformers {transformers.__version__}", file=sys.stderr)
     print(f"{'benchmark':<84} {'ours':>12} {'peer':>12}  ratio  target  peer")

@@ -120,6 +120,10 @@ class _Frame:
     """The decoder's positions as the rotary module got them; None before it is called."""
     forward: Forward | None = None
     """None if it is not known."""
+    compared: Tensor | None = None
+    """The latest positions that a module got instead of the decoder's."""
+    equal: bool = False
+    """Whether these have the same values."""
 
 
 class _Running(threading.local):
@@ -353,7 +357,11 @@ class AttentionHandler:
             return None
         if position_ids is None or position_ids is frame.position_ids:
             return frame.forward
-        return frame.forward if torch.equal(_rows(position_ids), frame.forward.queries) else None
+        queries = frame.forward.queries
+        if position_ids is not frame.compared:  # such as a copy on another device, for layers that are there
+            frame.compared = position_ids
+            frame.equal = torch.equal(_rows(position_ids).to(queries.device), queries)
+        return frame.forward if frame.equal else None
 
     def forward_of_call(self, call: AttentionCall) -> Forward:
         """The forward that a call belongs to, with the positions of its queries and keys.

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 
 from rope_extend.data.documents import load_documents
@@ -25,6 +24,8 @@ from rope_extend.evaluation.protocols import WindowSettings, protocol_named
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, Subject, file_name
 from rope_extend.evaluation.retrieval import TRIALS, TrialLog, answer_prompts, make_prompts
 from rope_extend.evaluation.tasks import Passkey, template_for
+from rope_extend.memory.budget import is_out_of_memory
+from rope_extend.memory.segments import expand_segments
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import is_main_process, processes
@@ -65,6 +66,7 @@ def evaluate(
         RopeExtendError: no such model, adapter, method or data, texts that are too short, a length that does
             not fit into memory, or an output directory that holds a report.
     """
+    expand_segments("auto")
     if config.output is None:
         if resume or overwrite:
             raise RopeExtendError(
@@ -162,6 +164,7 @@ class _Evaluation:
     ) -> None:
         if config.data is None:
             raise RopeExtendError("evaluation: data is not set; give long documents to measure perplexity on")
+        expand_segments("auto")
         self.config, self.progress = config, progress
         self.finished = None if finished is None else Path(finished)
         self.candidates = candidates = Candidates.of(config, load_options)
@@ -287,7 +290,7 @@ class _Evaluation:
                 progress=self.progress,
             )
         except RopeExtendError as error:
-            if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            if error.__cause__ is None or not is_out_of_memory(error.__cause__):
                 raise
             # The control is not worth losing the perplexity of the row.
             logger.warning("%s: retrieval within the trained window is not measured: %s", row.label, error)

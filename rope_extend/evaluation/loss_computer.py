@@ -17,6 +17,7 @@ from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.protocols import Window
 from rope_extend.evaluation.results import Losses
 from rope_extend.loss import CHUNK_BYTES, causal_lm, output_head, token_losses
+from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.view import length_groups
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class LossComputer:
             try:
                 return [self._windows(ids, windows, bos) for windows in passes]
             except (RuntimeError, MemoryError) as error:
-                if not _out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
             # Outside the handler, because the traceback keeps tensors alive until here.
@@ -198,11 +199,6 @@ class LossComputer:
             return len(length_groups(self.model, [*range(size, tokens, size), tokens])) == 1
         except UnsupportedModelError:  # an unknown family, whose tables may depend on the length
             return False
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    # The CPU allocator raises a plain RuntimeError.
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -7,6 +7,7 @@ the score cannot change. Each finished trial is a JSON line, so an interrupted r
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -30,6 +31,7 @@ from rope_extend.evaluation.loss_computer import peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, PromptOptions, Task, encode, make_prompt
 from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
 from rope_extend.files import write_text
+from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
 from rope_extend.units import parse_lengths
 
@@ -318,15 +320,21 @@ def _answer(
         _cropped(encode(tokenizer, prompt.text, prompt.chat), _visible(prompt, crop), tokenizer.bos_token_id)
         for prompt in batch
     ]
+    responses: list[str] | None = None
     try:
         responses = generate(model, tokenizer, task, rows, [prompt.answers for prompt in batch])
-    except torch.cuda.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         if len(batch) == 1:
             raise RopeExtendError(
                 f"one prompt of {batch[0].length} tokens does not fit into the GPU's memory; use shorter "
                 "lengths. Finished trials are kept"
             ) from error
-        torch.cuda.empty_cache()
+    if responses is None:  # outside the handler, because the traceback keeps tensors alive until here
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         half = len(batch) // 2
         logger.warning(
             "out of memory with %d prompts of %d tokens; the batch is halved", len(batch), batch[0].length

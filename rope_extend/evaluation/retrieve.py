@@ -21,6 +21,7 @@ from rope_extend.evaluation.retrieval import TRIALS, TrialLog, answer_prompts, m
 from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, TABLE, write_retrieval
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.files import write_json, write_text
+from rope_extend.memory.segments import expand_segments
 from rope_extend.models.loading import pretrained
 from rope_extend.models.view import unwrap
 from rope_extend.units import format_length
@@ -80,6 +81,7 @@ class _RetrievalRun:
     """
 
     def __init__(self, config: RetrievalConfig, progress: bool) -> None:
+        expand_segments("auto")
         self.config, self.progress = config, progress
         self.candidates = candidates = Candidates.of(config)
         self.tokenizer = pretrained(AutoTokenizer, candidates.name)

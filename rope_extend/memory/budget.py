@@ -43,12 +43,38 @@ def available_memory(load_options: LoadOptions) -> int:
     place = load_options.torch_device
     if place.type == "cuda":
         gpus = range(torch.cuda.device_count()) if load_options.device_map is not None else [place]
-        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
+        free = min(_free_on_gpu(gpu) for gpu in gpus)
     elif place.type == "mps":
         free = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     else:
         free = min(get_max_memory()["cpu"], _control_group())
     return free if load_options.limit_memory is None else min(free, load_options.limit_memory)
+
+
+def _free_on_gpu(gpu: torch.device | int) -> int:
+    """Bytes that this process can still allocate on a GPU, including what torch keeps cached."""
+    cached = torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+    return int(torch.cuda.mem_get_info(gpu)[0]) + cached
+
+
+_OUT_OF_MEMORY = (
+    "can't allocate memory",  # the CPU allocator
+    "CUDA error: out of memory",  # pinned host memory, and kernels of torch
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "leave memory available for cuDNN",
+)
+"""Texts of plain RuntimeErrors that mean a lack of memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the memory of a device or of the host ran out.
+
+    Libraries that torch calls, such as cuBLAS and cuDNN, report it by a plain RuntimeError.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def _control_group(root: Path = Path("/sys/fs/cgroup")) -> int:

@@ -31,8 +31,8 @@ class LoadOptions:
             `torchrun` uses the GPU of its local rank.
         device_map: spread the model over several GPUs, then host memory and disk: `auto`, another of
             accelerate's strategies, or a device for each module by name.
-        dtype: dtype of the weights; by default bfloat16 on a GPU that supports it, else float32. A quantised
-            checkpoint keeps its own.
+        dtype: dtype of the weights; by default bfloat16 on a GPU with hardware for it, else float32. A
+            quantised checkpoint keeps its own.
         attention: attention implementation, by transformers' name; by default sdpa.
         quantize: quantize the weights with bitsandbytes while loading: `4bit` (NF4) or `8bit`.
         limit_memory: bytes that may be used on a device. On a GPU the allocator enforces the limit.

@@ -68,7 +68,7 @@ def empty_model(name: str) -> nn.Module:
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """The default dtype of frozen weights: bfloat16 on a GPU that supports it, else float32."""
-    if device.type == "cuda" and torch.cuda.is_bf16_supported():
+    """The default dtype of frozen weights: bfloat16 on a GPU with hardware for it, else float32."""
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16
     return torch.float32

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, broadcast_object_list
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, broadcast_object_list
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -34,14 +34,16 @@ from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import was_begun, write_text
 from rope_extend.loss import causal_lm
+from rope_extend.memory.segments import expand_segments
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model, one_error, pretrained
+from rope_extend.models.processes import PATIENCE
 from rope_extend.models.view import layer_types_except_full_attention, window_of
 from rope_extend.patching import Patch, current_patch
 from rope_extend.training.launch import check_launch, check_variables
 from rope_extend.training.loop import FinetuneInterrupted, RunData, TrainingRun
 from rope_extend.training.lora import extended, left_out, lora_config
-from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, expand_segments
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
 from rope_extend.training.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
 from rope_extend.training.resume import (
     RunState,
@@ -183,10 +185,10 @@ def finetune(
         _prepare_directory(directory, recipe, state.step, fresh=resume is False)
     accelerator.wait_for_everyone()
 
-    if model is None and recipe.quantize is not None:
-        model = cast(Any, load_options.load(recipe.model))
-    elif model is None:
+    if model is None and sharding.weights:  # FSDP distributes what is in host memory
         model = pretrained(AutoModelForCausalLM, recipe.model, dtype=dtype)
+    elif model is None:
+        model = cast(Any, load_options.load(recipe.model))
     config = copy.deepcopy(model.config)
     coverage = _coverage(recipe, shape, sharding.replicas)
     share = data.blocks.share_beyond(shape.trained_length, recipe.steps)
@@ -374,6 +376,8 @@ def _accelerator(recipe: Recipe, directory: Path) -> Accelerator:
             mixed_precision="no",  # the loop casts itself, for training and evaluation alike
             gradient_accumulation_steps=recipe.gradient_accumulation,
             project_config=ProjectConfiguration(str(directory), logging_dir=str(directory)),
+            # The other processes wait while the first one tokenises.
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
         )
     check_launch(accelerator.num_processes)
     # The variables of a launcher override the argument of the constructor.

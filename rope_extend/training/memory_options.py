@@ -17,10 +17,6 @@ offload of checkpoints     the inputs of the layers               copies, in par
 from __future__ import annotations
 
 import inspect
-import logging
-import os
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,13 +27,11 @@ import torch
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from rope_extend.errors import RopeExtendError
-
-logger = logging.getLogger(__name__)
+from rope_extend.training.host_offload import HostOffload
 
 TILE = 1024
 """Default number of tokens per tile of an MLP: enough to keep a GPU busy."""
@@ -84,12 +78,15 @@ class MemoryOptions:
         return ", ".join(self.parts) or "none"
 
 
-def apply_memory_options(model: Any, memory_options: MemoryOptions) -> ExitStack:
+def apply_memory_options(
+    model: Any, memory_options: MemoryOptions, offload: HostOffload | None = None
+) -> ExitStack:
     """Turn on memory options of a transformers model.
 
     Args:
         model: the model itself, with or without adapter layers; not a wrapper.
         memory_options: the options.
+        offload: moves the inputs of layers, if the options say so; by default a new one.
 
     Returns:
         A context manager that turns them off on exit; so does its `close`.
@@ -108,40 +105,11 @@ def apply_memory_options(model: Any, memory_options: MemoryOptions) -> ExitStack
         if memory_options.gradient_checkpointing:
             stack.enter_context(_frozen_products_last(model))
         if memory_options.offload_checkpoints:
-            stack.enter_context(_offloaded(model))
+            stack.enter_context(_offloaded(model, offload or HostOffload()))
         if memory_options.mlp_tiles:
             stack.enter_context(tiled(model, memory_options.mlp_tiles))
         return stack.pop_all()
     raise AssertionError("unreachable")
-
-
-def expand_segments(setting: bool | str) -> None:
-    """Let the CUDA allocator grow its segments, which reduces fragmentation.
-
-    Has an effect only if CUDA is not yet initialized in this process. A setting in the user's environment is
-    kept.
-
-    Args:
-        setting: True, False, or `auto`: on if there is a GPU.
-    """
-    if setting is False:
-        return
-    if not torch.cuda.is_available():
-        if setting is True:
-            logger.info("expandable_segments has no effect: there is no GPU")
-        return
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    present = os.environ.get(name) or os.environ.get("PYTORCH_ALLOC_CONF", "")
-    if "expandable_segments" in present:
-        return
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        if setting is True:
-            logger.warning(
-                "expandable_segments has no effect: CUDA is already initialized; set "
-                "%s=expandable_segments:True before the program starts", name,
-            )  # fmt: skip
-        return
-    os.environ[name] = ",".join(filter(None, (present, "expandable_segments:True")))
 
 
 def recomputes(model: Any) -> bool:
@@ -157,8 +125,13 @@ def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
     # Newer releases of transformers rename the methods, and warn about the old names.
     method = getattr(model, f"activation_checkpointing_{action}", None)
     method = method or getattr(model, f"gradient_checkpointing_{action}")
+    hooked = getattr(model, "_require_grads_hook", None) is not None
     # Not reentrant: otherwise gradients would not reach LoRA behind a frozen embedding.
     method(*[{"use_reentrant": False}] if enabled else [])
+    if enabled and not hooked:
+        # With an adapter, transformers makes embeddings require a gradient, for reentrant checkpointing. Then
+        # they stay on the device for the whole step, and so does their gradient.
+        model.disable_input_require_grads()
 
 
 @contextmanager
@@ -195,11 +168,10 @@ def _frozen_product_last(part: LoraLinear, x: Tensor, *args: Any, **kwargs: Any)
 
 
 @contextmanager
-def _offloaded(model: nn.Module) -> Iterator[None]:
+def _offloaded(model: nn.Module, offload: HostOffload) -> Iterator[None]:
     """Keep the inputs of checkpointed layers in host memory until the layers are recomputed."""
     layers = [module for module in model.modules() if _RECOMPUTE in vars(module)]
     before = [getattr(layer, _RECOMPUTE) for layer in layers]
-    offload = HostOffload()
     for layer, run in zip(layers, before, strict=True):
         setattr(layer, _RECOMPUTE, partial(offload.checkpoint, run))
     try:
@@ -207,119 +179,6 @@ def _offloaded(model: nn.Module) -> Iterator[None]:
     finally:
         for layer, run in zip(layers, before, strict=True):
             setattr(layer, _RECOMPUTE, run)
-
-
-class _OffloadedTensor:
-    """A tensor that was moved to host memory.
-
-    Attributes:
-        before: the tensor that was moved before it.
-        host: the copy in host memory; None on the meta device.
-        back: the copy on the device, once the transfer back has started.
-        arrived: CUDA event that marks the end of that transfer.
-    """
-
-    def __init__(self, tensor: Tensor, before: _OffloadedTensor | None) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.before = weakref.ref(before) if before is not None else None
-        self.host: Tensor | None = None
-        self.back: Tensor | None = None
-        self.arrived: Any = None
-
-
-class HostOffload:
-    """Moves the inputs of checkpointed layers to pinned host memory and back, in parallel with computation.
-
-    On a GPU, both transfers run on a separate stream. While a layer computes, its input is copied to the
-    host. While a layer is recomputed, the input of the layer before it is copied back. At most two inputs are
-    in transfer, and the computation waits for the older one. So memory is freed in the order of the compute
-    stream, however far Python runs ahead of the GPU. On a CPU, where all memory is host memory, a copy is
-    kept.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-        self._leaving: deque[tuple[Tensor, Any]] = deque()
-        self._last: weakref.ref[_OffloadedTensor] | None = None
-
-    def checkpoint(self, run: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a checkpointed layer, as `torch.utils.checkpoint.checkpoint` would, with its input offloaded.
-
-        Args:
-            run: the checkpointing function.
-            function: the layer's forward.
-            args: arguments of the layer, hidden states first.
-            kwargs: arguments of the checkpointing function.
-        """
-        states = args[0] if args else None
-        if not (isinstance(states, Tensor) and states.is_floating_point() and torch.is_grad_enabled()):
-            return run(function, *args, **kwargs)
-        storage = states.untyped_storage()._cdata
-
-        def pack(tensor: Tensor) -> Any:
-            # Only the hidden states: all layers share rotary tables and masks, which stay on the device.
-            return self._offload(tensor) if tensor.untyped_storage()._cdata == storage else tensor
-
-        # Checkpointing saves the inputs of a layer under these hooks, and uses its own inside the layer.
-        with saved_tensors_hooks(pack, self._return):
-            return run(function, *args, **kwargs)
-
-    def _offload(self, tensor: Tensor) -> _OffloadedTensor:
-        kept = _OffloadedTensor(tensor, self._last() if self._last is not None else None)
-        self._last = weakref.ref(kept)
-        if tensor.is_cuda:
-            compute, side = torch.cuda.current_stream(tensor.device), self._side(tensor.device)
-            kept.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            side.wait_stream(compute)
-            with torch.cuda.stream(side):
-                kept.host.copy_(tensor, non_blocking=True)
-            self._release(1)
-            self._leaving.append((tensor, side.record_event()))
-        elif not tensor.is_meta:  # a dry run counts the memory of the device only
-            kept.host = tensor.clone()
-        return kept
-
-    def _return(self, kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        self._release(0)
-        self._fetch(kept)
-        before = kept.before and kept.before()
-        if before is not None:
-            self._fetch(before)
-        if kept.arrived is not None:
-            torch.cuda.current_stream(kept.device).wait_event(kept.arrived)
-        tensor, kept.back = kept.back, None
-        assert tensor is not None
-        return tensor
-
-    def _fetch(self, kept: _OffloadedTensor) -> None:
-        """Start the transfer of a tensor back to the device, once."""
-        if kept.back is not None:
-            return
-        if kept.host is None:
-            kept.back = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
-        elif kept.device.type != "cuda":
-            kept.back = kept.host
-        else:
-            side = self._side(kept.device)
-            # Allocated on the compute stream, where it is used and freed.
-            kept.back = torch.empty(kept.shape, dtype=kept.dtype, device=kept.device)
-            side.wait_stream(torch.cuda.current_stream(kept.device))
-            with torch.cuda.stream(side):
-                kept.back.copy_(kept.host, non_blocking=True)
-            kept.arrived = side.record_event()
-
-    def _release(self, keep: int) -> None:
-        """Free the device memory of offloaded tensors, except the latest `keep`."""
-        while len(self._leaving) > keep:
-            tensor, left = self._leaving.popleft()
-            torch.cuda.current_stream(tensor.device).wait_event(left)
-
-    def _side(self, device: torch.device) -> Any:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._streams[device]
 
 
 @dataclass(frozen=True)

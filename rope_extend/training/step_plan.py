@@ -40,6 +40,7 @@ from rope_extend.memory.meta_device import (
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.models.view import decoder_layers
+from rope_extend.training.host_offload import HostOffload
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import (
     TILE,
@@ -500,10 +501,7 @@ class _StepEstimator:
         applied = memory_options
         if self.device.type == "cpu":  # all memory is host memory
             applied = replace(memory_options, offload_checkpoints=False)
-        trained, saved, forward, backward = self._count(applied, tokens)
-        host = 0
-        if applied.offload_checkpoints:
-            host = self._count(replace(applied, offload_checkpoints=False), tokens)[1] - saved
+        trained, saved, forward, backward, host = self._count(applied, tokens)
         return StepMemory(
             memory_options, self.quantized, self.weights, trained, saved, max(0, forward - saved),
             max(0, backward - saved), host,
@@ -511,7 +509,7 @@ class _StepEstimator:
 
     def _count(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
         """Bytes of what is trained; and in addition to that and the weights: at the end of the forward pass,
-        the peak until then, and the peak after that.
+        the peak until then, and the peak after that; and bytes in host memory.
 
         If all layers are equal, each adds the same, so a few layers are enough.
         """
@@ -544,9 +542,9 @@ class _StepEstimator:
         if recipe.positions != CONSECUTIVE:
             batch["position_ids"] = torch.zeros_like(batch["input_ids"])
         buckets = self.processes > 1  # those of DistributedDataParallel hold a second copy of every gradient
-        objective = NextTokenLoss(self.model)
+        objective, offload = NextTokenLoss(self.model), HostOffload()
         with (
-            apply_memory_options(self.base, memory_options),
+            apply_memory_options(self.base, memory_options, offload),
             DirectKernelCalls(),
             _casting(self.model, self.dtype) as cast,
             counter,
@@ -562,14 +560,14 @@ class _StepEstimator:
             counter.peak = counter.live
             loss = objective(**batch)
             cast.clear()
-            saved, forward = counter.live - held, counter.peak - held
+            saved, forward = counter.live - held - offload.leaving_bytes, counter.peak - held
             counter.peak = counter.live
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.parameters, recipe.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             backward = counter.peak - held
-        return [held - frozen + trainable * buckets, saved, forward, backward]
+        return [held - frozen + trainable * buckets, saved, forward, backward, offload.host_bytes]
 
     def _gradients(self) -> None:
         for parameter in self.parameters:

@@ -17,11 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.segments import expand_segments
+from rope_extend.training.host_offload import HostOffload
 from rope_extend.training.memory_options import (
-    HostOffload,
     MemoryOptions,
     apply_memory_options,
-    expand_segments,
     tileable,
     tiled,
 )

@@ -1,0 +1,39 @@
+"""Segments of the CUDA allocator that grow, so that memory is less fragmented."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+def expand_segments(setting: bool | str) -> None:
+    """Let the CUDA allocator grow its segments, which reduces fragmentation.
+
+    Has an effect only if CUDA is not yet initialized in this process. A setting in the user's environment is
+    kept.
+
+    Args:
+        setting: True, False, or `auto`: on if there is a GPU.
+    """
+    if setting is False:
+        return
+    if not torch.cuda.is_available():
+        if setting is True:
+            logger.info("expandable_segments has no effect: there is no GPU")
+        return
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    present = os.environ.get(name) or os.environ.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments" in present:
+        return
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if setting is True:
+            logger.warning(
+                "expandable_segments has no effect: CUDA is already initialized; set "
+                "%s=expandable_segments:True before the program starts", name,
+            )  # fmt: skip
+        return
+    os.environ[name] = ",".join(filter(None, (present, "expandable_segments:True")))

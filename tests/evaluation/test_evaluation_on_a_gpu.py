@@ -1,0 +1,112 @@
+"""What an evaluation needs on a GPU, shown without one: memory, recovery, and dtypes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from test_retrieval import Oracle, measured
+
+from rope_extend import RopeExtendError
+from rope_extend.evaluation import evaluate, retrieve
+from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
+from rope_extend.memory.budget import available_memory, is_out_of_memory
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.loading import default_dtype
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """A GPU with 80 GB, of which torch holds some."""
+    memory = {"free": 80, "reserved": 0, "allocated": 0}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (memory["free"], 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda gpu: memory["reserved"])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda gpu: memory["allocated"])
+    return memory
+
+
+def test_what_torch_keeps_cached_is_available(card: dict[str, int]) -> None:
+    """A second plan in one process is that of the first, once what it measured is freed."""
+    options = LoadOptions("cuda:0", dtype=torch.bfloat16)
+    assert available_memory(options) == 80
+    card.update(free=5, reserved=75, allocated=16)
+    assert available_memory(options) == 80 - 16
+    assert available_memory(LoadOptions("cuda:0", dtype=torch.bfloat16, limit_memory=10)) == 10
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] can't allocate memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later"), True),
+        (RuntimeError("CUDA ran out of memory outside PyTorch's allocator. Consider calling "
+                      "set_per_process_memory_fraction to leave memory available for cuDNN."), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_memory_runs_out_under_several_names(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")]
+)
+def test_a_halved_batch_of_prompts_starts_with_free_memory(error: Exception) -> None:
+    """What the failed call held is freed before the next one."""
+    model = Oracle()
+    original = model.generate
+    held: list[Any] = []
+
+    def small_only(input_ids: Any, **more: Any) -> None:
+        gc.collect()
+        assert not any(reference() is not None for reference in held)
+        if len(input_ids) > 2:
+            cache = torch.zeros(3)
+            held.append(weakref.ref(cache))
+            raise type(error)(*error.args)  # a new one, so that nobody else keeps its traceback
+        original(input_ids, **more)
+
+    model.generate = small_only
+    assert measured(model) == measured(Oracle())
+    assert held
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    model = Oracle()
+    model.generate = lambda **more: (_ for _ in ()).throw(RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        measured(model)
+
+
+def test_bfloat16_is_the_default_only_with_hardware_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A T4 or V100 emulates it, without tensor cores and without flash attention."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert default_dtype(torch.device("cuda")) == torch.float32
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert default_dtype(torch.device("cuda")) == torch.bfloat16
+
+
+def test_evaluations_let_segments_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan fills the card to 95 %, and chunks of many sizes leave gaps otherwise."""
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    for run in (
+        lambda: evaluate.evaluate(EvaluationConfig(model="nowhere", data="nowhere")),
+        lambda: retrieve.retrieve(RetrievalConfig(model="nowhere")),
+    ):
+        monkeypatch.setenv(name, "")
+        with pytest.raises(RopeExtendError):
+            run()
+        assert os.environ[name] == "expandable_segments:True"

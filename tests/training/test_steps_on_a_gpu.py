@@ -1,0 +1,101 @@
+"""What a training step needs on a GPU, shown without one: pinned memory, time-outs, and loading."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import tiny_llama
+
+from rope_extend.models.processes import PATIENCE
+from rope_extend.training import finetune as tuning
+from rope_extend.training import host_offload
+from rope_extend.training.host_offload import HostOffload, PinnedCopy, pinned_blocks
+from rope_extend.training.recipe import Recipe
+
+EIGHT_BILLION = 4096
+"""Channels of an 8B Llama, each of 2 bytes."""
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 32_768, 131_072, 264_000, 342_000, 512_001])
+def test_pinned_memory_is_what_the_input_needs(tokens: int) -> None:
+    """Torch rounds a pinned tensor up to a power of two: one of 342k tokens would take half more."""
+    size = tokens * EIGHT_BILLION * 2
+    blocks = pinned_blocks(size)
+    assert all(block == 2 ** round(math.log2(block)) for block in blocks)
+    assert size <= sum(blocks) < size + host_offload.SMALLEST_BLOCK
+    assert len(blocks) < size / host_offload.LARGEST_BLOCK + 16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 700, 33), (1, 4096, 16)])
+def test_a_pinned_copy_gives_back_what_it_got(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested, empty = [], torch.empty
+
+    def allocate(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        requested.append(2 ** math.ceil(math.log2(count * dtype.itemsize)))  # as torch's allocator does
+        return empty(count, dtype=dtype)
+
+    states = torch.randn(shape).to(dtype)
+    back = torch.empty_like(states)
+    monkeypatch.setattr(host_offload, "LARGEST_BLOCK", 2**14)
+    monkeypatch.setattr(torch, "empty", allocate)
+    copy = PinnedCopy(states)
+    copy.store(states.flatten())
+    copy.fetch(back.flatten())
+    assert torch.equal(back, states)
+    assert sum(requested) == sum(pinned_blocks(states.nbytes))
+
+
+def test_a_dry_run_holds_the_two_inputs_that_leave_the_device() -> None:
+    offload = HostOffload()
+    kept, most = [], 0
+    for _ in range(5):
+        kept.append(offload._offload(torch.empty(1, 10, 4096, device="meta")))
+        most = max(most, offload.leaving_bytes)
+    assert most == 2 * 10 * 4096 * 4
+    assert offload.host_bytes == 5 * 10 * 4096 * 4
+
+
+def test_embeddings_need_no_gradient_under_checkpointing() -> None:
+    """Otherwise they and their gradient stay on the device for the whole step."""
+    from test_memory_options import with_adapter
+
+    from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
+
+    adapter, seen = with_adapter(tiny_llama()), []
+    base = adapter.get_base_model()
+    embeddings = base.get_input_embeddings()
+    embeddings.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    ids = torch.randint(3, 60, (1, 8))
+    with apply_memory_options(base, MemoryOptions(True)):
+        adapter(ids)
+    assert not seen[-1].requires_grad
+    base.enable_input_require_grads()  # by the user, who may train a prompt
+    with apply_memory_options(base, MemoryOptions(True)):
+        adapter(ids)
+    assert seen[-1].requires_grad
+
+
+def test_processes_wait_for_the_one_that_tokenises(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would give up after ten minutes."""
+    handlers = []
+
+    class StopError(Exception):
+        pass
+
+    def accelerator(**arguments: Any) -> None:
+        handlers.extend(arguments["kwargs_handlers"])
+        raise StopError
+
+    monkeypatch.setattr(tuning, "Accelerator", accelerator)
+    recipe = Recipe("model", "data", str(tmp_path), 64)
+    with pytest.raises(Exception, match="accelerate does not start"):
+        tuning._accelerator(recipe, tmp_path)
+    (handler,) = handlers
+    assert handler.timeout == PATIENCE
