@@ -10,7 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, read_record, write_record
-from rope_extend.checkpoint.saving import record_encoding
+from rope_extend.checkpoint.saving import complete
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.parameters import write_learned
 from rope_extend.models.view import unwrap
@@ -57,7 +57,7 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         """Complete the checkpoint that was just saved."""
         directory = _checkpoint(args, state)
         if args.should_save and directory.is_dir():
-            record_encoding(directory, model, base_model=self.base_model)
+            complete(directory, model, base_model=self.base_model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Write the record for a model that is saved into the output directory later."""

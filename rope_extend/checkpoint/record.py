@@ -31,6 +31,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
 from rope_extend.models.view import CONFIG_RECORD, unwrap
 from rope_extend.patching import current_patch
+from rope_extend.report.tables import is_private, public_name
 from rope_extend.report.versions import package_version
 
 SCHEMA_VERSION = 2
@@ -66,7 +67,8 @@ class Record:
         shape: the rotary shape of the pretrained model.
         target_length: the extended window, in tokens.
         model_type: `config.model_type` of the base model.
-        base_model: name or path of the base model; None if it has none, such as a model made in memory.
+        base_model: name or path of the base model; None if it has none, such as a model made in memory. In a
+            full checkpoint, which does not need it, only the last part of a local path is recorded.
         base_fingerprint: fingerprint of the base model that an adapter was trained on, see
             `base_model.base_fingerprint`; None in a full checkpoint, or if it could not be computed.
         weights: SHA-256 of every weight file next to the record, by name; empty if not computed.
@@ -102,7 +104,12 @@ class Record:
         config = unwrap(model).config
         name = base_model or config.name_or_path or None
         fingerprint = base_fingerprint(model) if is_peft_model(model) else None
-        return cls(patch.encoding, patch.shape, patch.target_length, config.model_type, name, fingerprint)
+        record = cls(patch.encoding, patch.shape, patch.target_length, config.model_type, name, fingerprint)
+        return record if is_peft_model(model) else record.without_local_path()
+
+    def without_local_path(self) -> Self:
+        """The record of a full checkpoint: of a local path to its base model only the last part."""
+        return replace(self, base_model=self.base_model and public_name(self.base_model))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is the exact inverse."""
@@ -179,7 +186,8 @@ def seal(directory: str | PathLike[str], record: Record) -> Record:
     """Write the record next to complete weights, with digests of all files; returns the record.
 
     An adapter's config also gets a note of the encoding. It lets `rope_extend.info` recognise a live model
-    that was loaded without the encoding. Call this last: files that change afterwards are refused on loading.
+    that was loaded without the encoding. If the config names the base model by a local path, the record's
+    name replaces it. Call this last: files that change afterwards are refused on loading.
 
     Raises:
         RopeExtendError: a file cannot be read or written.
@@ -189,7 +197,11 @@ def seal(directory: str | PathLike[str], record: Record) -> Record:
     if config.exists():
         data = read_json(config)
         marked = {**(data.get("auto_mapping") or {}), ADAPTER_MARK: adapter_mark(record)}
-        _write_json(config, {**data, "auto_mapping": marked})
+        data = {**data, "auto_mapping": marked}
+        named = data.get("base_model_name_or_path")
+        if record.base_model and isinstance(named, str) and is_private(named):
+            data["base_model_name_or_path"] = record.base_model
+        _write_json(config, data)
     try:
         record = replace(record, weights=weight_digests(directory), configs=config_digests(directory))
     except OSError as error:

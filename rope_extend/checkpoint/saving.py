@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rope_extend.checkpoint.guard import guard as guard_directory
 from rope_extend.checkpoint.guard import has_stock_config
+from rope_extend.checkpoint.local_paths import warn_of_local_paths
 from rope_extend.checkpoint.manifest import check_finite, weight_files
 from rope_extend.checkpoint.peft_models import is_peft_model
 from rope_extend.checkpoint.record import Record, seal
@@ -47,7 +48,8 @@ def save(
         directory: the output directory; created if missing.
         tokenizer: saved too, if given.
         overwrite: replace a checkpoint in that directory; other files stay.
-        base_model: name of the base model for the record; default: the name it was loaded by.
+        base_model: name of the base model, for the record and the adapter's config; default: the name it was
+            loaded by. If that is a local path, an adapter keeps it, and a warning names the files.
         max_shard_size: maximum size of one weight file of a full checkpoint, in bytes or like `"5GB"`;
             default: transformers' own limit.
         guard: if stock transformers does not support the encoding, write a plugin-only checkpoint, with
@@ -78,6 +80,8 @@ def save(
             check_finite(staging / name)
         _guard_if_needed(staging, model, record, guard)
         seal(staging, record)
+    if is_peft_model(model):
+        warn_of_local_paths(target)
     return target
 
 
@@ -93,20 +97,34 @@ def record_encoding(
             directory that was given to `save_pretrained`. The record is written where peft wrote the adapter,
             one level down.
         model: the patched model that was saved there.
-        base_model: name of the base model for the record; default: the name it was loaded by.
+        base_model: as in `rope_extend.save`.
         guard: as in `rope_extend.save`.
 
     Raises:
         RopeExtendError: the model is not patched, or the directory cannot be read or written.
     """
-    record, directory = Record.of(model, base_model), Path(directory)
+    directory = _written_directory(Path(directory), model)
+    record = complete(directory, model, base_model=base_model, guard=guard)
     if is_peft_model(model):
-        named: Any = model
-        below = [directory / name for name in named.active_adapters]
-        directory = next((path for path in below if (path / "adapter_config.json").exists()), directory)
+        warn_of_local_paths(directory)
+    return record
+
+
+def complete(
+    directory: Path, model: nn.Module, *, base_model: str | None = None, guard: bool = True
+) -> Record:
+    """`record_encoding` without the warning of local paths."""
+    record, directory = Record.of(model, base_model), _written_directory(directory, model)
     _guard_if_needed(directory, model, record, guard)
     write_learned(directory, model)
     return seal(directory, record)
+
+
+def _written_directory(directory: Path, model: nn.Module) -> Path:
+    """Where peft wrote an adapter: one level below `directory`, if it is not named `default`."""
+    named: Any = model
+    below = [directory / name for name in named.active_adapters] if is_peft_model(model) else []
+    return next((path for path in below if (path / "adapter_config.json").exists()), directory)
 
 
 def _guard_if_needed(directory: Path, model: nn.Module, record: Record, guard: bool) -> None:

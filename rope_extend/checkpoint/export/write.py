@@ -197,7 +197,7 @@ def _export_gguf(
 ) -> None:
     """Fill a directory with the annotated file, and with a record that lists no other files."""
     path = annotate(gguf, staging / gguf.name, record)
-    write_record(staging, replace(record, weights={}, configs={}))
+    write_record(staging, replace(record.without_local_path(), weights={}, configs={}))
     if not verify:
         return
     missing = "" if can_verify() else "llama-cpp-python is not installed"
@@ -235,7 +235,7 @@ def _export_config(source: Path, staging: Path, record: Record, form: Support) -
     for path in sorted((source / CHAT_TEMPLATES).glob("*.jinja")):
         (staging / CHAT_TEMPLATES).mkdir(exist_ok=True)
         shutil.copyfile(locate(source, f"{CHAT_TEMPLATES}/{path.name}"), staging / CHAT_TEMPLATES / path.name)
-    seal(staging, record)
+    seal(staging, record.without_local_path())
 
 
 def _link(path: Path, target: Path) -> None:

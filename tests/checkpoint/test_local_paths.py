@@ -1,0 +1,173 @@
+"""Local paths in what people publish: none in a full checkpoint, and said where an adapter needs them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from cases import TARGET, llama
+from integrity import with_lora
+from peft import AutoPeftModelForCausalLM
+from test_merge import logits
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.record import read_record, write_record
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> Path:
+    """A directory whose name nobody should read, with a base model in it."""
+    llama().save_pretrained(tmp_path / "clients" / "base")
+    return tmp_path / "clients"
+
+
+def loaded(base: Path | str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    rx.extend(model, TARGET)
+    return model
+
+
+def fields(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The top-level field of each text in a JSON or YAML value."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from fields(item, name or str(key))
+    elif isinstance(value, list):
+        for item in value:
+            yield from fields(item, name)
+    elif isinstance(value, str):
+        yield name, value
+
+
+def named(directory: Path, secret: str = "clients") -> dict[str, set[str]]:
+    """The files of a directory that hold a text, and the fields of each; without checkpoints of a run."""
+    found: dict[str, set[str]] = {}
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and secret.encode() in path.read_bytes() and not name.startswith("checkpoints/"):
+            data = yaml.safe_load(path.read_text())
+            found[name] = {field for field, text in fields(data) if secret in text}
+    return found
+
+
+def said(text: str) -> dict[str, set[str]]:
+    """The files and fields in the warning of a save."""
+    found = re.findall(r"([\w.]+\.(?:json|yaml)) \(([\w, ]+)\)", text)
+    return {name: set(listed.split(", ")) for name, listed in found}
+
+
+def test_full_checkpoints_hold_no_local_path(
+    clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rx.save(loaded(clients / "base"), tmp_path / "full")
+    rx.save(with_lora(loaded(clients / "base")), clients / "adapter")
+    caplog.clear()
+    rx.merge(clients / "adapter", tmp_path / "merged")
+    rx.merge(clients / "adapter", tmp_path / "in-memory", in_memory=True)
+    export(clients / "adapter", tmp_path / "exported", verify=False)
+    export(loaded(clients / "base"), tmp_path / "exported-model", verify=False)
+    assert "local path" not in caplog.text
+    for name in ("full", "merged", "in-memory", "exported", "exported-model"):
+        assert named(tmp_path / name) == {}, name
+        assert read_record(tmp_path / name).base_model == "base"
+        rx.load(tmp_path / name)
+
+
+@pytest.mark.slow
+def test_a_verification_holds_no_local_path(clients: Path, tmp_path: Path) -> None:
+    rx.save(loaded(clients / "base"), tmp_path / "full")
+    rx.verify(tmp_path / "full")
+    assert (tmp_path / "full" / "verification.json").exists()
+    assert named(tmp_path / "full") == {}
+    assert named(tmp_path / "full", str(tmp_path)) == {}
+
+
+def test_an_export_of_an_earlier_checkpoint_holds_no_local_path(clients: Path, tmp_path: Path) -> None:
+    """Earlier versions recorded it."""
+    rx.save(loaded(clients / "base"), clients / "full")
+    data = json.loads((clients / "full" / "rope_extend.json").read_text())
+    data["base_model"] = str(clients / "base")
+    (clients / "full" / "rope_extend.json").write_text(json.dumps(data))
+    export(clients / "full", tmp_path / "exported", verify=False)
+    assert named(tmp_path / "exported") == {}
+
+
+def test_an_adapter_says_which_of_its_fields_hold_a_local_path(
+    clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = rx.save(with_lora(loaded(clients / "base")), tmp_path / "adapter")
+    expected = {"adapter_config.json": {"base_model_name_or_path"}, "rope_extend.json": {"base_model"}}
+    assert named(adapter) == expected
+    assert said(caplog.text) == expected
+    caplog.clear()
+    # Both may be edited, and both loaders then follow them.
+    monkeypatch.chdir(clients)
+    write_record(adapter, rx_record_with(adapter, "base"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "base"}))
+    assert named(adapter) == {}
+    expected_logits = logits(with_lora(loaded("base")))
+    assert torch.equal(logits(rx.load(adapter)), expected_logits)
+    AutoPeftModelForCausalLM.from_pretrained(adapter)
+
+
+def rx_record_with(adapter: Path, base_model: str) -> Any:
+    record = read_record(adapter)
+    return type(record)(**{**vars(record), "base_model": base_model})
+
+
+def test_a_name_that_is_given_replaces_the_local_path(
+    clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = with_lora(loaded(clients / "base"))
+    adapter = rx.save(model, tmp_path / "adapter", base_model="owner/base")
+    model.save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / "README.md").unlink()  # peft's
+    rx.record_encoding(tmp_path / "own", model, base_model="owner/base")
+    for directory in (adapter, tmp_path / "own"):
+        assert named(directory) == {}
+        config = json.loads((directory / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == "owner/base"
+        assert torch.equal(logits(rx.load(directory, base_model=str(clients / "base"))), logits(model))
+    assert said(caplog.text) == {}
+
+
+def test_a_name_that_is_no_local_path_stays_as_given(
+    clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    adapter = rx.save(with_lora(loaded("clients/base")), tmp_path / "adapter")
+    assert read_record(adapter).base_model == "clients/base"
+    assert said(caplog.text) == {}
+    rx.load(adapter)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_a_run_says_which_of_its_fields_hold_a_local_path(
+    work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = work.name
+    recipe = rx.Recipe(
+        model=str(work / "model"), data=str(work / "data" / "a.txt"), output_dir=str(tmp_path / "run"),
+        target_length=64, steps=1, lora_rank=2, eval_data=(str(work / "data" / "b.txt"),),
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        rx.finetune(recipe)
+    found = named(tmp_path / "run", secret)
+    assert found == {
+        "adapter_config.json": {"base_model_name_or_path"},
+        "rope_extend.json": {"base_model"},
+        "recipe.yaml": {"model", "data", "eval_data"},
+    }
+    found["recipe.yaml"].add("output_dir")
+    assert said(caplog.text) == found
+    assert "recipe.yaml is not needed" in caplog.text
