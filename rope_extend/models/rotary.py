@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import Layout
 
@@ -94,6 +94,10 @@ def expand_cos_sin(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Te
 
 class PositionListener(Protocol):
     """Gets the positions of each forward from the rotary module."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """The encoding of the patch, which may not be that of the rotary module."""
 
     def begin(self, position_ids: Tensor) -> Any:
         """Take the positions `[batch, T]` of the tokens of a forward; returns the forward."""
@@ -252,8 +256,8 @@ class ExtendedRotaryEmbedding(nn.Module):
         (time, height, width) are `[3, batch, T]`.
 
         Raises:
-            PatchError: positions with different parts, under a schedule that depends on the length or rotates
-                inside attention.
+            PatchError: positions with different parts, under an encoding that depends on the length or acts
+                inside attention or on embeddings.
         """
         if layer_type != self.layer_type:
             assert self.original is not None
@@ -263,7 +267,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         if position_ids.dim() == 3:
             parts, position_ids = position_ids, position_ids[0]
         in_attention = self.handler is not None and self.encoding.rotates_in_attention
-        if parts is not None and (in_attention or self.encoding.depends_on_length):
+        if parts is not None and (self.handler is not None or self.encoding.depends_on_length):
             self._check_one_position(parts)
         if self.handler is not None:
             begin = self.handler.begin_whole_rows if self.encoding.per_row else self.handler.begin
@@ -296,9 +300,10 @@ class ExtendedRotaryEmbedding(nn.Module):
         Raises:
             PatchError: they differ.
         """
-        if not bool((parts == parts[:1]).all()):
+        if not parts.is_meta and not bool((parts == parts[:1]).all()):
+            encoding = self.encoding if self.handler is None else self.handler.encoding
             raise PatchError(
-                f"{self.encoding} needs one position for each token, but this input has tokens with several "
+                f"{encoding} needs one position for each token, but this input has tokens with several "
                 f"(time, height, width); use a static schedule, such as yarn"
             )
 

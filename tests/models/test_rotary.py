@@ -5,14 +5,29 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import FACTOR, SECTIONS, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from batches import tokens
+from cases import (
+    ALTERNATIVES,
+    ENCODINGS,
+    FACTOR,
+    SECTIONS,
+    TARGET,
+    TRAINED,
+    AlternativeCase,
+    EncodingCase,
+    FamilyCase,
+    llama,
+    tiny_model,
+)
 from hypothesis import given
 from hypothesis import strategies as st
+from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -20,7 +35,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import rope_extend as rx
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.models.rotary import ExtendedRotaryEmbedding, RotarySlot, split_angles, split_turns
-from rope_extend.models.view import unwrap
+from rope_extend.models.view import shape_of, unwrap
 
 FAR = 2_097_151
 BF16_ROUNDING = 2e-3
@@ -140,6 +155,41 @@ def test_positions_with_parts_need_one_table(per: str) -> None:
         assert torch.equal(cos, module(torch.zeros(1, 20, 1), text[0])[0])
         with pytest.raises(rx.PatchError, match=r"needs one position for each token.*use a static schedule"):
             module(torch.zeros(1, 20, 1), image)
+
+
+def image_between_texts(length: int) -> torch.Tensor:
+    """Positions `[3, 1, T]`: text, an image of 4 x 4 tokens, and text that goes on after it."""
+    positions = torch.arange(length).expand(3, 1, length).clone()
+    inside = torch.arange(16)
+    positions[:, 0, 10:26] = torch.stack([torch.full((16,), 10), 10 + inside // 4, 10 + inside % 4])
+    positions[:, :, 26:] -= 12
+    return positions
+
+
+@pytest.mark.parametrize("case", [*ENCODINGS, *ALTERNATIVES], ids=str)
+@torch.no_grad()
+def test_positions_with_parts_are_exact_or_refused_by_name(case: EncodingCase | AlternativeCase) -> None:
+    """A static table is exact for each part: compared with the stock module, with that table in it."""
+    model, stock = (tiny_model(FamilyCase("qwen3_5_text", SECTIONS)) for _ in range(2))
+    shape = shape_of(model)
+    encoding = case.build(shape) if isinstance(case, EncodingCase) else case.build()
+    ids, image = tokens(1, 40), image_between_texts(40)
+    text = torch.arange(40)[None]
+    with rx.patch_model(model, encoding, target_length=TARGET):
+        equal_parts = model(ids, position_ids=text.expand(3, 1, 40), use_cache=False).logits
+        assert torch.equal(equal_parts, model(ids, position_ids=text, use_cache=False).logits)
+        static = isinstance(encoding, RopeEncoding) and not encoding.depends_on_length
+        if not static or case.name in ("logn", "xpos", "drope"):
+            with pytest.raises(rx.PatchError, match=rf"^{re.escape(str(encoding))} needs one position"):
+                model(ids, position_ids=image, use_cache=False)
+            return
+        actual = model(ids, position_ids=image, use_cache=False).logits
+    assert isinstance(encoding, RopeEncoding)
+    rotary_of_stock = stock.base_model.rotary_emb
+    rotary_of_stock.inv_freq = encoding.inv_freq(shape).float()
+    rotary_of_stock.attention_scaling = encoding.attention_factor(shape)
+    assert_same_but_rounding(actual, stock(ids, position_ids=image, use_cache=False).logits)
+    assert not torch.allclose(actual, equal_parts, atol=0.01) or case.name == "nope"
 
 
 def test_a_long_row_does_not_change_a_short_one() -> None:
