@@ -19,18 +19,28 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.planned_device import device_of
 from rope_extend.models.view import unwrap
 
 _SOFTMAX_BYTES = 8 * 2**20
 """Size in bytes of the log-probabilities that are computed at a time."""
 CHUNK_BYTES = 64 * 2**20
-"""Default budget for the float32 logits of one chunk, in bytes."""
+"""Default budget for the float32 logits of one chunk on a CPU, in bytes."""
+GPU_CHUNK_BYTES = 256 * 2**20
+"""The same on other devices: each chunk reads the whole head from memory, so few large ones are faster."""
+GPU_ROWS = 128
+"""Rows of a tile of a matrix product on a GPU: the rows of a chunk are a multiple of it."""
 
 IGNORED = -100
 """Label of a token that is not scored, as in transformers."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Turns hidden states `[B, T, D]` into logits `[B, T, V]`, both in the model's dtype."""
+
+
+def default_chunk_bytes(device: torch.device) -> int:
+    """Default size in bytes of the float32 logits that are computed at a time."""
+    return CHUNK_BYTES if device.type == "cpu" else GPU_CHUNK_BYTES
 
 
 class NextTokenLoss(torch.nn.Module):
@@ -41,7 +51,7 @@ class NextTokenLoss(torch.nn.Module):
     inside.
     """
 
-    def __init__(self, model: torch.nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, model: torch.nn.Module, *, chunk_bytes: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.chunk_bytes = chunk_bytes
@@ -70,7 +80,7 @@ def next_token_loss(
     *,
     shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | float | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     **inputs: Any,
 ) -> torch.Tensor:
     """Mean next-token loss in nats, a differentiable float32 scalar, equal to the model's own.
@@ -116,7 +126,7 @@ def next_token_loss(
     head = output_head(model)
     probe = head(hidden.detach()[:1, :1])  # one token, for the vocabulary size and the trained parameters
     trained = _leaves(probe)
-    size = _tokens_per_chunk(probe.shape[-1], chunk_bytes)
+    size = _tokens_per_chunk(probe.shape[-1], chunk_bytes, device_of(hidden))
     if hidden.requires_grad or trained:
         total = _SummedLoss.apply(hidden, targets, head, size, *trained)  # type: ignore[no-untyped-call]
     else:
@@ -130,7 +140,7 @@ def token_losses(
     head: Head,
     targets: torch.Tensor,
     *,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     vocabulary: int | None = None,
 ) -> torch.Tensor:
     """Negative log-likelihood of each target in nats, float32 `[B, T]`; zero for targets of -100.
@@ -142,13 +152,14 @@ def token_losses(
         hidden: the decoder's last hidden states `[B, T, D]`.
         head: from `output_head`, or any function from hidden states to logits.
         targets: int64 `[B, T]`, already shifted: `targets[b, t]` is what `hidden[b, t]` predicts.
-        chunk_bytes: size of the logits of one chunk in float32, in bytes; a chunk has at least one token.
+        chunk_bytes: size of the logits of one chunk in float32, in bytes; by default 256 MiB, and 64 MiB on
+            a CPU. A chunk has at least one token.
         vocabulary: number of logits per token; if not given, the head runs on one token to find out.
     """
     rows = hidden.flatten(0, 1)  # [B·T, D]
     if vocabulary is None:
         vocabulary = head(rows[None, :1]).shape[-1]
-    size = _tokens_per_chunk(vocabulary, chunk_bytes)
+    size = _tokens_per_chunk(vocabulary, chunk_bytes, device_of(rows))
     pieces = zip(torch.split(rows, size), torch.split(targets.to(rows.device).flatten(), size), strict=True)
     losses = []
     buffer = torch.empty(0)
@@ -156,10 +167,12 @@ def token_losses(
         logits = head(piece[None])[0]
         # The head may be on another device than the layers; hooks move the states to it.
         expected = expected.to(logits.device)
-        # Large products with the head are fast; the output of the softmax should fit the caches of a CPU.
-        # Half as many if logits are first copied to float32.
-        written = _SOFTMAX_BYTES if logits.dtype == torch.float32 else _SOFTMAX_BYTES // 2
-        rows_each = min(_tokens_per_chunk(vocabulary, written), len(logits))
+        rows_each = len(logits)
+        if device_of(logits).type == "cpu":
+            # Large products with the head are fast; the output of the softmax should fit the caches of a CPU.
+            # Half as many if logits are first copied to float32.
+            written = _SOFTMAX_BYTES if logits.dtype == torch.float32 else _SOFTMAX_BYTES // 2
+            rows_each = min(max(1, written // (4 * vocabulary)), len(logits))
         if len(buffer) < rows_each:
             buffer = logits.new_empty(rows_each, logits.shape[-1], dtype=torch.float32)
         parts = zip(torch.split(logits, rows_each), torch.split(expected, rows_each), strict=True)
@@ -170,8 +183,11 @@ def token_losses(
     return torch.cat(losses).view(targets.shape)
 
 
-def _tokens_per_chunk(vocabulary: int, chunk_bytes: int) -> int:
-    return max(1, chunk_bytes // (4 * vocabulary))
+def _tokens_per_chunk(vocabulary: int, chunk_bytes: int | None, device: torch.device) -> int:
+    if chunk_bytes is None:
+        chunk_bytes = default_chunk_bytes(device)
+    tokens = max(1, chunk_bytes // (4 * vocabulary))
+    return tokens if device.type == "cpu" or tokens < GPU_ROWS else tokens // GPU_ROWS * GPU_ROWS
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -24,7 +24,8 @@ from rope_extend.encodings import Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
 from rope_extend.evaluation.flops import measured_rates, operations_of
-from rope_extend.evaluation.loss_computer import LossComputer, default_batch_tokens, default_chunk_bytes
+from rope_extend.evaluation.loss_computer import LossComputer, default_batch_tokens
+from rope_extend.loss import default_chunk_bytes
 from rope_extend.memory.budget import MARGIN, available_memory, weight_bytes
 from rope_extend.memory.meta_device import (
     META,
@@ -35,6 +36,7 @@ from rope_extend.memory.meta_device import (
     try_estimate,
 )
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.planned_device import planned_for
 from rope_extend.patching import patch_model
 from rope_extend.units import format_bytes, format_duration, format_length
 
@@ -325,7 +327,7 @@ class ForwardEstimator:
     def _memory(self, tokens: int, size: int, number: int) -> tuple[int, str]:
         """Peak bytes and strategy for a setup, by number. Short windows are batched as by the evaluator."""
         attention = dry_run_attention(self.model, maskless=self.chunked.maskless)
-        with attention, DirectKernelCalls(), self.setups[number]():
+        with planned_for(self.device), attention, DirectKernelCalls(), self.setups[number]():
             shortened = _ShortenedForward(self.model, META)
             if number in self._strategies:
                 shortened.strategy = self._strategies[number]

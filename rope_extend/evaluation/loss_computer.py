@@ -16,7 +16,7 @@ from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.protocols import Window
 from rope_extend.evaluation.results import Losses
-from rope_extend.loss import CHUNK_BYTES, causal_lm, output_head, token_losses
+from rope_extend.loss import causal_lm, default_chunk_bytes, output_head, token_losses
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.view import length_groups
 
@@ -24,11 +24,6 @@ logger = logging.getLogger(__name__)
 
 RETRIES = 6
 """How many times the chunk size is halved when memory runs out."""
-
-
-def default_chunk_bytes(device: torch.device) -> int:
-    """Default size in bytes of the float32 logits that are computed at a time."""
-    return CHUNK_BYTES if device.type == "cpu" else 2**28
 
 
 def default_batch_tokens(device: torch.device) -> int:

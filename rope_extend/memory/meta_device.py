@@ -20,6 +20,7 @@ from rope_extend.attention.registry import PREFIX, register
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory import known_shapes
 from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.models.planned_device import device_of
 from rope_extend.models.undo import UndoLog
 from rope_extend.models.view import unwrap
 
@@ -149,7 +150,11 @@ def dry_run_attention(
 
 
 class _Kernel(torch.autograd.Function):
-    """Allocates what an attention kernel does; keeps inputs, mask, output and sums for the backward pass."""
+    """Allocates what an attention kernel does; keeps inputs, mask, output and sums for the backward pass.
+
+    On a GPU, the backward pass of the flash kernel adds up the gradient of queries in float32, and those of
+    grouped keys and values for each head of the queries.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -161,7 +166,12 @@ class _Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *map(torch.empty_like, ctx.saved_tensors[:3]), None
+        query, key, value, *_ = ctx.saved_tensors
+        if device_of(query).type == "cuda":
+            _sums = query.new_empty(query.shape, dtype=torch.float32)
+            if (heads := query.shape[1]) != key.shape[1]:
+                _wide = [each.new_empty(len(each), heads, *each.shape[2:]) for each in (key, value)]
+        return *map(torch.empty_like, (query, key, value)), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Memory options of training: gradient checkpointing, MLPs in tiles, and checkpoints in host memory.
+"""Memory options of training: gradient checkpointing, layers in tiles, and checkpoints in host memory.
 
 An option changes when a tensor exists, not what is computed: gradients stay the same. The options work on the
 layers of any family of transformers, and one call removes them.
@@ -8,10 +8,12 @@ option                     memory saved                           cost
 =========================  =====================================  ==========================================
 gradient checkpointing     all of a layer but its input           each layer is computed again, except the
                                                                   product with its last frozen matrix
-MLP in tiles               the MLP's wide inner states            with checkpointing, that last product too;
-                                                                  alone, each MLP is computed again
+MLP in tiles               the wide inner states of the MLP,      with checkpointing, that last product too;
+                           and the float32 states of the norms    alone, each MLP is computed again
 offload of checkpoints     the inputs of the layers               copies, in parallel with the computation
 =========================  =====================================  ==========================================
+
+LoRA's matrices of one layer share their input in any case, see `_shared_inputs`.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from transformers import activations
 from transformers.pytorch_utils import Conv1D
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.view import decoder_layers
 from rope_extend.training.host_offload import HostOffload
 
 TILE = 1024
@@ -49,7 +52,7 @@ class MemoryOptions:
 
     Attributes:
         gradient_checkpointing: recompute each layer in the backward pass.
-        mlp_tiles: number of tokens that an MLP computes at a time; 0 for all.
+        mlp_tiles: number of tokens that an MLP, and a norm, computes at a time; 0 for all.
         offload_checkpoints: keep the inputs of the recomputed layers in host memory.
 
     Raises:
@@ -95,6 +98,7 @@ def apply_memory_options(
         RopeExtendError: the model does not support one of the options.
     """
     with ExitStack() as stack:
+        stack.enter_context(_shared_inputs(model))
         if memory_options.gradient_checkpointing and not recomputes(model):
             raise RopeExtendError(
                 f"{type(model).__name__} does not support gradient checkpointing; set "
@@ -132,6 +136,43 @@ def set_gradient_checkpointing(model: Any, enabled: bool) -> None:
         # With an adapter, transformers makes embeddings require a gradient, for reentrant checkpointing. Then
         # they stay on the device for the whole step, and so does their gradient.
         model.disable_input_require_grads()
+
+
+@contextmanager
+def _shared_inputs(model: nn.Module) -> Iterator[None]:
+    """Let the LoRA matrices of a layer save one input under autocast, as the frozen matrices do.
+
+    peft casts the input of each matrix to float32, and autocast casts it back. So queries, keys and values
+    would each save a copy of one input. Without the two casts, the numbers are the same bit for bit. With
+    dropout between the casts they are not, so nothing changes then.
+    """
+    parts = [
+        part
+        for part in model.modules()
+        if isinstance(part, LoraLinear)
+        and type(part).forward is LoraLinear.forward
+        and not part.lora_variant
+        and not any(isinstance(dropout, nn.Dropout) for dropout in part.lora_dropout.values())
+    ]
+    for part in parts:
+        part.__dict__["_cast_input_dtype"] = partial(_cast_unless_autocast, part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.__dict__.pop("_cast_input_dtype", None)
+
+
+def _cast_unless_autocast(part: LoraLinear, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The input in `dtype`, as in peft; unchanged if autocast would cast it back at once."""
+    device = x.device.type
+    if x.is_meta:  # in a dry run, matrices cast as under autocast
+        return x
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if casts and torch.get_autocast_dtype(device) == x.dtype:
+        return x
+    result: Tensor = LoraLinear._cast_input_dtype(part, x, dtype)
+    return result
 
 
 @contextmanager
@@ -245,10 +286,11 @@ def _is_token_wise(part: nn.Module) -> bool:
 
 @contextmanager
 def tiled(model: nn.Module, tokens: int) -> Iterator[Tileable]:
-    """Run the MLPs of a model over `tokens` at a time, and recompute each tile in the backward pass.
+    """Run the MLPs and norms of a model in tiles, and recompute each tile in the backward pass.
 
-    Sums over tokens are computed tile by tile, so outputs and gradients are equal to those without tiles
-    within the rounding of the dtype. Dropout in an MLP draws for each tile, so its draws differ.
+    Norms compute in float32, and their backward pass holds several such states. Sums over tokens are computed
+    tile by tile, so outputs and gradients are equal to those without tiles within the rounding of the dtype.
+    Dropout in an MLP draws for each tile, so its draws differ.
 
     Args:
         model: a transformers model, with or without adapter layers.
@@ -263,18 +305,38 @@ def tiled(model: nn.Module, tokens: int) -> Iterator[Tileable]:
             f"no MLP of {type(model).__name__} can run in tiles: {'; '.join(found.reasons)}. Set mlp_tiles "
             "to auto or 0"
         )
+    modules = [*found.modules, *_norms(model)]
     # An instance may already have a forward from elsewhere, such as accelerate.
-    before = [vars(module).get("forward") for module in found.modules]
-    for module in found.modules:
+    before = [vars(module).get("forward") for module in modules]
+    for module in modules:
         module.__dict__["forward"] = partial(_in_tiles, module, module.forward, tokens)
     try:
         yield found
     finally:
-        for module, forward in zip(found.modules, before, strict=True):
+        for module, forward in zip(modules, before, strict=True):
             if forward is None:
                 del module.__dict__["forward"]
             else:
                 module.__dict__["forward"] = forward
+
+
+def _norms(model: nn.Module) -> list[nn.Module]:
+    """The norms of hidden states in and behind the layers of a decoder; those inside attention are small."""
+    layers = decoder_layers(model)
+    if layers is None:
+        return []
+    parts = [part for module in (*layers.layers, layers.parent) for part in module.children()]
+    return [part for part in parts if _is_norm(getattr(part, "original_module", part))]
+
+
+def _is_norm(part: nn.Module) -> bool:
+    """Whether a module normalises each token independently, and takes nothing but hidden states."""
+    name = type(part).__name__
+    return (
+        "Norm" in name
+        and not any(kind in name for kind in ("Batch", "Group", "Instance"))
+        and len(inspect.signature(part.forward).parameters) == 1
+    )
 
 
 def _in_tiles(module: nn.Module, run: Callable[[Tensor], Tensor], tokens: int, hidden: Tensor) -> Tensor:

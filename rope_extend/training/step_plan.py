@@ -27,7 +27,7 @@ from rope_extend.config import AUTO
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import ForwardEstimate, ForwardEstimator
-from rope_extend.loss import CHUNK_BYTES, NextTokenLoss
+from rope_extend.loss import NextTokenLoss, default_chunk_bytes
 from rope_extend.memory.budget import MARGIN, available_memory, quantized_savings, weight_bytes
 from rope_extend.memory.meta_device import (
     META,
@@ -39,6 +39,7 @@ from rope_extend.memory.meta_device import (
 )
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.parameters import learned_parameters
+from rope_extend.models.planned_device import planned_for
 from rope_extend.models.view import decoder_layers
 from rope_extend.training.host_offload import HostOffload
 from rope_extend.training.lora import adapted, extended
@@ -474,7 +475,7 @@ class _StepEstimator:
         self.dtype = model.dtype
         self.quantized_savings = quantized_savings(model, "4bit")
         vocabulary = model.get_output_embeddings().weight.shape[0]
-        self.scored = 3 * max(1, CHUNK_BYTES // (4 * vocabulary))  # tokens of three chunks of logits
+        self.scored = 3 * max(1, default_chunk_bytes(device) // (4 * vocabulary))  # tokens of three chunks
 
     def __enter__(self) -> Self:
         model, packed = self.base, self.recipe.packing != UNPACKED
@@ -483,6 +484,7 @@ class _StepEstimator:
         config = model.config.get_text_config(decoder=True)
         flash = "flash" in config._attn_implementation
         with ExitStack() as stack:
+            stack.enter_context(planned_for(self.device))
             # Before the patch, which may wrap the attention function that it finds.
             stack.enter_context(dry_run_attention(model, maskless=False))
             with quiet_patching():
@@ -517,16 +519,18 @@ class _StepEstimator:
         if decoder is None or not decoder.complete:
             return self._step(memory_options, tokens)
         parent, name, layers, _ = decoder
+        # The embeddings, and the inputs of the two latest layers, are still on the device while a layer runs.
+        least = DEPTH + memory_options.offload_checkpoints
         if len(layers) <= 2 * DEPTH or not _equal_layers(self.base, layers):
             return self._step(memory_options, tokens)
         counts = []
-        for depth in (DEPTH, DEPTH + 1):
+        for depth in (least, least + 1):
             setattr(parent, name, layers[:depth])
             try:
                 counts.append(self._step(memory_options, tokens))
             finally:
                 setattr(parent, name, layers)
-        return [few + (len(layers) - DEPTH) * (more - few) for few, more in zip(*counts, strict=True)]
+        return [few + (len(layers) - least) * (more - few) for few, more in zip(*counts, strict=True)]
 
     def _step(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
         recipe = self.recipe

@@ -270,7 +270,7 @@ def test_each_memory_option_saves_memory() -> None:
     assert peaks[3] < min(peaks[1:3])
     assert max(peaks[1:3]) < peaks[0] / 2
     assert peaks[3] < peaks[2] / 2  # of a wide MLP, one tile
-    assert kept[2] == kept[3] < kept[1] < kept[0]
+    assert kept[3] <= kept[2] < kept[1] < kept[0]  # the last norm, which is not recomputed, keeps less
 
 
 def test_evaluation_runs_in_tiles(ids: torch.Tensor) -> None:
