@@ -38,5 +38,6 @@ ADAPTERS = (
         pairs="neighbours",
         rotates=has_rotary,
         normalises=normalises,
+        counts="its layers without rotation scale queries by the number of tokens before them",
     ),
 )

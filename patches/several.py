@@ -18,6 +18,7 @@ ADAPTERS = (
         layout="neighbours",
         pairs="neighbours",
         unreachable="its global transformer sees patches, whose positions differ from those of its cache",
+        counts="its global transformer counts patches of bytes",
         config_path="global_config",
     ),
     FamilyAdapter(

@@ -40,6 +40,7 @@ class FamilyAdapter:
         normalises: tells whether an attention module normalises queries and keys after the rotation, which
             cancels a factor on cos and sin; None if none does.
         unreachable: why encodings that act inside attention cannot be patched in; empty if they can.
+        counts: what counts tokens instead of using given positions; empty if nothing does.
         completes: converts stock rotary parameters to those that the family needs, or to None if the family
             cannot use them; None if the family uses the stock parameters.
         config_path: the part of the model's config that describes the rotary modules, such as `text_config`;
@@ -63,6 +64,7 @@ class FamilyAdapter:
     backwards: bool = False
     normalises: Callable[[nn.Module], bool] | None = None
     unreachable: str = ""
+    counts: str = ""
     completes: Callable[[dict[str, Any]], dict[str, Any] | None] | None = None
     config_path: str = ""
     layer_types: tuple[str, ...] = ()

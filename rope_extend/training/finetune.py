@@ -35,6 +35,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import was_begun, write_text
 from rope_extend.loss import causal_lm
 from rope_extend.memory.segments import expand_segments
+from rope_extend.models.families import adapter_for
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model, one_error, pretrained
 from rope_extend.models.processes import PATIENCE
@@ -419,7 +420,7 @@ def _check_model(
             patch.mix(0.5)
         if recipe.positions != CONSECUTIVE:
             check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
-            _check_windows(recipe, model)
+            _check_sampled(recipe, model)
         if recipe.packing != UNPACKED:
             check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
         if recipe.shifted_sparse is not None:
@@ -433,12 +434,18 @@ def _check_model(
         return patch.shape, reach
 
 
-def _check_windows(recipe: Recipe, model: Any) -> None:
-    """Refuse sampled positions for a model with windows, which count tokens and not positions.
+def _check_sampled(recipe: Recipe, model: Any) -> None:
+    """Refuse sampled positions for a model that counts tokens instead, as windows of attention do.
 
     Raises:
-        RopeExtendError: some layers attend to fewer tokens than `target_length`.
+        RopeExtendError: some layers attend to fewer tokens than `target_length`, or ignore the positions.
     """
+    model_type = causal_lm(model).config.model_type
+    if counts := adapter_for(model_type).counts:
+        raise RopeExtendError(
+            f"positions {recipe.positions} cannot be combined with {model_type}: {counts}, whatever their "
+            "positions; leave positions out, train on long blocks"
+        )
     config = causal_lm(model).config.get_text_config(decoder=True)
     for kind in sorted(layer_types_except_full_attention(config)):
         size = window_of(config, kind)

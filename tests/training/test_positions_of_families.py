@@ -1,0 +1,111 @@
+"""Sampled positions in every family: loss and gradients of a naive evaluation, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from batches import tokens
+from cases import FACTOR, FAMILIES, TARGET, FamilyCase, tiny_model
+from tolerances import assert_same_but_rounding, logit_tolerance
+from torch import Tensor, nn
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator
+from rope_extend.loss import NextTokenLoss
+from rope_extend.models.families import adapter_for
+from rope_extend.training.finetune import _check_model
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.sharding import Sharding
+
+LENGTH = 24
+METHODS = ("linear", "dynamic_ntk", "yarn")
+REFUSED = {
+    "blt": "counts patches of bytes",
+    "llama4_text": "scale queries by the number of tokens",
+    **dict.fromkeys(
+        ("dots3_note_text", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text",
+         "gemma4_unified", "gemma4_unified_text", "gpt_oss", "laguna", "lfm3", "mellum", "mimo_v2_flash",
+         "mistral", "modernbert-decoder", "olmo3"),
+        "attend to .* tokens, whatever their positions",
+    ),
+}  # fmt: skip
+"""Families that count tokens, and what the error says."""
+IN_ORDER = {
+    "bailing_hybrid", "bamba", "falcon_h1", "lfm2", "minimax", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next", "zaya",
+}  # fmt: skip
+"""Families with layers that take tokens in their order, and no positions."""
+SOME = {
+    "blt", "cohere2", "deepseek_v2", "falcon_h1", "gemma3_text", "glm", "gpt_neox", "llama", "llama4_text",
+    "ministral3", "phi3", "qwen3_5_text", "zaya",
+}  # fmt: skip
+"""One family of each kind, for the default run."""
+
+
+def as_refused_or_not(case: FamilyCase, model: nn.Module, recipe: Recipe) -> None:
+    if case.model_type in REFUSED:
+        match = rf"positions {recipe.positions} cannot be combined with .*{REFUSED[case.model_type]}"
+        with pytest.raises(RopeExtendError, match=match):
+            _check_model(recipe, model, torch.float32, Sharding())
+    else:
+        _check_model(recipe, model, torch.float32, Sharding())
+
+
+def in_the_long_text(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    """Logits of the tokens in a text of TARGET tokens, in which a mask hides all others."""
+    text, seen = torch.full((1, TARGET), 3), torch.zeros(1, TARGET, dtype=torch.long)
+    text[0, positions], seen[0, positions] = ids[0], 1
+    whole = model(text, attention_mask=seen, position_ids=torch.arange(TARGET)[None], use_cache=False)
+    logits: Tensor = whole.logits[:, positions]
+    return logits
+
+
+def interpolated(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    """Logits of the stock model at fractions of positions (2306.15595)."""
+    logits: Tensor = model(
+        ids, attention_mask=torch.ones_like(ids), position_ids=positions[None] / FACTOR, use_cache=False
+    ).logits
+    return logits
+
+
+def gradients(model: nn.Module, loss: Tensor) -> Tensor:
+    loss.backward()
+    found = [value.grad.flatten() for value in model.parameters() if value.grad is not None]
+    model.zero_grad()
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    ("number", "case"),
+    [
+        pytest.param(number, case, marks=[] if case.model_type in SOME else [pytest.mark.slow], id=str(case))
+        for number, case in enumerate(FAMILIES)
+    ],
+)
+def test_sampled_positions_equal_a_naive_evaluation_or_are_refused(number: int, case: FamilyCase) -> None:
+    model = tiny_model(case)
+    in_order = case.model_type in IN_ORDER
+    static = in_order or adapter_for(case.model_type).unreachable
+    sampler, method = list(SAMPLERS)[number % 3], METHODS[0 if static else number // 3 % 3]
+    recipe = Recipe(
+        model="m", data="d", output_dir="o", target_length=TARGET, block_length=LENGTH, positions=sampler,
+        method=method,
+    )  # fmt: skip
+    as_refused_or_not(case, model, recipe)
+    if case.model_type in REFUSED:
+        return
+    ids = tokens(1, LENGTH)
+    positions = torch.from_numpy(PositionCollator(sampler, TARGET, seed=3).positions(LENGTH, 1))
+    assert int(np.ptp(positions.numpy())) > 2 * LENGTH
+    with rx.extend(model, TARGET, method):
+        loss = NextTokenLoss(model)(ids, position_ids=positions[None], attention_mask=torch.ones_like(ids))
+        actual = gradients(model, loss)
+        logits = None if in_order else in_the_long_text(model, ids, positions)
+    logits = interpolated(model, ids, positions) if logits is None else logits
+    expected = nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:])
+    assert abs(loss.item() - expected.item()) < logit_tolerance(logits)
+    assert_same_but_rounding(actual, gradients(model, expected))
