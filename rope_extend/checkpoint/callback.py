@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from rope_extend.checkpoint.base_model import changes_base
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, read_record, write_record
 from rope_extend.checkpoint.saving import complete
@@ -39,18 +41,20 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
 
         Raises:
             RopeExtendError: the model is not patched; or the run resumes from a checkpoint that was trained
-                with another encoding.
+                with another encoding, or an adapter on another base model.
         """
         record = Record.of(model, self.base_model)
+        configs = [*(getattr(unwrap(model), "peft_config", None) or {}).values()]
         checkpoint = _checkpoint(args, state)
         if state.global_step and (checkpoint / RECORD_NAME).exists():
             before = read_record(checkpoint)
-            if (before.encoding, before.shape) != (record.encoding, record.shape):
+            if _described(before) != _described(record):
                 raise RopeExtendError(
-                    f"{checkpoint} was trained with {before.encoding} of {before.shape}, but this model uses "
-                    f"{record.encoding} of {record.shape}; extend it with the former, or start a new run"
+                    f"{checkpoint} was trained with {_described(before)}, but this model uses "
+                    f"{_described(record)}; extend it with the former, or start a new run"
                 )
-        for config in (getattr(unwrap(model), "peft_config", None) or {}).values():
+            _check_base(checkpoint, before, record, configs)
+        for config in configs:
             config.auto_mapping = {**(config.auto_mapping or {}), ADAPTER_MARK: adapter_mark(record)}
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -69,6 +73,26 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
     def on_push_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Write the record for a model that is about to be saved into the output directory, and pushed."""
         self.on_train_end(args, state, control, model)
+
+
+def _check_base(checkpoint: Path, before: Record, record: Record, configs: Sequence[Any]) -> None:
+    """Refuse to resume an adapter on another base model.
+
+    Raises:
+        RopeExtendError: both fingerprints are known and differ. They are not compared if peft changed the
+            base model when it made the adapter.
+    """
+    fingerprints = {before.base_fingerprint, record.base_fingerprint}
+    if len(fingerprints) == 1 or None in fingerprints or any(map(changes_base, configs)):
+        return
+    raise RopeExtendError(
+        f"{checkpoint} was trained on the base model {before.base_model!r}, but {record.base_model!r} has "
+        "other weights; load the former, or start a new run"
+    )
+
+
+def _described(record: Record) -> str:
+    return f"{record.encoding} of {record.shape} up to {record.target_length:,} tokens"
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -22,6 +22,7 @@ from rope_extend.data.blocks import block_starts
 from rope_extend.data.choices import RESTART, UNPACKED
 from rope_extend.data.documents import tokenised
 from rope_extend.data.packing import packed
+from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.errors import RopeExtendError
 from rope_extend.units import format_length
 
@@ -40,12 +41,14 @@ class Cursor:
         document: number of the document in which the block begins, from 0.
         offset: number of the block in that document, or of its first token if blocks are packed; from 0.
         digest: SHA-256 of the text up to the end of that document; empty if nothing was read.
+        tokenizer: digest of the tokenizer; empty if nothing was read, and in early checkpoints.
     """
 
     epoch: int = 0
     document: int = 0
     offset: int = 0
     digest: str = ""
+    tokenizer: str = ""
 
 
 class Stream:
@@ -74,10 +77,20 @@ class Stream:
     ) -> None:
         self.length, self.name, self.packing, self.step = length, name, packing, step
         self._texts, self._tokenizer, self._max_tokens = texts, tokenizer, max_tokens
+        self._content = tokenizer_content(tokenizer)
         self.restore(0, Cursor())
 
     def restore(self, position: int, cursor: Cursor) -> None:
-        """Resume at a position whose block begins at a cursor; earlier blocks are no longer available."""
+        """Resume at a position whose block begins at a cursor; earlier blocks are no longer available.
+
+        Raises:
+            RopeExtendError: another tokenizer made the cursor.
+        """
+        if cursor.tokenizer not in ("", self._content):
+            raise RopeExtendError(
+                f"cannot resume: the tokenizer of the stream {self.name!r} has changed since the run began; "
+                "restore it, or start a new run in another output_dir"
+            )
         self._first = position
         self._kept: deque[tuple[Cursor, dict[str, Tensor]]] = deque()
         self._upcoming = self._blocks(cursor)
@@ -136,7 +149,10 @@ class Stream:
             skipped = start.offset if number == start.document else 0
             for offset, first in list(enumerate(block_starts(len(ids), self.length)))[skipped:]:
                 block = ids[first : first + self.length]
-                yield Cursor(start.epoch, number, offset, digest), {"input_ids": block, "labels": block}
+                yield self._cursor(start.epoch, number, offset, digest), {"input_ids": block, "labels": block}
+
+    def _cursor(self, epoch: int, document: int, offset: int, digest: str) -> Cursor:
+        return Cursor(epoch, document, offset, digest, self._content)
 
     def _packed(self, start: Cursor) -> Iterator[tuple[Cursor, dict[str, Tensor]]]:
         """Yield blocks of concatenated documents."""
@@ -146,7 +162,7 @@ class Stream:
             offset = start.offset if number == start.document else 0
             while offset < len(ids) > 1:  # a single token predicts nothing
                 if not pieces:
-                    begins = Cursor(start.epoch, number, offset, digest)
+                    begins = self._cursor(start.epoch, number, offset, digest)
                 pieces.append(ids[offset : offset + missing])
                 offset += len(pieces[-1])
                 missing -= len(pieces[-1])

@@ -440,12 +440,6 @@ def _check_sampled(recipe: Recipe, model: Any) -> None:
     Raises:
         RopeExtendError: some layers attend to fewer tokens than `target_length`, or ignore the positions.
     """
-    model_type = causal_lm(model).config.model_type
-    if counts := adapter_for(model_type).counts:
-        raise RopeExtendError(
-            f"positions {recipe.positions} cannot be combined with {model_type}: {counts}, whatever their "
-            "positions; leave positions out, train on long blocks"
-        )
     config = causal_lm(model).config.get_text_config(decoder=True)
     for kind in sorted(layer_types_except_full_attention(config)):
         size = window_of(config, kind)
@@ -455,6 +449,12 @@ def _check_sampled(recipe: Recipe, model: Any) -> None:
                 f"type {kind} attend to {size} tokens, whatever their positions. So in training they would "
                 f"see distances that never occur in use; leave positions out, train on long blocks"
             )
+    model_type = causal_lm(model).config.model_type
+    if counts := adapter_for(model_type).counts:
+        raise RopeExtendError(
+            f"positions {recipe.positions} cannot be combined with {model_type}: {counts}, whatever their "
+            "positions; leave positions out, train on long blocks"
+        )
 
 
 def _evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:

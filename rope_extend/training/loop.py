@@ -32,6 +32,7 @@ from rope_extend.data.documents import Document, fingerprint
 from rope_extend.data.packing import scored
 from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import peak_memory_bytes
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.evaluation.results import PerplexityResult
@@ -41,7 +42,7 @@ from rope_extend.training.annealing import mix_for_step
 from rope_extend.training.lora import adapted, lora_config
 from rope_extend.training.metrics import Metrics
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.resume import RunState, load_checkpoint, save_checkpoint
+from rope_extend.training.resume import RunState, check_model, load_checkpoint, save_checkpoint
 from rope_extend.training.sharding import Clipping, Objective, Sharding, whole
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.tracking import start_trackers
@@ -113,6 +114,10 @@ class TrainingRun:
         self.sharding = Sharding.of(accelerator)
         self.directory = Path(recipe.output_dir)
         self.dtype = model.dtype
+        if accelerator.is_main_process:  # another process may hold no weights yet
+            identity = model_identity(model)
+            check_model(state, identity)
+            self.state = replace(state, model=identity)
 
         set_seed(recipe.seed)
         self.model = adapted(model, recipe, reach)

@@ -33,6 +33,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.identity import Identity, differences
 from rope_extend.files import publish_directory, sha256
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import fill, spread_state, whole
@@ -69,6 +70,8 @@ class RunState:
         parts: number of processes that share each sequence.
         stream: cursor in streamed data; None if all data were loaded before.
         memory_options: the memory options of the run; None in a checkpoint from before they were chosen.
+        model: identity of the base model with the encoding, see `evaluation.identity.model_identity`; None in
+            a checkpoint from before it was kept.
     """
 
     step: int
@@ -82,6 +85,7 @@ class RunState:
     parts: int = 1
     stream: dict[str, Any] | None = None
     memory_options: dict[str, Any] | None = None
+    model: dict[str, Any] | None = None
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -234,17 +238,31 @@ def check_continues(state: RunState, recipe: Recipe) -> None:
     """
     # A checkpoint from before a field existed was made with today's default of that field.
     now, then = recipe.to_dict(), Recipe.from_dict(state.recipe).to_dict()
-    changed = [name for name in now if name not in MAY_CHANGE and now[name] != then[name]]
+    may_change = MAY_CHANGE if state.model is None else MAY_CHANGE | {"dtype"}  # see `check_model`
+    changed = [name for name in now if name not in may_change and now[name] != then[name]]
     if changed:
         listed = "; ".join(f"{name} was {then[name]!r} and is {now[name]!r}" for name in changed)
         raise RopeExtendError(
             f"cannot resume: {listed}. Restore these fields, or start a new run in another output_dir; only "
-            f"these fields may change: {', '.join(sorted(MAY_CHANGE))}"
+            f"these fields may change: {', '.join(sorted(may_change))}"
         )
     if recipe.steps < state.step:
         raise RopeExtendError(
             f"cannot resume: {state.step} steps are done, and the recipe has steps {recipe.steps}; raise "
             "steps"
+        )
+
+
+def check_model(state: RunState, identity: Identity) -> None:
+    """Refuse to resume with another base model or encoding than the run began with.
+
+    Raises:
+        RopeExtendError: names what differs, such as the weights, the config or the dtype.
+    """
+    if state.model is not None and (changed := differences(state.model, identity)):
+        raise RopeExtendError(
+            f"cannot resume: the model is not the one that the run began with, and differs in {changed}. "
+            "Restore it (or set dtype to that of the run), or start a new run in another output_dir"
         )
 
 

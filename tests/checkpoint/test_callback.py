@@ -167,6 +167,27 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not_interrupted(
         trainer(other, tmp_path / "whole", rx.SaveEncodingCallback()).train(resume_from_checkpoint=True)
 
 
+def test_an_adapter_is_not_resumed_on_another_base_model_or_window(base: Path, tmp_path: Path) -> None:
+    trainer(patched(base, "adapter"), tmp_path / "run", rx.SaveEncodingCallback()).train()
+    longer = AutoModelForCausalLM.from_pretrained(base)
+    rx.patch_model(longer, rx.encoding("yarn", factor=8.0), target_length=2 * TARGET)
+    other = llama()
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1
+    other.save_pretrained(tmp_path / "other")
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"])
+    for model, message in (
+        (
+            patched(tmp_path / "other", "adapter"),
+            r"checkpoint-3 was trained on .*base', but .*other' has other",
+        ),
+        (get_peft_model(longer, lora), r"checkpoint-3 was trained with .* up to 256 .* up to 512 tokens"),
+    ):
+        run = trainer(model, tmp_path / "run", rx.SaveEncodingCallback())
+        with pytest.raises(RopeExtendError, match=message):
+            run.train(resume_from_checkpoint=True)
+
+
 def test_what_has_no_stock_form_is_guarded_in_every_checkpoint(base: Path, tmp_path: Path) -> None:
     model, watching = patched(base, "full", "xpos"), Watching()
     run = trainer(model, tmp_path / "run", watching, rx.SaveEncodingCallback())

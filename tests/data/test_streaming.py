@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,11 @@ TEXTS = [
 ]
 
 
-def stream_of(texts: list[str], length: int, **options: Any) -> Stream:
+def stream_of(texts: list[str], length: int, tokenizer: Any = TOKENIZER, **options: Any) -> Stream:
     def read() -> Iterator[tuple[str, str]]:
         return ((f"#{number}", text) for number, text in enumerate(texts))
 
-    return Stream(read, TOKENIZER, length, name="texts", **options)
+    return Stream(read, tokenizer, length, name="texts", **options)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -111,6 +111,24 @@ def test_it_resumes_at_any_position(sizes: list[int], length: int, packing: str,
     for p in range(position, position + 6):
         assert same(later[p], expected[p])
         assert later.cursor(p) == whole.cursor(p)
+
+
+def test_a_stream_of_other_work_is_not_resumed() -> None:
+    cursor = stream_of(TEXTS, 16).cursor(2)
+    assert {field.name for field in fields(Cursor)} == {
+        "digest", "tokenizer",  # identities, each with a refusal below
+        "epoch", "document", "offset",  # progress
+    }  # fmt: skip
+    stream_of(TEXTS, 16).restore(2, cursor)
+    stream_of(TEXTS, 16).restore(2, replace(cursor, tokenizer=""))  # of an early checkpoint
+    other = by_byte()
+    other.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    with pytest.raises(RopeExtendError, match="cannot resume: the tokenizer of the stream 'texts'"):
+        stream_of(TEXTS, 16, tokenizer=other).restore(2, cursor)
+    changed = stream_of([text.replace("lorem", "LOREM") for text in TEXTS], 16)
+    changed.restore(2, cursor)
+    with pytest.raises(RopeExtendError, match=r"cannot resume: the first .* have\schanged"):
+        changed[2]
 
 
 def test_the_order_does_not_depend_on_the_number_of_processes() -> None:

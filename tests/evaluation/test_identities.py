@@ -57,8 +57,8 @@ NOT_FILES = {"load_options.load"}
 """Calls of such names that read no file of an evaluation."""
 
 
-def readers() -> Iterator[str]:
-    """The functions of the room that read files, such as `retrieval.TrialLog.read`."""
+def readers(room: Path) -> Iterator[str]:
+    """The functions of a room that read files, such as `retrieval.TrialLog.read`."""
 
     def walk(node: ast.AST, path: tuple[str, ...]) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -70,12 +70,12 @@ def readers() -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
             yield from walk(child, path)
 
-    for file in sorted(ROOM.glob("*.py")):
+    for file in sorted(room.rglob("*.py")):
         yield from walk(ast.parse(file.read_text(encoding="utf-8")), (file.stem,))
 
 
 def test_every_file_that_is_read_is_listed() -> None:
-    found = set(readers())
+    found = set(readers(ROOM))
     assert found - READERS.keys() == set(), "list it in READERS, with the identity that it is checked by"
     assert READERS.keys() - found == set(), "no such function reads a file any more"
     assert {artefact for artefact in READERS.values() if artefact} == {artefact for artefact, _ in REFUSALS}

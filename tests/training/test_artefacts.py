@@ -1,0 +1,192 @@
+"""Whatever a run, a stream or a trainer resumes or reuses belongs to the same work; others are refused.
+
+`READERS` lists every function of these rooms that reads a file. `STATE` lists what a checkpoint of a run
+holds. A new one fails until it is listed here, with the artefact or the identity that it belongs to, or
+with the reason why it needs none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_finetune import assert_same, files_below, settings, weights
+from test_identities import readers
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.files import sha256
+from rope_extend.training.finetune import finetune
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import RunState, checkpoints, read_state
+
+ROOT = Path(__file__).parents[2]
+
+RUN = "training/test_artefacts.py::test_a_run_of_other_work_is_not_resumed"
+TEXT = "training/test_training_report.py::test_perplexities_of_different_texts_are_not_compared"
+DIGESTS = "checkpoint/test_damaged_weights.py::test_"
+BASE = "checkpoint/test_other_base_model.py::test_"
+
+READERS: dict[str, dict[str, str | None]] = {
+    "training": {
+        "resume.damage": RUN,
+        "resume.read_state": RUN,
+        "resume.load_checkpoint": RUN,
+        "metrics.Metrics.__init__": TEXT,
+        "run_report.RunLog.read": TEXT,
+        "metrics.Metrics.write": None,  # writes
+    },
+    "data": {
+        "token_cache.TokenCache.get": "data/test_token_cache.py::test_keys_differ_where_texts_or",
+        # A run knows its data by a fingerprint of all tokens, or by the cursor of a stream.
+        "bundled._held_out": None,
+        "bundled.read_text": None,
+        "sources._read_file": None,
+        "token_cache.tokenizer_content": None,  # makes an identity
+    },
+    "checkpoint": {
+        "manifest.read_json": DIGESTS,
+        "manifest.check_finite": DIGESTS,
+        "manifest.check_header": DIGESTS,
+        "merging._opened": BASE,
+        "merging._merge_in_memory": BASE,
+        "restoring._refuse_unused": BASE,
+        "verifying._reference": BASE,
+        "write._export_gguf": BASE,
+        "card._recipe": None,  # shows the recipe next to the adapter
+        "card.write_card": None,  # asks only whether the card is ours
+        "card_mark.is_our_card": None,  # the same, by a digest in the card
+        "companions.copy_notices": None,  # copies files
+        "local_paths._private_fields": None,  # names fields
+        "staging._marked_as_in_use": None,  # opens a directory to lock it
+        "staging._remove_leftovers": None,  # the same
+        "stock_reader": None,  # the request of the process that started this one
+        "stock_reader.main": None,  # the same
+        "verifying._logits_elsewhere": None,  # the answer to this request
+    },
+    "demo": {},
+}
+"""By room and function, the test of refusals of the artefact that it reads."""
+
+STATE: dict[str, str | None] = {
+    "data": RUN,
+    "recipe": RUN,
+    "model": RUN,
+    "processes": "training/test_training_data.py::test_",
+    "parts": "training/test_training_data.py::test_",
+    "stream": "data/test_streaming.py::test_a_stream_of_other_work_is_not_resumed",
+    # These are progress, and belong to the checkpoint.
+    "step": None,
+    "tokens": None,
+    "seconds": None,
+    "skipped": None,
+    "skipped_in_a_row": None,
+    "memory_options": None,  # a resumed run keeps them; a recipe that sets others is another recipe
+}
+"""By field of `RunState`, the test of refusals."""
+
+
+@pytest.mark.parametrize("room", READERS)
+def test_every_file_that_is_read_is_listed(room: str) -> None:
+    found = set(readers(Path(rx.__file__).parent / room))
+    assert found - READERS[room].keys() == set(), "list it in READERS, with the test that refuses another one"
+    assert READERS[room].keys() - found == set(), "no such function reads a file any more"
+
+
+def test_everything_in_a_checkpoint_of_a_run_is_listed() -> None:
+    assert {field.name for field in fields(RunState)} == STATE.keys()
+
+
+def listed() -> Iterator[str]:
+    for tests in (*READERS.values(), STATE):
+        yield from (test for test in tests.values() if test is not None)
+
+
+@pytest.mark.parametrize("test", sorted(set(listed())))
+def test_the_tests_that_are_named_exist(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert re.search(rf"^def {name}", (ROOT / "tests" / file).read_text(), re.MULTILINE)
+
+
+@pytest.fixture
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
+    """A run of two steps, with a model and a text of its own."""
+    shutil.copytree(work / "model", tmp_path / "model")
+    shutil.copytree(work / "data", tmp_path / "data")
+    changes = {"model": str(tmp_path / "model"), "data": str(tmp_path / "data"), "save_every": 1}
+    run = Recipe(**{**settings(work), **changes}, output_dir=str(tmp_path / "run"))
+    finetune(replace(run, steps=2))
+    return replace(run, steps=3)
+
+
+def one_bit(recipe: Recipe) -> None:
+    file = Path(recipe.model) / "model.safetensors"
+    stored = load_file(file)
+    stored["model.layers.1.mlp.up_proj.weight"].view(torch.int32)[0, 0] ^= 1
+    save_file(stored, file, {"format": "pt"})
+
+
+def config(name: str, value: Any) -> Any:
+    def change(recipe: Recipe) -> None:
+        file = Path(recipe.model) / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
+
+    return change
+
+
+def other_text(recipe: Recipe) -> None:
+    shutil.copy(Path(str(recipe.data)) / "a.txt", Path(str(recipe.data)) / "b.txt")
+
+
+OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "weights": (one_bit, {}, r"differs in weights \('\w+' there, '\w+' here\)"),
+    "config": (config("rms_norm_eps", 1e-3), {}, r"differs in config \("),
+    "shape": (config("max_position_embeddings", 64), {}, r"differs in encoding \(.*shape \("),
+    "dtype": (None, {"dtype": "bfloat16"}, r"dtype \('torch.float32' there, 'torch.bfloat16' here\)"),
+    "text": (other_text, {}, "the documents of .* are not those of"),
+    "encoding": (None, {"method": "linear"}, "method was 'yarn' and is 'linear'"),
+    "settings": (None, {"lora_rank": 2}, "lora_rank was 4 and is 2"),
+}
+"""By name, what changes on disk, in the recipe, and the error."""
+
+
+def test_a_run_of_other_work_is_not_resumed(recipe: Recipe, tmp_path: Path) -> None:
+    kept = {name: files_below(tmp_path / name) for name in ("model", "data")}
+    run = files_below(Path(recipe.output_dir) / "checkpoints")
+    for change, changes, message in OTHERS.values():
+        if change is not None:
+            change(recipe)
+        with pytest.raises(RopeExtendError, match=rf"(?s)cannot resume: .*{message}"):
+            finetune(replace(recipe, **changes), resume=True)
+        assert files_below(Path(recipe.output_dir) / "checkpoints") == run
+        for files in kept.values():
+            for path, content in files.items():
+                path.write_bytes(content)
+    finetune(replace(recipe, dtype="float32"), resume=True)  # the same dtype by another name
+    assert read_state(checkpoints(Path(recipe.output_dir))[-1]).step == 3
+
+
+def test_a_run_from_before_models_were_compared_is_resumed(recipe: Recipe) -> None:
+    checkpoint = checkpoints(Path(recipe.output_dir))[-1]
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["model"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    file = checkpoint / "state.json"
+    manifest["files"]["state.json"] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RopeExtendError, match="dtype was 'auto' and is 'float32'"):
+        finetune(replace(recipe, dtype="float32"), resume=True)
+    finetune(recipe, resume=True)
+    before = weights(recipe.output_dir)
+    again = replace(recipe, output_dir=f"{recipe.output_dir}-again")
+    finetune(again)
+    assert_same(before, weights(again.output_dir))
