@@ -64,7 +64,8 @@ def log_level() -> Iterator[None]:
     logger = logging.getLogger("rope_extend")
     before = logger.level
     yield
-    logger.setLevel(before)
+    if logger.level != before:  # each change empties the caches of all loggers
+        logger.setLevel(before)
 
 
 @pytest.fixture(scope="session")
