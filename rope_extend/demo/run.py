@@ -56,7 +56,7 @@ def run_demo(
 
     Raises:
         RopeExtendError: the bundled model or the source of the standard library is missing, an unknown
-            method, or a run in the directory that another recipe made.
+            method, or results or a run in the directory that were made in another way.
     """
     if not (MODEL_DIR / "config.json").exists():
         raise RopeExtendError(f"the bundled model is missing from {MODEL_DIR}; install rope_extend again")
@@ -65,6 +65,7 @@ def run_demo(
     output = Path(output)
     if (output / RESULTS).exists() and not overwrite:
         rows = read_results(output)
+        _check_results(rows, output, methods, steps)
         _show(rows, output)
         print(f"\nThese results were already in {output}. To run the demo again, add --overwrite.")
         return rows
@@ -130,9 +131,11 @@ def finetune_once(recipe: Recipe, model: Any | None = None, tokenizer: Any | Non
                 f"{directory} holds an adapter, but no checkpoint that tells which recipe made it; remove "
                 "the directory, or start again with overwrite=True"
             )
-        check_continues(read_state(saved[-1]), recipe)
-        print(f"  already done: {directory}")
-        return
+        state = read_state(saved[-1])
+        check_continues(state, recipe)
+        if state.step == recipe.steps:
+            print(f"  already done: {directory}")
+            return
     try:
         result = finetune(
             recipe, model=model, tokenizer=tokenizer, resume=(directory / "recipe.yaml").exists()
@@ -142,6 +145,29 @@ def finetune_once(recipe: Recipe, model: Any | None = None, tokenizer: Any | Non
         raise
     result.patch.remove()
     result.model.unload()
+
+
+def _check_results(
+    rows: Sequence[EvaluationRow], output: Path, methods: Sequence[str], steps: int | None
+) -> None:
+    """Refuse results of a demonstration without one of the methods, or with another number of steps.
+
+    Raises:
+        RopeExtendError: names what the results were made with.
+    """
+    labels = {row.label for row in rows}
+    runs = {path.name: checkpoints(path) for path in (output / "runs").glob("*")}
+    done = {name: read_state(saved[-1]).step for name, saved in runs.items() if saved}
+    if missing := [method for method in methods if method not in labels]:
+        problem = f"no {', '.join(missing)}"
+    elif steps is not None and (others := {name: count for name, count in done.items() if count != steps}):
+        problem = f"runs of {', '.join(f'{count} steps ({name})' for name, count in sorted(others.items()))}"
+    else:
+        return
+    raise RopeExtendError(
+        f"{output} holds results of another demonstration, with {problem}. Choose another output, or add "
+        "--overwrite"
+    )
 
 
 def _print_step(number: int, of: int, text: str) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rope_extend.checkpoint.info import info
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.demo.run import DOCUMENTS, RECIPE, run_demo
+from rope_extend.demo import run as demo
+from rope_extend.demo.run import DOCUMENTS, RECIPE, finetune_once, run_demo
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import checkpoints, read_state
 
 
 @pytest.mark.slow
@@ -39,6 +43,38 @@ def test_a_short_demo_writes_its_report_and_resumes(
     main(arguments)
     assert "already done" in capsys.readouterr().out
     assert (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns == adapter
+
+
+def test_results_of_another_demonstration_are_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results.jsonl").touch()
+    (tmp_path / "runs" / "yarn" / "checkpoints" / "step-2").mkdir(parents=True)
+    rows = [SimpleNamespace(label=label) for label in ("none", "yarn", "yarn + LoRA", "resonance(yarn)")]
+    monkeypatch.setattr(demo, "read_results", lambda _: rows)
+    monkeypatch.setattr(demo, "read_state", lambda path: SimpleNamespace(step=int(path.name[5:])))
+    monkeypatch.setattr(demo, "_show", lambda *_: None)
+    assert run_demo(tmp_path, methods=["yarn"], steps=2) == rows
+    assert run_demo(tmp_path, methods=["none", "resonance(yarn)"]) == rows
+    with pytest.raises(RopeExtendError, match=r"with no linear\. .*--overwrite"):
+        run_demo(tmp_path, methods=["yarn", "linear"])
+    with pytest.raises(RopeExtendError, match=r"with runs of 2 steps \(yarn\)"):
+        run_demo(tmp_path, methods=["yarn"], steps=3)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_a_run_of_fewer_steps_is_not_taken_for_done(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = Recipe(
+        model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path), target_length=64,
+        steps=1, lora_rank=2,
+    )  # fmt: skip
+    finetune_once(recipe)
+    for steps in (2, 2):
+        finetune_once(replace(recipe, steps=steps))
+    assert capsys.readouterr().out.count("already done") == 1
+    assert read_state(checkpoints(tmp_path)[-1]).step == 2
 
 
 def test_the_recipe_matches_the_bundled_model() -> None:
