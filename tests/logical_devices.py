@@ -37,7 +37,10 @@ class LogicalDevices(TorchFunctionMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         target: torch.device | None = None
         if name in ("to", "cpu", "cuda"):
+            source = logical_device(args[0])
             target, args, kwargs = _target(name, args, kwargs)
+            if (source.type, target.type) == ("cuda", "cpu"):
+                self.reads.append("cpu")
         elif kwargs.get("device") is not None:
             target, kwargs["device"] = torch.device(kwargs["device"]), CPU
         elif tensors:

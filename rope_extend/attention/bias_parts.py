@@ -17,10 +17,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from rope_extend.encodings import BiasEncoding, ModelShape, RelativeEncoding
+from rope_extend.models.planned_device import device_of
 
-PART_ELEMENTS = 2**22
-"""The largest number of elements of a part, unless it would have fewer than `FEWEST` queries."""
-FEWEST, MOST = 32, 256
+PART_ELEMENTS, GPU_PART_ELEMENTS = 2**22, 2**28
+"""The largest number of elements of a part, unless it would have fewer than `FEWEST` queries.
+
+On a CPU a part should fit into its caches; a GPU needs enough queries to be busy.
+"""
+FEWEST, MOST, GPU_MOST = 32, 256, 2048
 """The smallest and the largest number of queries of a part."""
 
 
@@ -34,6 +38,7 @@ class CallPositions:
         gapless: whether each position is one more than the position before it.
         last: the greatest position of a query.
         farthest: the greatest distance from a query to a key, in any row.
+        span: the greatest difference of two positions in a row.
     """
 
     queries: Tensor
@@ -41,6 +46,7 @@ class CallPositions:
     gapless: bool
     last: int
     farthest: int
+    span: int
 
     @classmethod
     def of(cls, queries: Tensor, keys: Tensor, device: torch.device) -> CallPositions:
@@ -52,6 +58,7 @@ class CallPositions:
             bool((keys.diff() == 1).all()),
             int(queries.max()),
             int((queries.amax(dim=1) - keys.amin(dim=1)).max()),
+            int((keys.amax(dim=1) - torch.minimum(keys.amin(dim=1), queries.amin(dim=1))).max()),
         )
 
     @property
@@ -60,9 +67,14 @@ class CallPositions:
         return self.keys.shape[1] - self.queries.shape[1]
 
 
-def rows_of_part(heads: int, keys: int) -> int:
+def rows_of_part(heads: int, keys: int, device: torch.device) -> int:
     """The number of queries of a part."""
-    return max(FEWEST, min(MOST, PART_ELEMENTS // (heads * keys)))
+    elements = PART_ELEMENTS if device.type == "cpu" else GPU_PART_ELEMENTS
+    return max(FEWEST, min(_most_rows(device), elements // (heads * keys)))
+
+
+def _most_rows(device: torch.device) -> int:
+    return MOST if device.type == "cpu" else GPU_MOST
 
 
 class PartialBias:
@@ -114,7 +126,7 @@ class PartialBias:
         table = self._shared(encoding.bias(shape, distances, torch.zeros_like(distances), learned))
         if positions.gapless:
             # After distance 0 come the keys after the query, as many as a part or a mask can include.
-            later = table[:, -1:].expand(-1, MOST + (0 if causal else keys))
+            later = table[:, -1:].expand(-1, _most_rows(device_of(positions.keys)) + (0 if causal else keys))
             table = torch.cat([table, torch.full_like(later, -math.inf) if causal else later], dim=1)
         self.sources = (table,)
 

@@ -12,20 +12,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from rope_extend.attention.bias_parts import CallPositions, PartialBias, rows_of_part
+from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.channels import position_channels
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import sees_later_keys, visible
 from rope_extend.attention.positions import Forward, SizedHandler
-from rope_extend.attention.registry import causal_mask, is_dense, own_function
+from rope_extend.attention.registry import (
+    causal_mask,
+    is_dense,
+    own_function,
+    takes_suffix,
+    without_cudnn,
+)
 from rope_extend.encodings import BiasEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.models.planned_device import device_of
 from rope_extend.models.rotary import has_float64
 
 
@@ -69,7 +79,9 @@ class BiasHandler(SizedHandler):
         kwargs = dict(call.kwargs)
         if kwargs.get("scaling") is None:
             kwargs["scaling"] = query.shape[-1] ** -0.5
-        mask = call.mask[..., :end] if isinstance(call.mask, Tensor) else None
+        mask = call.mask if isinstance(call.mask, Tensor) else None
+        if mask is not None and mask.shape[-1] > end:
+            mask = mask[..., :end]
         filled = replace(call, key=key[:, :, :end], value=value[:, :, :end], mask=mask, kwargs=kwargs)
         positioned = _Call(**vars(filled), positions=self._positions(forward, low, query.device))
         shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
@@ -80,7 +92,7 @@ class BiasHandler(SizedHandler):
             slopes = slopes if self.share == 1 else self.share * slopes
             output, weights = self._by_channels(positioned, slopes, forward)
         else:
-            output, weights = self._by_parts(positioned, shape)
+            output, weights = self._by_parts(positioned, shape, forward)
         if weights is not None and weights.shape[-1] < slots:
             weights = functional.pad(weights, (0, slots - weights.shape[-1]))
         return output, weights
@@ -101,24 +113,28 @@ class BiasHandler(SizedHandler):
         if table not in forward.tables:
             device = query.device if has_float64(query.device) else torch.device("cpu")
             positions = (call.positions.queries.to(device), call.positions.keys.to(device))
-            both = position_channels(slopes.to(device) / scale, *positions, query.dtype)
+            span = call.positions.span
+            both = position_channels(slopes.to(device) / scale, *positions, query.dtype, span)
             forward.tables[table] = tuple(channels.to(query.device) for channels in both)
         of_queries, of_keys = forward.tables[table]
         width, more = value.shape[-1], of_queries.shape[-1]
         # Fused kernels need values as wide as keys; kernels that do not are slow.
         same = width == key.shape[-1] or query.device.type == "cpu"
+        wide: AttentionCall = replace(
+            call,
+            query=torch.cat([of_queries.expand(len(query), -1, -1, -1), query], dim=-1),
+            key=torch.cat([of_keys.expand(len(key), key.shape[1], -1, -1), key], dim=-1),
+            value=functional.pad(value, (0, key.shape[-1] + more - width)) if same else value,
+        )
         mask = call.mask
         if mask is None and key.shape[2] > query.shape[2]:
-            mask = causal_mask(query.shape[2], key.shape[2], query, call.implementation)
-        output, weights = call.own(
-            torch.cat([of_queries.expand(len(query), -1, -1, -1), query], dim=-1),
-            torch.cat([of_keys.expand(len(key), key.shape[1], -1, -1), key], dim=-1),
-            functional.pad(value, (0, key.shape[-1] + more - width)) if same else value,
-            mask,
-        )
+            wide = without_mask(wide)
+            if not takes_suffix(wide.implementation):
+                mask = causal_mask(query.shape[2], key.shape[2], query, call.implementation)
+        output, weights = wide.own(wide.query, wide.key, wide.value, mask)
         return output[..., :width].contiguous(), weights
 
-    def _by_parts(self, call: _Call, shape: ModelShape) -> tuple[Tensor, Tensor | None]:
+    def _by_parts(self, call: _Call, shape: ModelShape, forward: Forward) -> tuple[Tensor, Tensor | None]:
         """Attention with the bias in a mask, for a few queries at a time."""
         learned = {} if self.learned is None else self.learned.of(call.module.layer_idx)
         if any(value.device != call.query.device for value in learned.values()):
@@ -134,8 +150,14 @@ class BiasHandler(SizedHandler):
         if bias.needs_weights:  # only eager attention returns its weights
             call = replace(call, inner=own_function(call.module, "eager"))
         new, keys = call.query.shape[2], call.key.shape[2]
-        rows = rows_of_part(len(call.positions.keys) * shape.heads, keys)
-        spans = _spans(call, rows)
+        device = device_of(call.query)
+        rows = rows_of_part(len(call.positions.keys) * shape.heads, keys, device)
+        if device.type != "cpu" and rows < new:
+            call = _with_all_heads(call)
+        table = ("spans", id(call.mask), rows, keys)
+        if table not in forward.tables:  # with the mask, so that no other one gets its id
+            forward.tables[table] = call.mask, _spans(call, rows)
+        spans = forward.tables[table][1]
         tensors = (call.query, call.key, call.value, *bias.sources)
         if new <= rows:
             return _attend_part(call, bias, (0, new), spans[0], *tensors)
@@ -152,6 +174,27 @@ class BiasHandler(SizedHandler):
             if weight is not None:
                 weights.append(weight)
         return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
+
+
+class _Ungrouped:
+    """An attention module whose keys are already repeated for all heads."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _with_all_heads(call: _Call) -> _Call:
+    """The call with keys and values repeated for all heads once, and not again for each part."""
+    groups = call.query.shape[1] // call.key.shape[1]
+    if groups == 1:
+        return call
+    key, value = (repeat_kv(states, groups) for states in (call.key, call.value))
+    return replace(call, key=key, value=value, module=_Ungrouped(call.module))
 
 
 def _spans(call: _Call, rows: int) -> list[tuple[int, int]]:
@@ -180,7 +223,8 @@ def _attend_part(
         mask = call.mask[:, :, start:stop, first:end].flip(2)
         least = torch.finfo(query.dtype).min
         part = torch.where(mask, part, least) if mask.dtype == torch.bool else (part + mask).clamp(min=least)
-    output, weights = call.own(reversed_query, key[:, :, first:end], value[:, :, first:end], part)
+    with without_cudnn():  # each part has another number of keys
+        output, weights = call.own(reversed_query, key[:, :, first:end], value[:, :, first:end], part)
     if bias.needs_weights:
         assert weights is not None
         output = output + bias.values(start, stop, first, end, sources, weights).transpose(1, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,19 +20,17 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from rope_extend.attention.functions import acts_inside, attention_configs, attention_modules
-from rope_extend.attention.registry import register
+from rope_extend.attention.functions import AttentionCall, attention_configs, attention_modules
+from rope_extend.attention.plain import beyond_plain
+from rope_extend.attention.registry import SUFFIX, own_function, register
 from rope_extend.models.undo import UndoLog
 
 
 @contextmanager
 def causal_suffix_attention(decoder: nn.Module) -> Iterator[None]:
-    """Inside the block, layers with sdpa and full attention compute without a mask.
-
-    Nothing changes in a decoder with an encoding that acts inside attention.
-    """
+    """Inside the block, layers with sdpa and full attention compute without a mask."""
     undo = UndoLog()
-    if calls_by_name(decoder) and not acts_inside(decoder):
+    if calls_by_name(decoder):
         for config in attention_configs([decoder, *attention_modules(decoder)]):
             if config._attn_implementation == "sdpa":
                 undo.set(config, "_attn_implementation_internal", _NAME)
@@ -58,6 +57,26 @@ def causal_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if plain else sdpa_mask(*args, **kwargs)
 
 
+def without_mask(call: AttentionCall) -> AttentionCall:
+    """A call of sdpa, by a function that needs no mask if its queries are the last of its keys.
+
+    Only if the flash kernel can compute it; otherwise the call is one of sdpa itself. Calls of other
+    implementations are unchanged.
+    """
+    if call.implementation not in ("sdpa", _NAME):
+        return call
+    dropout = call.kwargs.get("dropout")
+    if not (dropout or beyond_plain(call.kwargs)) and _flash_serves(call.query, call.key, call.value):
+        return replace(call, implementation=_NAME, inner=_attention)
+    return replace(call, implementation="sdpa", inner=own_function(call.module, "sdpa"))
+
+
+def _flash_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the flash kernel can compute attention of these tensors without a mask."""
+    grouped = query.shape[1] != key.shape[1]
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, grouped))
+
+
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -65,9 +84,7 @@ def _attention(
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None and 1 < queries < keys and getattr(module, "is_causal", True):
         grouped = query.shape[1] != key.shape[1]
-        if "position_bias" not in kwargs and can_use_flash_attention(
-            SDPAParams(query, key, value, None, 0.0, False, grouped)
-        ):
+        if "position_bias" not in kwargs and _flash_serves(query, key, value):
             output = F.scaled_dot_product_attention(
                 query, key, value, causal_lower_right(queries, keys), scale=kwargs.get("scaling"),
                 enable_gqa=grouped,
@@ -79,5 +96,5 @@ def _attention(
     return result
 
 
-_NAME = register("causal_suffix", _attention, causal_mask)
+_NAME = register(SUFFIX, _attention, causal_mask)
 """The attention implementation that replaces sdpa."""

@@ -25,18 +25,19 @@ _UNIT = 2.0**8
 
 
 def position_channels(
-    slopes: Tensor, queries: Tensor, keys: Tensor, dtype: torch.dtype
+    slopes: Tensor, queries: Tensor, keys: Tensor, dtype: torch.dtype, span: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Channels whose inner product is `-slope * (query - key)`.
 
     `slopes` `[heads]` float64; `queries` `[rows, Q]` and `keys` `[rows, K]` are integer positions. Returns
     `[rows, heads, Q, n]` and `[rows, 1, K, n]` in `dtype`, with n a multiple of 8. It is 8 if positions are
-    within 2^31 of each other in float32, or within 2^16 in 16 bits.
+    within 2^31 of each other in float32, or within 2^16 in 16 bits. `span` is the greatest difference of
+    positions in a row; if not given, it is read from the device.
     """
     low = torch.minimum(keys.amin(dim=-1), queries.amin(dim=-1))
     high = torch.maximum(keys.amax(dim=-1), queries.amax(dim=-1))
     centre = ((low + high) // 2)[:, None]
-    reach = int((high - low).max()) // 2 + 1
+    reach = (int((high - low).max()) if span is None else span) // 2 + 1
     q, k = (queries - centre).to(torch.float64), (keys - centre).to(torch.float64)
     wide = torch.finfo(dtype).bits >= 32
     position_bits = 16 if wide else 8

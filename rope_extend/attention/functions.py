@@ -24,6 +24,7 @@ from rope_extend.attention.registry import (
     never_compiled,
     own_function,
     register,
+    takes_boolean_mask,
 )
 from rope_extend.encodings import Encoding
 from rope_extend.errors import UnsupportedModelError
@@ -78,7 +79,7 @@ class AttentionCall:
             return replace(self, mask=mask.expand(-1, -1, pairs[0], -1))  # one row for all queries
         if mask is not None or self.is_causal or pairs[0] == 1 or not is_dense(self.implementation):
             return self
-        shown = (True, torch.bool) if self.implementation == "sdpa" else (0.0, self.query.dtype)
+        shown = (True, torch.bool) if takes_boolean_mask(self.implementation) else (0.0, self.query.dtype)
         mask = torch.tensor(shown[0], dtype=shown[1], device=self.query.device)
         return replace(self, mask=mask.expand(1, 1, *pairs))
 

@@ -278,7 +278,7 @@ class KernelHandler(AttentionHandler):
         """Features, rotated by their positions; with `start`, queries and keys, rotated for softmax."""
         name = ("angles", states.device, states.dtype, start is None)
         if name not in forward.tables:
-            schedule, positions = self.encoding.inner, forward.queries.to(states.device)
+            schedule, positions = self.encoding.inner, forward.on(states.device, forward.queries)
             table, factor = (schedule.inv_freq(self.shape), 1.0) if start is None else start[1:]
             angles = angles_of(schedule, self.shape, positions, table)[:, None]
             forward.tables[name] = (

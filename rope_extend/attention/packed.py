@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_mask
 
 from rope_extend.attention.functions import attention_modules
 from rope_extend.attention.plain import beyond_plain, beyond_plain_sdpa, instead_of_sdpa
-from rope_extend.attention.registry import own_function, register
+from rope_extend.attention.registry import own_function, register, without_cudnn
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import causal_lm, hidden_states
 
@@ -102,10 +102,11 @@ def document_attention(
     for start, stop in pairwise(edges.tolist()):
         row, first = divmod(start, tokens)
         document = (slice(row, row + 1), slice(None), slice(first, first + stop - start))
-        output = scaled_dot_product_attention(
-            query[document], key[document], value[document], dropout_p=dropout, is_causal=True, scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+        with without_cudnn():  # documents hardly ever have the same length
+            output = scaled_dot_product_attention(
+                query[document], key[document], value[document], dropout_p=dropout, is_causal=True,
+                scale=scale, enable_gqa=query.shape[1] != key.shape[1],
+            )  # fmt: skip
         outputs.append(output.transpose(1, 2))
     return torch.cat(outputs, dim=1).view(len(query), tokens, query.shape[1], value.shape[-1])
 

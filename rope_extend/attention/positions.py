@@ -90,7 +90,11 @@ def cached_tokens(past: Cache | None) -> int:
 
 @dataclass
 class Forward:
-    """The positions of the queries and keys of one forward, and tables that all its layers share."""
+    """The positions of the queries and keys of one forward, and tables that all its layers share.
+
+    Positions are on the CPU: lengths and segments follow from their values, and each look at a value on a GPU
+    would wait for it.
+    """
 
     queries: Tensor
     """Positions `[1 or batch, T]`."""
@@ -102,6 +106,14 @@ class Forward:
     """Whether the decoder runs; not when its layers run again for the backward pass."""
     tables: dict[tuple[Any, ...], Any] = field(default_factory=dict, kw_only=True)
     """Tensors computed in one layer and used again in the next ones."""
+
+    def on(self, device: torch.device, values: Tensor) -> Tensor:
+        """A tensor of this forward, copied to a device once for all layers there."""
+        name = ("copy", id(values), device)
+        if name not in self.tables:  # with the tensor, so that no other one gets its id
+            self.tables[name] = values, values.to(device)
+        copy: Tensor = self.tables[name][1]
+        return copy
 
     def finish(self) -> None:
         """Drop what only the running decoder needs. The backward pass computes tables again."""
@@ -292,7 +304,7 @@ class AttentionHandler:
         running = self._decoder_frame
         frame = running or _Frame(is_decoder=True)
         if frame.forward is None or position_ids is not frame.position_ids:
-            queries = _rows(self._with_values(position_ids, frame.past))
+            queries = _rows(self._with_values(position_ids, frame.past).cpu())
             past = self._positions_of_past(queries, frame.past)
             rows = max(past.shape[0], queries.shape[0])
             keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
@@ -360,7 +372,7 @@ class AttentionHandler:
         queries = frame.forward.queries
         if position_ids is not frame.compared:  # such as a copy on another device, for layers that are there
             frame.compared = position_ids
-            frame.equal = torch.equal(_rows(position_ids).to(queries.device), queries)
+            frame.equal = torch.equal(_rows(position_ids.cpu()), queries)
         return frame.forward if frame.equal else None
 
     def forward_of_call(self, call: AttentionCall) -> Forward:
@@ -384,7 +396,7 @@ class AttentionHandler:
                     f"nor the cos and sin of the rotary module itself, but perhaps copies; turn gradient "
                     f"checkpointing off, or put the model on one device"
                 )
-            positions = _rows(position_ids)
+            positions = _rows(self._with_values(position_ids, None).cpu())
             return self.new_forward(positions, positions)
         if forward.queries.shape[1] != queries or keys < queries:
             raise PatchError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,9 @@ AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
 
 PREFIX = "rope_extend_"
 """The start of the name of each attention implementation that this library registers."""
+
+SUFFIX = "causal_suffix"
+"""The end of the names of implementations that need no mask if the queries are the last of the keys."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -56,13 +60,38 @@ def is_dense(implementation: str) -> bool:
     return "flash" not in implementation and "flex" not in implementation
 
 
+def takes_suffix(implementation: str) -> bool:
+    """Whether an implementation needs no mask if the queries are the last of the keys."""
+    return implementation.endswith(SUFFIX)
+
+
+def takes_boolean_mask(implementation: str) -> bool:
+    """Whether the masks of an implementation are boolean; those of others are added to the logits."""
+    return implementation == "sdpa" or takes_suffix(implementation)
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Inside the block, attention uses kernels that need no plan for each shape of their inputs.
+
+    cuDNN's kernel is the fastest on new GPUs, but builds a plan for each new shape, which takes up to half a
+    second. So calls that hardly ever have the same shape twice use another one.
+    """
+    before: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:
     """`[1, 1, queries, keys]`, for queries that are at the last of the keys' positions.
 
-    Boolean for sdpa, additive in the dtype of `like` for other implementations.
+    Boolean if the implementation takes such masks, otherwise additive in the dtype of `like`.
     """
     allowed = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
-    if implementation == "sdpa":
+    if takes_boolean_mask(implementation):
         return allowed[None, None]
     return torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device).masked_fill_(
         ~allowed, torch.finfo(like.dtype).min

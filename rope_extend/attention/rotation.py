@@ -14,20 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler, Forward
-from rope_extend.attention.registry import causal_mask, is_dense
+from rope_extend.attention.registry import causal_mask, is_dense, takes_suffix, without_cudnn
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.planned_device import device_of
 from rope_extend.models.rotary import angles_of
 from rope_extend.models.undo import UndoLog
 
 DECAY_LIMIT = 4.0
 """Decay (xPos) is counted from a centre that moves before any factor exceeds `exp` of this."""
-TABLE_BYTES = 2**28
-"""The largest size of the cos and sin of one forward that is kept for the next layer."""
+TABLE_BYTES, GPU_TABLE_BYTES = 2**28, 2**31
+"""The largest size of the cos and sin of one forward that is kept for the next layer.
+
+On a GPU, tables come from the host, and a copy from there waits.
+"""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ class _Forward(Forward):
         if name in self.tables:
             return self.tables[name]
         past = self.keys.shape[1] - self.queries.shape[1]
-        keys = (self.keys if later else self.keys[:, : past + segment.stop]).to(like.device)
+        keys = self.on(like.device, self.keys)
+        keys = keys if later else keys[:, : past + segment.stop]
         tables = [
             (
                 self.encoding.inv_freq(self.shape, length),
@@ -114,7 +120,8 @@ class _Forward(Forward):
             pair_k = tuple(part * (-distance).exp() for part in pair_k)  # type: ignore[assignment]
         rotation = tuple(part[:, None].to(like.dtype) for part in (*pair_q, *pair_k))
         size = sum(part.numel() for part in rotation) * like.element_size()
-        if size * len(self.segments) <= TABLE_BYTES:
+        limit = TABLE_BYTES if device_of(like).type == "cpu" else GPU_TABLE_BYTES
+        if size * len(self.segments) <= limit:
             self.tables[name] = rotation
         return rotation  # type: ignore[return-value]
 
@@ -201,16 +208,27 @@ class RotationHandler(AttentionHandler):
         """
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
-        query, key, value, mask = call.query, call.key, call.value, call.mask
         if forward.scale is not None:
-            query = query * forward.scale[:, None, :, None].to(query.device, query.dtype)
+            scale = forward.on(call.query.device, forward.scale)[:, None, :, None].to(call.query.dtype)
+            call = replace(call, query=call.query * scale)
         if not forward.segments:
-            return call.own(query, key, value, mask)
-        total, new = forward.keys.shape[1], query.shape[2]
+            return call.own(call.query, call.key, call.value, call.mask)
         later = self._check_later(call, forward)
-        if len(forward.segments) > 1:
-            call = self._for_parts(call, forward)
+        if len(forward.segments) == 1:
+            return self._by_segments(call, forward, later)
+        with without_cudnn():  # each segment has another number of keys
+            return self._by_segments(self._for_parts(call, forward), forward, later)
+
+    def _by_segments(
+        self, call: AttentionCall, forward: _Forward, later: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of one segment after the other; of queries to keys after them if `later`."""
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        total, new = forward.keys.shape[1], query.shape[2]
         low = max(0, total - key.shape[2])  # a layer with a sliding window has its last keys only
+        if mask is None:
+            call = without_mask(call)
+        maskless = takes_suffix(call.implementation)
         rotate_states = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
         same = self.encoding.decay(self.shape) is None  # query and key at one position rotate equally
         outputs: list[Tensor] = []
@@ -223,7 +241,7 @@ class RotationHandler(AttentionHandler):
                 sin_q, sin_k = -sin_q, -sin_k
             keys, values = key[:, :, : end - low], value[:, :, : end - low]
             keys = rotate_states(keys, cos_k[:, :, low:], sin_k[:, :, low:])
-            needs_mask = mask is None and end - low > segment.stop - segment.start > 1
+            needs_mask = not maskless and mask is None and end - low > segment.stop - segment.start > 1
             if needs_mask and total == new == key.shape[2] and 2 * segment.start <= segment.stop and same:
                 # Plain causal attention of all queries so far, on the fast path without a mask. The results
                 # of earlier queries are computed in vain.

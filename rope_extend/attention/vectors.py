@@ -70,7 +70,7 @@ class VectorHandler(SizedHandler):
             )
         learned = {} if self.learned is None else self.learned.of()
         learned = {name: value.to(states.device) for name, value in learned.items()}
-        vectors = self.encoding.vectors(self.shape, positions.to(states.device), learned)
+        vectors = self.encoding.vectors(self.shape, forward.on(states.device, positions), learned)
         vectors = vectors if self.share == 1 else self.share * vectors
         states = states + vectors.to(states.dtype)
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})

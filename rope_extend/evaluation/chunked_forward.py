@@ -78,6 +78,13 @@ class ChunkedForward:
 
     def in_chunks(self, inputs: Tensor, size: int) -> Iterator[Tensor]:
         """The same states, `[B, t, D]` for each chunk of `size` tokens, by the strategy of this model."""
+        attention = self.config.get_text_config(decoder=True)._attn_implementation
+        if "flex" in attention and inputs.shape[1] > MAX_WHOLE:
+            logger.warning(
+                "%s is compiled again for each chunk of %d tokens, because its mask holds their place; use "
+                "attn_implementation='sdpa' (--attn sdpa) for windows above %d tokens",
+                attention, size, MAX_WHOLE,
+            )  # fmt: skip
         chunks = torch.split(inputs, size, dim=1)
         return self.by_layer(chunks) if self.strategy == "layer by layer" else self.with_cache(chunks)
 

@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rope_extend.attention.registry import without_cudnn
 from rope_extend.evaluation.loss_computer import LossComputer
 from rope_extend.memory.meta_device import META, MetaBytes, dry_run_attention
 from rope_extend.models.view import layer_config, unwrap
@@ -47,10 +49,17 @@ def _pairs(tokens: int, window: int | None) -> float:
 
 @dataclass(frozen=True)
 class Rates:
-    """Floating-point operations per second of a device, for matrix products and for causal attention."""
+    """Floating-point operations per second of a device.
+
+    Attributes:
+        linear: of matrix products.
+        attention: of causal attention over a whole window.
+        chunked: of attention of a chunk to all earlier tokens, which cuDNN does not compute on a GPU.
+    """
 
     linear: float
     attention: float
+    chunked: float
 
 
 def operations_of(model: nn.Module) -> Operations:
@@ -108,5 +117,10 @@ def measured_rates(model: nn.Module, device: torch.device) -> Rates:
 
     with torch.no_grad():
         products = seconds(lambda: states @ matrix)
-        attention = seconds(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True))
-    return Rates(8.0 * rows * width**2 / products, 4.0 * heads * head * _pairs(tokens, None) / attention)
+        attend = partial(F.scaled_dot_product_attention, query, query, query, is_causal=True)
+        attention = chunked = seconds(attend)
+        if device.type == "cuda":
+            with without_cudnn():
+                chunked = seconds(attend)
+    work = 4.0 * heads * head * _pairs(tokens, None)
+    return Rates(8.0 * rows * width**2 / products, work / attention, work / chunked)

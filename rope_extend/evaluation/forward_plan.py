@@ -255,8 +255,9 @@ def _plan(estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None
     plans = []
     for tokens in lengths:
         linear, attention = operations.linear * tokens, operations.attention(tokens)
-        seconds = linear / rates.linear + attention / rates.attention
         estimate = estimator.estimate(tokens, chunk)
+        rate = rates.attention if estimate.chunk_size >= tokens else rates.chunked
+        seconds = linear / rates.linear + attention / rate
         plans.append(LengthPlan(**vars(estimate), flops=operations.of(tokens), seconds=seconds))
     longest_fit = None
     if not plans[-1].fits:

@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,6 +23,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from rope_extend.attention.registry import without_cudnn
 from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import BATCH_TOKENS
@@ -381,11 +383,25 @@ def generate(
         # If the table depends on the length of the row, keys that were cached at a shorter length are wrong.
         use_cache=not _is_per_row(model),
     )  # fmt: skip
-    model.generate(
-        input_ids=ids, attention_mask=mask, generation_config=config,
-        stopping_criteria=StoppingCriteriaList([stop]),
-    )  # fmt: skip
+    with ExitStack() as stack:
+        model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=config,
+            stopping_criteria=StoppingCriteriaList([stop, _AfterThePrompt(stack)]),
+        )  # fmt: skip
     return stop.responses
+
+
+class _AfterThePrompt(StoppingCriteria):  # type: ignore[misc]
+    """Ends no row. After the first token, attention no longer builds a plan for each number of keys."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.stack, self.entered = stack, False
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if not self.entered:
+            self.entered = True
+            self.stack.enter_context(without_cudnn())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class _ScoreIsFinal(StoppingCriteria):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from rope_extend.attention.causal_suffix import calls_by_name, causal_mask
 from rope_extend.attention.functions import attention_configs, attention_modules
-from rope_extend.attention.registry import PREFIX, register
+from rope_extend.attention.registry import PREFIX, SUFFIX, register
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory import known_shapes
 from rope_extend.memory.live_bytes import LiveBytes
@@ -141,6 +141,7 @@ def dry_run_attention(
             mask = _MASKS.get(implementation, _no_mask)
             if implementation == "sdpa" and maskless:
                 mask = causal_mask
+                implementation = SUFFIX
             name = register(DRY_RUN + implementation, attention, mask)
             undo.set(config, "_attn_implementation_internal", name)
     try:

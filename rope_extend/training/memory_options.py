@@ -39,6 +39,9 @@ from rope_extend.training.host_offload import HostOffload
 TILE = 1024
 """Default number of tokens per tile of an MLP: enough to keep a GPU busy."""
 
+NORM_TILES = 4
+"""Tiles of an MLP in one tile of a norm, whose inner states are narrower: a GPU gets fewer small kernels."""
+
 _RECOMPUTE = "_gradient_checkpointing_func"
 """The attribute in which transformers gives each layer its checkpointing function."""
 
@@ -305,15 +308,15 @@ def tiled(model: nn.Module, tokens: int) -> Iterator[Tileable]:
             f"no MLP of {type(model).__name__} can run in tiles: {'; '.join(found.reasons)}. Set mlp_tiles "
             "to auto or 0"
         )
-    modules = [*found.modules, *_norms(model)]
+    sizes = {**dict.fromkeys(found.modules, tokens), **dict.fromkeys(_norms(model), NORM_TILES * tokens)}
     # An instance may already have a forward from elsewhere, such as accelerate.
-    before = [vars(module).get("forward") for module in modules]
-    for module in modules:
-        module.__dict__["forward"] = partial(_in_tiles, module, module.forward, tokens)
+    before = [vars(module).get("forward") for module in sizes]
+    for module, size in sizes.items():
+        module.__dict__["forward"] = partial(_in_tiles, module, module.forward, size)
     try:
         yield found
     finally:
-        for module, forward in zip(modules, before, strict=True):
+        for module, forward in zip(sizes, before, strict=True):
             if forward is None:
                 del module.__dict__["forward"]
             else:

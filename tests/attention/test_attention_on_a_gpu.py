@@ -10,10 +10,18 @@ from batches import LENGTH, same, tokens
 from cases import FACTOR, TARGET, llama
 from logical_devices import inputs, spread
 from torch import Tensor
-from transformers import DynamicCache
+from torch.nn import functional
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flash_attention
 
 import rope_extend as rx
+from rope_extend.attention import bias_parts, biases, causal_suffix, rotation
+from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.packed import document_attention
+from rope_extend.evaluation.chunked_forward import ChunkedForward
+from rope_extend.evaluation.forward_plan import ForwardEstimator
 
 YARN = {"name": "yarn", "factor": FACTOR}
 INSIDE: dict[str, dict[str, Any]] = {
@@ -82,3 +90,147 @@ def test_flash_attention_finds_its_kernel_by_name(name: str, monkeypatch: pytest
         for ours, theirs in zip(cached_logits(model, ids), expected, strict=True):
             same(ours, theirs)
     assert set(names) == {"flash_attention_2"}
+
+
+@pytest.mark.parametrize(("name", "most"), [(name, int(name != "yarn")) for name in INSIDE if name != "fire"])
+@torch.no_grad()
+def test_the_host_looks_at_a_gpu_once_in_a_forward(name: str, most: int) -> None:
+    """At the positions, which then are on the host for all layers. A static method never looks."""
+    model, ids = llama(num_hidden_layers=3), tokens(1, LENGTH)
+    with extended(model, name), spread(model, "cuda:0") as mode:
+        cache = DynamicCache(config=model.config)
+        for part in (ids[:, :-1], ids[:, -1:]):  # a whole text without a mask, and a step of decoding
+            model.model(inputs(part, "cuda:0"), past_key_values=cache)
+            assert mode.reads == ["cpu"] * most
+            mode.reads.clear()
+
+
+@pytest.mark.parametrize(("devices", "times"), [(["cpu"], 3), (["cuda:0"], 1)])
+@torch.no_grad()
+def test_tables_come_to_a_gpu_once_for_all_layers(
+    devices: list[str], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a long window are too large for a CPU's cache, but small next to the memory of a GPU."""
+    monkeypatch.setattr(rotation, "TABLE_BYTES", 0)
+    angles, made = rotation.angles_of, []
+    monkeypatch.setattr(rotation, "angles_of", lambda *args: made.append(args) or angles(*args))
+    model, ids = llama(num_hidden_layers=3), tokens(1, LENGTH)
+    with extended(model, "short_original(yarn)"), spread(model, *devices):
+        model(inputs(ids, devices[0]))
+    assert len(made) == times * 2  # of the text within the trained window, and beyond it
+
+
+class Calls(TorchFunctionMode):
+    """Notes each call of torch's attention: its mask, its heads of keys, and whether cuDNN may compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Any] = []
+        self.cudnn: list[bool] = []
+        self.heads: list[int] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.scaled_dot_product_attention:
+            bound = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False), **(kwargs or {}))
+            self.masks.append(type(bound.get("attn_mask")))
+            self.cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
+            self.heads.append(bound["key"].shape[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flash kernel serves every call, as on a GPU in bfloat16."""
+    monkeypatch.setattr(causal_suffix, "can_use_flash_attention", lambda parameters: True)
+
+
+@pytest.mark.parametrize(
+    ("name", "cudnn"), [("yarn", True), ("alibi", True), ("dynamic_ntk", False), ("t5_bias", False)]
+)
+def test_only_calls_of_one_shape_go_to_cudnn(name: str, cudnn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN builds a plan for each new shape, such as those of parts and segments."""
+    monkeypatch.setattr(bias_parts, "FEWEST", 8)
+    monkeypatch.setattr(bias_parts, "MOST", 8)
+    model, ids = llama().train(), tokens(1, LENGTH)
+    with extended(model, name), Calls() as calls:
+        model(ids).logits.sum().backward()
+    assert set(calls.cudnn) == {cudnn}
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_packed_documents_do_not_go_to_cudnn() -> None:
+    states = torch.randn(1, 2, 12, 8)
+    with Calls() as calls:
+        document_attention(states, states, states, torch.tensor([0, 5, 12]))
+    assert calls.cudnn == [False, False]
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("name", ["dynamic_ntk", "short_original(yarn)", "logn(yarn)", "alibi"])
+@pytest.mark.parametrize("chunk", [LENGTH, 30])
+@torch.no_grad()
+def test_no_mask_is_made_where_the_flash_kernel_needs_none(name: str, chunk: int) -> None:
+    """Neither for chunks of a long window, nor for parts of a whole one."""
+    model, ids = llama(), tokens(1, LENGTH)
+    chunked = ChunkedForward(model, torch.device("cpu"))
+    chunked.maskless = True
+    with extended(model, name):
+        assert chunked.strategy == "layer by layer"
+        expected = model.model(ids, use_cache=False).last_hidden_state
+        with Calls() as calls:
+            found = torch.cat(list(chunked.in_chunks(ids, chunk)), dim=1)
+    assert set(calls.masks) <= {type(None), CausalBias}
+    same(found, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+@torch.no_grad()
+def test_dropout_and_caps_keep_their_masks(rows: int) -> None:
+    states = torch.randn(1, 2, 20, 8)
+    module = llama().model.layers[0].self_attn
+    for kwargs in ({"dropout": 0.1}, {"softcap": 3.0}, {"is_causal": False}):
+        call = AttentionCall(None, "sdpa", module, states[:, :, -rows:], states, states, None, kwargs)
+        assert causal_suffix.without_mask(call).implementation == "sdpa"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_parts_of_a_bias_have_a_size_that_keeps_a_gpu_busy(device: str) -> None:
+    found = [bias_parts.rows_of_part(32, keys, torch.device(device)) for keys in (1024, 8192, 131_072)]
+    assert found == ([128, 32, 32] if device == "cpu" else [2048, 1024, 64])
+
+
+@pytest.mark.parametrize("name", ["t5_bias", "fire", "shaw"])
+def test_keys_are_repeated_for_all_heads_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bias_parts, "FEWEST", 8)
+    monkeypatch.setattr(bias_parts, "GPU_MOST", 8)
+    model, ids = llama(num_attention_heads=4, num_key_value_heads=2), tokens(1, LENGTH)
+    with extended(model, name), torch.no_grad():
+        expected, repeated = model(ids).logits, []
+        repeat = biases.repeat_kv
+        monkeypatch.setattr(
+            biases, "repeat_kv", lambda states, groups: repeated.append(groups) or repeat(states, groups)
+        )
+        with spread(model, "cuda:0"):
+            found = model(inputs(ids, "cuda:0")).logits
+    same(found, expected)
+    assert repeated == [2, 2] * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["dynamic_ntk", "alibi"])
+def test_the_plan_of_a_long_window_has_no_masks_either(name: str) -> None:
+    """Next to static methods: rotated keys, or a few more channels, and no mask of 16,384 x 262,144."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    needed = []
+    for method in ("yarn", name):
+        estimator = ForwardEstimator(
+            model, torch.device("cuda"), weights=0, available=2**40,
+            setups=[lambda method=method: rx.patch_model(model, rx.Encoding.from_dict(INSIDE[method]))],
+        )  # fmt: skip
+        needed.append(estimator.memory(2**18, 2**14)[0])
+    states = 2**18 * 512 * 2
+    assert needed[1] - needed[0] < 2 * states

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from cases import tiny_llama
 from test_retrieval import Oracle, measured
 
 from rope_extend import RopeExtendError
-from rope_extend.evaluation import evaluate, retrieve
+from rope_extend.evaluation import chunked_forward, evaluate, flops, forward_plan, retrieve
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.models.load_options import LoadOptions
@@ -110,3 +111,45 @@ def test_evaluations_let_segments_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RopeExtendError):
             run()
         assert os.environ[name] == "expandable_segments:True"
+
+
+def test_decoding_builds_no_plan_for_each_token() -> None:
+    """cuDNN builds one for each number of keys; the prompt, which is long, may go to it."""
+    model, seen = Oracle(), []
+    original = model.generate
+
+    def observed(*args: Any, stopping_criteria: Any, **more: Any) -> None:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        stopping_criteria(torch.zeros(len(more["input_ids"]), 300, dtype=torch.int64), None)
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        original(*args, stopping_criteria=stopping_criteria, **more)
+
+    model.generate = observed
+    measured(model)
+    assert seen == [True, False] * (len(seen) // 2)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_chunks_are_timed_with_the_kernel_that_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = flops.Rates(linear=1e9, attention=1e9, chunked=1e8)
+    monkeypatch.setattr(forward_plan, "measured_rates", lambda model, device: rates)
+    with torch.device("meta"):
+        model = tiny_llama()
+    estimator = forward_plan.ForwardEstimator(model, torch.device("cpu"), weights=0, available=2**40)
+    whole, chunked = (forward_plan._plan(estimator, [512], chunk).longest for chunk in (None, 128))
+    attention = flops.operations_of(model).attention(512)
+    assert chunked.seconds - whole.seconds == pytest.approx(attention / 1e8 - attention / 1e9)
+
+
+def test_flex_attention_in_chunks_names_what_is_faster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_llama()
+    chunked = chunked_forward.ChunkedForward(model, torch.device("cpu"))
+    monkeypatch.setattr(chunked_forward, "MAX_WHOLE", 16)
+    chunked.__dict__["strategy"] = "with a cache"
+    model.config._attn_implementation_internal = "flex_attention"
+    chunked.in_chunks(torch.zeros(1, 16, dtype=torch.int64), 8)
+    assert not caplog.text
+    chunked.in_chunks(torch.zeros(1, 32, dtype=torch.int64), 8)
+    assert "flex_attention is compiled again for each chunk" in caplog.text

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import tiny_llama
 
+from rope_extend.models import load_options
 from rope_extend.models.processes import PATIENCE
 from rope_extend.training import finetune as tuning
 from rope_extend.training import host_offload
@@ -99,3 +100,18 @@ def test_processes_wait_for_the_one_that_tokenises(tmp_path: Any, monkeypatch: p
         tuning._accelerator(recipe, tmp_path)
     (handler,) = handlers
     assert handler.timeout == PATIENCE
+
+
+def test_each_process_loads_the_weights_to_its_own_gpu(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not first to host memory, which eight processes share."""
+    arguments: dict[str, Any] = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(
+        load_options, "pretrained", lambda auto, name, **given: arguments.update(given) or tiny_llama()
+    )
+    options = load_options.LoadOptions("cuda:3", dtype=torch.bfloat16)
+    monkeypatch.setattr(load_options.LoadOptions, "_config", lambda self, name: tiny_llama().config)
+    options.load("model")
+    assert arguments["device_map"] == {"": torch.device("cuda:3")}
