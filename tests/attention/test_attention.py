@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -176,6 +177,16 @@ def dropped_by_query(query: int, position: int) -> tuple[list[float], float]:
 LINEAR = {"name": "linear", "factor": FACTOR}
 
 
+def unpatched(query: int, position: int) -> tuple[list[float], float]:
+    return [position * frequency for frequency in PLAIN], 1.0
+
+
+@cache
+def written_out(rotation: Any, first: int = 0) -> torch.Tensor:
+    """Logits of 48 tokens from position `first` on, by the equations."""
+    return naive_llama(llama(head_dim=16), tokens(1, 48)[0], rotation, first)
+
+
 @pytest.mark.parametrize(
     ("encoding", "rotation"),
     [
@@ -193,15 +204,16 @@ def test_logits_equal_attention_written_out(encoding: dict[str, Any], rotation: 
     model = llama(head_dim=16)
     input_ids = tokens(1, 48)
     for first in (0, 20):
-        expected = naive_llama(model, input_ids[0], rotation, first)
+        expected = written_out(rotation, first)
         positions = torch.arange(first, first + 48)[None]
         with patched(model, rx.Encoding.from_dict(encoding)):
             actual = logits(model, input_ids, position_ids=positions)[0].double()
         assert_same_but_rounding(actual, expected)
     # With plain RoPE, the same equations give the logits of the model without a patch.
-    plain = naive_llama(model, input_ids[0], lambda query, position: ([position * f for f in PLAIN], 1.0), 20)
-    assert_same_but_rounding(logits(model, input_ids, position_ids=positions)[0].double(), plain)
-    assert (plain - expected).abs().max() > 0.05
+    assert_same_but_rounding(
+        logits(model, input_ids, position_ids=positions)[0].double(), written_out(unpatched, 20)
+    )
+    assert (written_out(unpatched, 20) - expected).abs().max() > 0.05
 
 
 AHEAD = {
@@ -229,8 +241,7 @@ def test_masks_that_look_ahead_equal_attention_written_out(
     """Under both implementations that take a mask; a query rotates later keys by its own table too."""
     model, input_ids, mask = llama(head_dim=16), tokens(1, 48), AHEAD[kind][None, None]
     expected = naive_llama(model, input_ids[0], rotation, allowed=AHEAD[kind])
-    causal = naive_llama(model, input_ids[0], rotation)
-    assert (expected - causal).abs().max() > 0.05
+    assert (expected - written_out(rotation)).abs().max() > 0.05
     with patched(model, rx.Encoding.from_dict(encoding)):
         given = {"attention_mask": mask}
         assert_same_but_rounding(logits(model, input_ids, **given)[0].double(), expected)
