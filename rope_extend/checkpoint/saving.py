@@ -20,6 +20,7 @@ from rope_extend.checkpoint.manifest import check_finite, weight_files
 from rope_extend.checkpoint.peft_models import is_peft_model
 from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.staging import refuse_base_model, staged
+from rope_extend.checkpoint.tied_weights import config_as_loaded
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.parameters import is_learned, learned_parameters, write_learned
 from rope_extend.models.view import unwrap
@@ -72,7 +73,9 @@ def save(
         if is_peft_model(model):
             _save_adapter(model, staging)
         else:
-            unwrap(model).save_pretrained(staging, state_dict=stock_state(unwrap(model)), **options)
+            base = unwrap(model)
+            with config_as_loaded(base):
+                base.save_pretrained(staging, state_dict=stock_state(base), **options)
         write_learned(staging, model)
         if tokenizer is not None:
             save_tokenizer(tokenizer, staging)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +49,27 @@ def untie(base: Any, name: str) -> None:
     setattr(module, leaf, nn.Parameter(torch.empty_like(getattr(module, leaf)), requires_grad=False))
     del base.all_tied_weights_keys[name]
     _untie_config(base)
+
+
+@contextmanager
+def config_as_loaded(base: Any) -> Iterator[None]:
+    """Let the config say within the context that head and embeddings are two matrices, if they are.
+
+    transformers leaves them apart on loading if the files hold two matrices, whatever the config says. Other
+    readers follow the config.
+    """
+    configs = (base.config, base.config.get_text_config())
+    before = [getattr(config, "tie_word_embeddings", None) for config in configs]
+    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+    tied = any(before) and base.get_expanded_tied_weights_keys(all_submodels=True)
+    if tied and head is not None and head.weight is not embeddings.weight and not tied_names(base):
+        _untie_config(base)
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            if value is not None:
+                config.tie_word_embeddings = value
 
 
 def _untie_config(base: Any) -> None:

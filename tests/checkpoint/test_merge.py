@@ -166,6 +166,20 @@ def test_two_heads_under_a_config_that_ties_them_stay_two(
     assert_same_but_rounding(logits(stock), logits(live))
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["two", "one"])
+def test_a_saved_config_says_whether_head_and_embeddings_are_one_matrix(tmp_path: Path, tied: bool) -> None:
+    """Readers such as vLLM follow the config, and would ignore the second matrix."""
+    base = llama(tie_word_embeddings=tied)
+    base.config.tie_word_embeddings = True
+    base.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rx.extend(model, TARGET)
+    rx.save(model, tmp_path / "saved")
+    assert model.config.tie_word_embeddings
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] == tied
+    assert torch.equal(logits(rx.load(tmp_path / "saved")), logits(model))
+
+
 @pytest.mark.parametrize("in_memory", [False, True], ids=["files", "memory"])
 def test_one_matrix_that_is_stored_twice_stays_tied(tmp_path: Path, in_memory: bool) -> None:
     live = adapted(llama(tie_word_embeddings=True), tmp_path)
