@@ -249,8 +249,13 @@ class Config:
         return cls(**values)
 
     @classmethod
-    def from_yaml(cls, path: str | PathLike[str], overrides: Mapping[str, object] | None = None) -> Self:
-        """Make the settings from a YAML file; `overrides` replace values of the file.
+    def from_yaml(
+        cls,
+        path: str | PathLike[str],
+        overrides: Mapping[str, object] | None = None,
+        defaults: Mapping[str, object] | None = None,
+    ) -> Self:
+        """Make the settings from a YAML file; `overrides` replace its values, which replace `defaults`.
 
         Raises:
             RopeExtendError: no such file, invalid YAML, a repeated key, or what `from_dict` refuses.
@@ -267,7 +272,7 @@ class Config:
         if not isinstance(values, Mapping):
             raise RopeExtendError(f"{file} must hold `key: value` lines; got {type(values).__name__}")
         try:
-            return cls.from_dict({**values, **(overrides or {})})
+            return cls.from_dict({**(defaults or {}), **values, **(overrides or {})})
         except RopeExtendError as error:
             raise RopeExtendError(f"{file}: {error}") from error
 
@@ -349,18 +354,20 @@ def flag_values(cls: type[Config], arguments: argparse.Namespace) -> dict[str, A
     return {name: _read(cls, name, value) for name, value in values.items() if value is not None}
 
 
-def from_arguments(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
+def from_arguments(
+    cls: type[ConfigT], arguments: argparse.Namespace, defaults: Mapping[str, object] | None = None
+) -> ConfigT:
     """Make settings from parsed arguments: the YAML file `arguments.config`, if any, and the flags.
 
-    A flag replaces the value of the file.
+    A flag replaces the value of the file, which replaces that of `defaults`.
 
     Raises:
         RopeExtendError: as `Config.from_yaml`.
     """
     overrides = flag_values(cls, arguments)
     if getattr(arguments, "config", None) is not None:
-        return cls.from_yaml(arguments.config, overrides)
-    return cls.from_dict(overrides)
+        return cls.from_yaml(arguments.config, overrides, defaults)
+    return cls.from_dict({**(defaults or {}), **overrides})
 
 
 def _read(cls: type[Config], name: str, value: object) -> object:

@@ -447,10 +447,15 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, Recipe)
 
 
+_UNUSED_BY_PLAN = {"data": "not-read", "output_dir": "not-written"}
+
+
 def recipe_from_arguments(arguments: argparse.Namespace) -> Recipe:
     """The recipe of parsed arguments: the YAML file, if any, with its values replaced by the flags.
+
+    With `--plan`, data and output directory may be missing.
 
     Raises:
         RopeExtendError: as `Recipe.from_yaml`.
     """
-    return from_arguments(Recipe, arguments)
+    return from_arguments(Recipe, arguments, _UNUSED_BY_PLAN if getattr(arguments, "plan", False) else None)

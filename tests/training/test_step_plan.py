@@ -522,9 +522,10 @@ def test_contradictions_in_a_recipe_are_refused() -> None:
 
 
 def test_the_command_prints_the_plan_and_does_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = f"finetune --plan --model {MODEL} --data nowhere --output-dir {tmp_path / 'run'}"
+    monkeypatch.chdir(tmp_path)
+    command = f"finetune --plan --model {MODEL}"  # neither data nor an output directory
     main(shlex.split(f"{command} --target-length 4k"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("plan: steps of 1 x 4,096 tokens, ")
