@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,9 +23,12 @@ import torch
 from cases import tiny_llama
 from covering import OPTIONS
 from hypothesis import settings
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
+
+from rope_extend.files import replacing
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 disable_progress_bar()
@@ -94,3 +99,27 @@ def private_cache(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tokenised texts out of the user's own cache."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(work / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "cache")
+
+
+@pytest.fixture
+def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training without an estimate of its memory, which takes longer than the steps of a tiny model.
+
+    So does a run with a family that cannot be estimated.
+    """
+    monkeypatch.setattr("rope_extend.training.finetune.plan_training", lambda *_, **__: None)
+
+
+@pytest.fixture
+def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are files of one pixel: drawing them takes most of the time of a small report."""
+    buffer = BytesIO()
+    Image.new("RGB", (1, 1)).save(buffer, "png")
+
+    def save(self: Any) -> Path:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path) as partial:
+            partial.write_bytes(buffer.getvalue())
+        return self.path
+
+    monkeypatch.setattr("rope_extend.plots.style.Canvas.save", save)
