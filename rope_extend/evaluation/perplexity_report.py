@@ -35,6 +35,7 @@ from rope_extend.evaluation.report_sections import (
 from rope_extend.evaluation.results import EvaluationRow, file_name, or_none
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.html import Picture, page
+from rope_extend.report.tables import public_name
 from rope_extend.report.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -185,7 +186,7 @@ def _page(rows: Sequence[EvaluationRow], title: str, pictures: Sequence[Path]) -
     descriptions = ("Perplexity against length", "Loss by position")
     return page(
         title,
-        ["Model: " + ", ".join(sorted({row.model for row in rows}))],
+        ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))],
         [
             first,
             "Small: 95 % interval, by bootstrap over documents. To compare two rows, use their difference on "

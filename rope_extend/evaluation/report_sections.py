@@ -10,7 +10,7 @@ from rope_extend.evaluation.protocols import PROTOCOLS
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval_report import retrieval_sections
 from rope_extend.evaluation.statistics import Difference, ppl
-from rope_extend.report.tables import Line, Section, TwoLines, interval, number, signed
+from rope_extend.report.tables import Line, Section, TwoLines, interval, number, public_name, signed
 from rope_extend.units import format_length
 
 
@@ -127,7 +127,7 @@ def cost_section(rows: Sequence[EvaluationRow]) -> Section:
 def encoding_section(rows: Sequence[EvaluationRow]) -> Section:
     """Encoding, adapter, protocol and text of each row."""
     lines = [
-        [row.label, row.encoding_text, row.adapter or "–", row.result.protocol, row.result.data]
+        [row.label, row.encoding_text, public_name(row.adapter or "–"), row.result.protocol, row.result.data]
         for row in rows
     ]
     return Section("Models and texts", [["", "encoding", "adapter", "protocol", "text"], *lines])

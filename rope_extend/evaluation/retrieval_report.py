@@ -15,7 +15,7 @@ from rope_extend.evaluation.output_directory import RESULTS
 from rope_extend.evaluation.results import RetrievalResult, file_name
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.html import Picture, page
-from rope_extend.report.tables import Line, Section, interval
+from rope_extend.report.tables import Line, Section, interval, public_name
 from rope_extend.report.versions import versions
 from rope_extend.units import format_length
 
@@ -200,10 +200,10 @@ def _page(results: Sequence[RetrievalResult], pictures: Sequence[Picture]) -> st
         for row in results
     ]
     models: list[Line] = [["", "encoding", "adapter"]]
-    models += [[row.label, row.encoding_text, row.adapter or "–"] for row in results]
+    models += [[row.label, row.encoding_text, public_name(row.adapter or "–")] for row in results]
     return page(
         "Retrieval by depth and length",
-        ["Model: " + ", ".join(sorted({row.model for row in results}))],
+        ["Model: " + ", ".join(sorted({public_name(row.model) for row in results}))],
         [
             *retrieval_sections(results),
             *_window(results),

@@ -21,6 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from PIL import Image
+from test_output_files import draw
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -93,6 +94,27 @@ def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_pa
     assert line["versions"].keys() == {"python", "rope_extend", "torch", "transformers", "numpy"}
     assert line["versions"]["rope_extend"] == rx.__version__
     assert line["result"]["data"] == "0123456789abcdef"
+
+
+def test_pages_and_tables_have_no_absolute_paths(
+    rows: list[EvaluationRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`results.jsonl` keeps them: it says where the adapters are."""
+    for picture in ("curves.plot_perplexity", "curves.plot_loss_by_position", "retrieval_maps.plot_heat_map"):
+        monkeypatch.setattr(f"rope_extend.plots.{picture}", draw)
+    monkeypatch.setattr("rope_extend.plots.retrieval_maps.plot_accuracy", draw)
+    named = [replace(row, model="/home/clients/base", adapter="/home/clients/run") for row in rows[2:4]]
+    write_report(named, tmp_path / "one", trained_length=TRAINED)
+    found = RetrievalResult(
+        "YaRN", (Cell("passkey", 64, 0.5, 20, (1.0, 0.0), "0"),), model="/home/clients/base", adapter="/home/clients/run",
+        trained_length=TRAINED,
+    )  # fmt: skip
+    write_retrieval([found], tmp_path / "two")
+    for name in ("one", "two"):
+        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
+        holding = {path.name for path in files if b"clients" in path.read_bytes()}
+        assert holding == {"results.jsonl"}
+        assert "Model: base" in (tmp_path / name / "report.html").read_text()
 
 
 def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
