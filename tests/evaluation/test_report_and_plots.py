@@ -21,7 +21,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from PIL import Image
-from test_output_files import draw
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -96,6 +95,12 @@ def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_pa
     assert line["result"]["data"] == "0123456789abcdef"
 
 
+def draw(_: object, __: object, path: Path, **___: object) -> Path:
+    """Instead of a picture, which takes a second."""
+    path.write_bytes(b"a picture")
+    return path
+
+
 def test_pages_and_tables_have_no_absolute_paths(
     rows: list[EvaluationRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,8 +111,8 @@ def test_pages_and_tables_have_no_absolute_paths(
     named = [replace(row, model="/home/clients/base", adapter="/home/clients/run") for row in rows[2:4]]
     write_report(named, tmp_path / "one", trained_length=TRAINED)
     found = RetrievalResult(
-        "YaRN", (Cell("passkey", 64, 0.5, 20, (1.0, 0.0), "0"),), model="/home/clients/base", adapter="/home/clients/run",
-        trained_length=TRAINED,
+        "YaRN", (Cell("passkey", 64, 0.5, 20, (1.0, 0.0), "0"),), trained_length=TRAINED,
+        model="/home/clients/base", adapter="/home/clients/run",
     )  # fmt: skip
     write_retrieval([found], tmp_path / "two")
     for name in ("one", "two"):
