@@ -37,6 +37,8 @@ from rope_extend.training.utilisation import (
     training_operations,
 )
 
+pytestmark = pytest.mark.usefixtures("no_plan")
+
 
 @pytest.fixture
 def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
@@ -76,6 +78,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     return Recorder
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_every_tracker_gets_every_line(recipe: Recipe, work: Path, recorder: type[Recorder]) -> None:
     recipe = replace(
         recipe, tensorboard=True, trackers=("recorder",), eval_data=str(work / "data"), eval_every=2
@@ -280,6 +283,7 @@ def test_the_report_has_the_measurements(run: Path) -> None:
     assert list(cells(card)["before training, extended"]) == [number(v) for v in curves[0].values()]
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_perplexities_of_different_texts_are_not_compared(recipe: Recipe, work: Path) -> None:
     """A resumed run may be evaluated on other documents; what was measured before does not count then."""
     recipe = replace(
@@ -305,6 +309,7 @@ def test_perplexities_of_different_texts_are_not_compared(recipe: Recipe, work: 
     assert before == [number(value) for value in curves[0].values()]
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_the_same_text_at_other_lengths_is_compared(recipe: Recipe, work: Path) -> None:
     recipe = replace(recipe, data=str(work / "data" / "a.txt"), eval_data=str(work / "data" / "b.txt"))
     first = finetune(replace(recipe, steps=1)).perplexity
@@ -323,6 +328,7 @@ def test_the_same_text_at_other_lengths_is_compared(recipe: Recipe, work: Path) 
     assert first.items() <= again.perplexity.items()
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_evaluations_on_unrecorded_text_are_not_called_other_text(recipe: Recipe, work: Path) -> None:
     recipe = replace(recipe, data=str(work / "data" / "a.txt"), eval_data=str(work / "data" / "b.txt"))
     directory = Path(finetune(replace(recipe, steps=1)).output_dir)
@@ -341,6 +347,7 @@ def test_evaluations_on_unrecorded_text_are_not_called_other_text(recipe: Recipe
     assert "other text" not in card
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_evaluation_on_training_text_is_said(
     recipe: Recipe, work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -372,6 +379,7 @@ def test_the_split_that_a_run_trains_on_is_no_evaluation(recipe: Recipe) -> None
     check_split(replace(recipe, eval_data=recipe.data))  # files have no splits
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_report_replaces_the_one_before_whole_or_not_at_all(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
