@@ -27,6 +27,7 @@ from rope_extend.files import sha256
 from rope_extend.training.finetune import finetune
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import RunState, checkpoints, read_state
+from rope_extend.training.sharding import Sharding
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,8 +81,8 @@ STATE: dict[str, str | None] = {
     "data": RUN,
     "recipe": RUN,
     "model": RUN,
-    "processes": "training/test_training_data.py::test_",
-    "parts": "training/test_training_data.py::test_",
+    "processes": "training/test_artefacts.py::test_a_run_resumes_only_with_as_many_processes",
+    "parts": "training/test_distributed.py::test_a_run_resumes_only_with_the_same_parts",
     "stream": "data/test_streaming.py::test_a_stream_of_other_work_is_not_resumed",
     # These are progress, and belong to the checkpoint.
     "step": None,
@@ -172,6 +173,12 @@ def test_a_run_of_other_work_is_not_resumed(recipe: Recipe, tmp_path: Path) -> N
                 path.write_bytes(content)
     finetune(replace(recipe, dtype="float32"), resume=True)  # the same dtype by another name
     assert read_state(checkpoints(Path(recipe.output_dir))[-1]).step == 3
+
+
+def test_a_run_resumes_only_with_as_many_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sharding, "of", lambda _: Sharding(ranks=2))
+    with pytest.raises(RopeExtendError, match=r"was written by 1 processes, and this run has 2; launch 1"):
+        finetune(recipe, resume=True)
 
 
 def test_a_run_from_before_models_were_compared_is_resumed(recipe: Recipe) -> None:
