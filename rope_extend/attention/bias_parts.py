@@ -67,9 +67,14 @@ class CallPositions:
         return self.keys.shape[1] - self.queries.shape[1]
 
 
-def rows_of_part(heads: int, keys: int, device: torch.device) -> int:
-    """The number of queries of a part."""
-    elements = PART_ELEMENTS if device.type == "cpu" else GPU_PART_ELEMENTS
+def rows_of_part(heads: int, keys: int, device: torch.device, *, from_table: bool = True) -> int:
+    """The number of queries of a part; `from_table` if the bias is a view of a table.
+
+    On a GPU, a bias that is computed gets a quarter, because several float32 tensors of its size exist.
+    """
+    elements = PART_ELEMENTS
+    if device.type != "cpu":
+        elements = GPU_PART_ELEMENTS if from_table else GPU_PART_ELEMENTS // 4
     return max(FEWEST, min(_most_rows(device), elements // (heads * keys)))
 
 

@@ -151,7 +151,8 @@ class BiasHandler(SizedHandler):
             call = replace(call, inner=own_function(call.module, "eager"))
         new, keys = call.query.shape[2], call.key.shape[2]
         device = device_of(call.query)
-        rows = rows_of_part(len(call.positions.keys) * shape.heads, keys, device)
+        heads = len(call.positions.keys) * shape.heads
+        rows = rows_of_part(heads, keys, device, from_table=bias.table)
         if device.type != "cpu" and rows < new:
             call = _with_all_heads(call)
         table = ("spans", id(call.mask), rows, keys)

@@ -226,7 +226,7 @@ class RotationHandler(AttentionHandler):
         query, key, value, mask = call.query, call.key, call.value, call.mask
         total, new = forward.keys.shape[1], query.shape[2]
         low = max(0, total - key.shape[2])  # a layer with a sliding window has its last keys only
-        if mask is None:
+        if mask is None and new > 1 and (new < total or len(forward.segments) > 1):
             call = without_mask(call)
         maskless = takes_suffix(call.implementation)
         rotate_states = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)

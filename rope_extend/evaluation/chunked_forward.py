@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_extend.attention.causal_suffix import causal_suffix_attention
 from rope_extend.loss import causal_lm, decoder_name, hidden_states
+from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.view import decoder_layers, layer_config
 
 logger = logging.getLogger(__name__)
@@ -105,9 +106,9 @@ class ChunkedForward:
             try:
                 states = torch.cat(list(forward(torch.split(tokens, TRIAL_CHUNKS, dim=1))), dim=1)
                 trials.append(states[0, later].float())
-            except torch.OutOfMemoryError:
-                raise
             except Exception as error:  # anything that a family lacks here, but not in one forward
+                if is_out_of_memory(error):
+                    raise
                 logger.debug("%s: no %s", self.config.model_type, forward.__name__, exc_info=error)
                 trials.append(None)
         cached, layered = trials

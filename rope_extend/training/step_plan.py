@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from rope_extend.attention.functions import acts_inside
 from rope_extend.attention.packed import takes_no_mask
@@ -50,6 +49,7 @@ from rope_extend.training.memory_options import (
     recomputes,
     tileable,
 )
+from rope_extend.training.meta_autocast import casting_as_autocast
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import RunState
 from rope_extend.training.text_reach import TextReach, text_reach
@@ -307,8 +307,8 @@ def _with_evaluation(
         with (
             quiet_patching(),
             extended(empty, recipe),
+            casting_as_autocast(model, dtype),
             apply_memory_options(empty, step.memory_options),
-            _casting(model, dtype),
         ):
             yield
 
@@ -548,9 +548,11 @@ class _StepEstimator:
         buckets = self.processes > 1  # those of DistributedDataParallel hold a second copy of every gradient
         objective, offload = NextTokenLoss(self.model), HostOffload()
         with (
+            casting_as_autocast(
+                self.model, self.dtype
+            ) as cast,  # before tiles, which take over a layer's forward
             apply_memory_options(self.base, memory_options, offload),
             DirectKernelCalls(),
-            _casting(self.model, self.dtype) as cast,
             counter,
         ):
             self._gradients()
@@ -588,31 +590,3 @@ def _equal_layers(model: Any, layers: nn.ModuleList) -> bool:
         for layer in layers
     }  # fmt: skip
     return len(kinds) == 1
-
-
-@contextmanager
-def _casting(model: nn.Module, dtype: torch.dtype) -> Iterator[dict[nn.Module, Tensor]]:
-    """Make the linear layers of a bfloat16 model multiply as under autocast, which the meta device lacks.
-
-    Yields:
-        The trained weights that were cast, by module; autocast keeps them until it ends.
-    """
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    casts: dict[nn.Module, Tensor] = {}
-    for module in linear if dtype == torch.bfloat16 else ():
-        module.__dict__["forward"] = partial(_multiply, module, dtype, casts)
-    try:
-        yield casts
-    finally:
-        for module in linear:
-            module.__dict__.pop("forward", None)
-
-
-def _multiply(
-    module: nn.Linear, dtype: torch.dtype, casts: dict[nn.Module, Tensor], states: Tensor
-) -> Tensor:
-    bias = None if module.bias is None else module.bias.to(dtype)
-    weight = casts.get(module, module.weight).to(dtype)
-    if module.weight.requires_grad:
-        casts[module] = weight
-    return F.linear(states.to(dtype), weight, bias)

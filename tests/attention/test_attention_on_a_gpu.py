@@ -197,6 +197,8 @@ def test_dropout_and_caps_keep_their_masks(rows: int) -> None:
 def test_parts_of_a_bias_have_a_size_that_keeps_a_gpu_busy(device: str) -> None:
     found = [bias_parts.rows_of_part(32, keys, torch.device(device)) for keys in (1024, 8192, 131_072)]
     assert found == ([128, 32, 32] if device == "cpu" else [2048, 1024, 64])
+    computed = bias_parts.rows_of_part(32, 8192, torch.device(device), from_table=False)
+    assert computed == (32 if device == "cpu" else 256)
 
 
 @pytest.mark.parametrize("name", ["t5_bias", "fire", "shaw"])

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from cases import tiny_llama
+from transformers import GPTNeoXConfig
 
 from rope_extend.models import load_options
 from rope_extend.models.processes import PATIENCE
 from rope_extend.training import finetune as tuning
 from rope_extend.training import host_offload
 from rope_extend.training.host_offload import HostOffload, PinnedCopy, pinned_blocks
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.step_plan import plan_training
 
 EIGHT_BILLION = 4096
 """Channels of an 8B Llama, each of 2 bytes."""
@@ -67,8 +70,6 @@ def test_embeddings_need_no_gradient_under_checkpointing() -> None:
     """Otherwise they and their gradient stay on the device for the whole step."""
     from test_memory_options import with_adapter
 
-    from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-
     adapter, seen = with_adapter(tiny_llama()), []
     base = adapter.get_base_model()
     embeddings = base.get_input_embeddings()
@@ -115,3 +116,24 @@ def test_each_process_loads_the_weights_to_its_own_gpu(
     monkeypatch.setattr(load_options.LoadOptions, "_config", lambda self, name: tiny_llama().config)
     options.load("model")
     assert arguments["device_map"] == {"": torch.device("cuda:3")}
+
+
+@pytest.mark.parametrize(("tiles", "states"), [(0, 5), (64, 2)])
+def test_layer_norms_are_float32_under_the_autocast_of_a_gpu(tiles: int, states: int, tmp_path: Any) -> None:
+    """Autocast of a CPU leaves them in bfloat16."""
+    GPTNeoXConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    recipe = Recipe(str(tmp_path), "data", "run", 512, gradient_accumulation=1)
+    options = load_options.LoadOptions("cpu", dtype=torch.bfloat16, limit_memory=10**9)
+    saved = []
+    for device in ("cpu", "cuda"):
+        plan = plan_training(
+            recipe, load_options=options, device=torch.device(device),
+            memory_options=MemoryOptions(mlp_tiles=tiles),
+        )  # fmt: skip
+        assert plan is not None
+        saved.append(plan.chosen.saved)
+    more = (saved[1] - saved[0]) / (512 * 64 * 2)  # in hidden states of bfloat16
+    assert more >= states  # one for each norm; in tiles, their float32 inputs are not kept
