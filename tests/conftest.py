@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are most of all objects, and stay: later collections of garbage leave them out."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -164,7 +164,10 @@ def plugin_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import rope_extend\nfrom transformers import AutoModelForCausalLM, AutoConfig",
+        pytest.param(
+            "import rope_extend\nfrom transformers import AutoModelForCausalLM, AutoConfig",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "from transformers import AutoModelForCausalLM, AutoConfig\nimport rope_extend",
             marks=pytest.mark.slow,

@@ -252,13 +252,13 @@ def test_an_adapter_that_is_not_plain_lora_is_left_to_peft(ids: torch.Tensor) ->
 def test_each_memory_option_saves_memory() -> None:
     model = tiny_llama(intermediate_size=512, num_hidden_layers=4)
     adapter = with_adapter(model, torch.float32)
-    ids = torch.randint(3, 60, (1, 512))
+    ids = torch.randint(3, 60, (1, 256))
     kept, peaks = [], []
     for memory_options in (
         MemoryOptions(),
-        MemoryOptions(mlp_tiles=32),
+        MemoryOptions(mlp_tiles=16),
         MemoryOptions(True),
-        MemoryOptions(True, 32),
+        MemoryOptions(True, 16),
     ):
         with LiveBytes() as memory, apply_memory_options(model, memory_options):
             loss = next_token_loss(adapter, ids, chunk_bytes=1)
