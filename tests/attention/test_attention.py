@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache, PreTrainedModel, StaticCache, masking_utils
 
 import rope_extend as rx
+from rope_extend.attention.masks import visible
 from rope_extend.errors import PatchError, UnsupportedModelError
 
 YARN = {"name": "yarn", "factor": FACTOR}
@@ -299,6 +300,11 @@ def test_masks_may_hide_keys_by_any_large_number(hidden: float, method: str) -> 
     with rx.patch_model(model, rx.encoding(method), target_length=TARGET):
         mask = torch.full((1, 1, 40, 40), hidden).triu(1)
         same(model(input_ids, attention_mask=mask, use_cache=False).logits, logits(model, input_ids))
+
+
+def test_small_numbers_of_an_added_mask_hide_no_key() -> None:
+    added = torch.tensor([0.0, -1.0, -30.0, 2.0, -1e4, -1e9, -torch.inf])
+    assert visible(added).tolist() == [True] * 4 + [False] * 3
 
 
 @in_pairs
