@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,6 +29,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from rope_extend.files import replacing
+from rope_extend.plots.style import Canvas
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 disable_progress_bar()
@@ -119,14 +119,17 @@ def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are files of one pixel: drawing them takes most of the time of a small report."""
-    buffer = BytesIO()
-    Image.new("RGB", (1, 1)).save(buffer, "png")
+    """PNG pictures are files of one pixel: drawing them takes most of the time of a small report."""
+    pixel = BytesIO()
+    Image.new("RGB", (1, 1)).save(pixel, "png")
+    original = Canvas.save
 
-    def save(self: Any) -> Path:
+    def save(self: Canvas) -> Path:
+        if self.path.suffix != ".png":
+            return original(self)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as partial:
-            partial.write_bytes(buffer.getvalue())
+            partial.write_bytes(pixel.getvalue())
         return self.path
 
-    monkeypatch.setattr("rope_extend.plots.style.Canvas.save", save)
+    monkeypatch.setattr(Canvas, "save", save)

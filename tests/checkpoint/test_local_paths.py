@@ -151,7 +151,7 @@ def test_a_name_that_is_no_local_path_stays_as_given(
     rx.load(adapter)
 
 
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
 def test_a_run_says_which_of_its_fields_hold_a_local_path(
     work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -314,7 +314,7 @@ def test_each_sampler_reaches_nearly_every_distance() -> None:
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None) -> Recipe:
     return Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
         target_length=256, block_length=TRAINED, positions="pose", steps=6, gradient_accumulation=2,
@@ -348,6 +348,7 @@ def test_a_run_with_short_blocks_uses_positions_up_to_the_target(
     assert "training used no text as long as the window" in Path(recipe.output_dir, "README.md").read_text()
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_resumed_run_gets_the_same_positions(recipe: Recipe, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

@@ -102,7 +102,7 @@ def test_values_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
     assert line["within_window"]["after"] is None
 
 
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 @pytest.mark.parametrize(
     ("protocol", "options"), [("sliding", {"stride": 8}), ("last-k", {"last": 8}), ("disjoint", {})]
 )
@@ -128,7 +128,7 @@ def test_a_protocol_with_the_same_targets_is_its_own_control(
     assert gain.differences[1].ratio == pytest.approx(extended.ppl[128] / alone.ppl[TRAINED])
 
 
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_the_trained_window_is_measured_if_one_pass_gives_it(work: Path) -> None:
     common = {"data": work / "data", "lengths": [16, 64]}
     rows = evaluated(work / "model", methods=["none", "yarn"], **common)
@@ -142,7 +142,7 @@ def test_the_trained_window_is_measured_if_one_pass_gives_it(work: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_retrieval_within_the_window_is_in_the_default_report(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,7 +193,7 @@ def test_retrieval_within_the_window_is_in_the_default_report(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_retrieval_is_measured_only_if_there_is_something_to_compare(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +223,7 @@ def test_retrieval_is_measured_only_if_there_is_something_to_compare(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_a_control_that_does_not_fit_does_not_stop_the_measurement(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

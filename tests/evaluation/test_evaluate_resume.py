@@ -228,7 +228,7 @@ def test_too_little_memory_is_one_clear_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 @pytest.mark.parametrize("at", [2, 5])
 def test_the_command_resumes_after_ctrl_c(
     at: int, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -270,7 +270,7 @@ def test_the_command_resumes_after_ctrl_c(
                 np.testing.assert_array_equal(ours[name], theirs[name])
 
 
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_the_command_resumes_while_it_writes_its_report(
     error: type[BaseException],
@@ -302,7 +302,7 @@ def test_the_command_resumes_while_it_writes_its_report(
     assert not (tmp_path / "unfinished").exists()
 
 
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_the_command_starts_over_on_request(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,7 +315,7 @@ def test_the_command_starts_over_on_request(
     assert "already holds" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_a_mistake_costs_no_finished_document_if_overwriting(work: Path, tmp_path: Path) -> None:
     row = tmp_path / "unfinished" / "none"
     row.mkdir(parents=True)

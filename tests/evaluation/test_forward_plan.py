@@ -102,7 +102,7 @@ METHODS = {"llama": [None, "yarn", "dynamic_ntk"], "sliding window": [None, "dyn
             for method in METHODS.get(name, [None])
             for chunk in (None, 192, 64)
         ],
-        4,
+        7,
     ),
 )
 def test_memory_is_as_estimated(
@@ -123,7 +123,7 @@ def test_memory_is_as_estimated(
 
 
 @pytest.mark.parametrize(
-    ("method", "chunk"), few(product(("yarn", "dynamic_ntk", "alibi", "fire", "t5_bias"), (None, 192)), 5, 3)
+    ("method", "chunk"), few(product(("yarn", "dynamic_ntk", "alibi", "fire", "t5_bias"), (None, 192)), 10, 1)
 )
 def test_the_memory_of_an_adapter_is_estimated_too(chunk: int | None, method: str, tmp_path: Path) -> None:
     """To 5 %: its weights, and the states of its layers, which are as wide as those of the model."""
@@ -139,7 +139,7 @@ def test_the_memory_of_an_adapter_is_estimated_too(chunk: int | None, method: st
     assert found.memory > made(base, [768], chunk=chunk).longest.memory
 
 
-@pytest.mark.parametrize("case", few([*ENCODINGS, *ALTERNATIVES], 9, 3), ids=str)
+@pytest.mark.parametrize("case", few([*ENCODINGS, *ALTERNATIVES], 18, 3), ids=str)
 def test_the_memory_of_any_encoding_is_estimated(case: Any, tmp_path: Path) -> None:
     """To 2 %, whole, and in chunks if the model can process them."""
     config = copy.deepcopy(SHAPES["llama"])

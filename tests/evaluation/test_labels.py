@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_output_files import draw
 from test_report_and_plots import TRAINED, row
 from test_saved_runs import FIRST, retrieved
 
@@ -52,14 +51,7 @@ def test_names_have_as_many_parts_as_are_needed() -> None:
     assert distinct_names(["/a/x/results.jsonl", "/a/x/older.jsonl"]) == ["x", "older.jsonl"]
 
 
-@pytest.fixture
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("curves.plot_perplexity", "curves.plot_loss_by_position", "retrieval_maps.plot_accuracy"):
-        monkeypatch.setattr(f"rope_extend.plots.{name}", draw)
-    monkeypatch.setattr("rope_extend.plots.retrieval_maps.plot_heat_map", draw)
-
-
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("blank_pictures")
 def test_runs_in_directories_of_the_same_name_have_different_labels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,7 +66,7 @@ def test_runs_in_directories_of_the_same_name_have_different_labels(
     assert "measured on different texts" in caplog.text
 
 
-@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.usefixtures("blank_pictures")
 def test_runs_of_retrieval_on_different_prompts_are_pointed_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -122,6 +122,7 @@ def test_pages_and_tables_have_no_absolute_paths(
         assert "Model: base" in (tmp_path / name / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
     check_output(tmp_path / "report")
     write_report(rows[:1], tmp_path / "report", trained_length=TRAINED)
@@ -137,6 +138,7 @@ def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_pat
     assert [r.label for r in read_results(tmp_path / "report")] == ["plain RoPE", "linear"]
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_files_of_other_people_stay(tmp_path: Path) -> None:
     """In the directory, in its folder of losses, and also if the report is replaced."""
     (tmp_path / "losses").mkdir()
@@ -153,6 +155,7 @@ def test_files_of_other_people_stay(tmp_path: Path) -> None:
     assert not (tmp_path / "losses").exists()  # it was ours, and is empty
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_an_earlier_report_names_no_file_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "victim.npz").write_text("untouched")
     lines = [{"losses": name} for name in ("../victim.npz", "losses/../../victim.npz", 3, None)]
@@ -223,6 +226,7 @@ def test_the_table_notes_rows_that_cannot_be_compared(rows: list[EvaluationRow])
     assert "do not compare" not in perplexity_table(rows)
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_a_line_of_results_has_derived_values(tmp_path: Path) -> None:
     sums = {32: [60.0, 66.0, 61.0], 64: [130.0, 125.0, 126.0]}
     terms = {32: [31] * 3, 64: [63] * 3}
@@ -242,6 +246,7 @@ def test_a_line_of_results_has_derived_values(tmp_path: Path) -> None:
     assert again.result.interval(64) == tuple(first["intervals"]["64"])
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_the_cost_within_the_trained_window_is_reported(tmp_path: Path) -> None:
     plain = row("none", "none", 2.0)
     cropped = row("none, cropped", "none", 2.0, protocol="cropped", window=32)
@@ -267,7 +272,7 @@ def test_the_cost_within_the_trained_window_is_reported(tmp_path: Path) -> None:
     assert regressions([replace(tuned, trained_length=TRAINED)]) == []
 
 
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 @pytest.mark.parametrize(
     ("options", "labels"),
     few(
@@ -319,6 +324,7 @@ class Nested(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_pages_are_complete_and_fit_a_phone(rows: list[EvaluationRow], tmp_path: Path) -> None:
     cells = [Cell("passkey", 32, d / 2, 9, (1.0, 0.0), "a") for d in range(3)]
     found = RetrievalResult("plain RoPE", tuple(cells), trained_length=TRAINED)
@@ -367,6 +373,7 @@ def test_the_page_needs_no_other_file(rows: list[EvaluationRow], tmp_path: Path)
     assert "A <title>" in reader.words
 
 
+@pytest.mark.usefixtures("blank_pictures")
 def test_rows_of_several_runs_get_different_labels(rows: list[EvaluationRow], tmp_path: Path) -> None:
     write_report(rows[:2], tmp_path / "one", trained_length=TRAINED)
     write_report(rows[1:3], tmp_path / "two", trained_length=TRAINED)
@@ -412,12 +419,20 @@ def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path
             call()
 
 
+SAVE = Canvas.save
+
+
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Canvas]:
-    """All pictures that were saved."""
+    """All pictures that were saved. They are laid out and not written, which takes as long again."""
     pictures: list[Canvas] = []
-    save = Canvas.save
-    monkeypatch.setattr(Canvas, "save", lambda self: pictures.append(self) or save(self))
+
+    def save(self: Canvas) -> Path:
+        pictures.append(self)
+        self.figure.draw_without_rendering()
+        return self.path
+
+    monkeypatch.setattr(Canvas, "save", save)
     return pictures
 
 
@@ -441,7 +456,8 @@ def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
     assert any(list(line.get_xdata()) == [TRAINED, TRAINED] for line in axes.lines)
     assert any(text.get_text() == "trained window, 32" for text in axes.texts)
     assert axes.get_title("left") == "A title"
-    with Image.open(path) as image:
+    assert path == tmp_path / "deep" / "perplexity.png"
+    with Image.open(SAVE(drawn[0])) as image:
         assert image.size == (1600, 960)
         assert len(image.convert("RGB").getcolors(2**20)) > 100
 
@@ -468,7 +484,6 @@ def test_names_overlap_neither_each_other_nor_the_lines(draw, count: int, drawn,
     many = [row(f"method {i}", f"method{i}", 2 + i / 1000) for i in range(count)]
     draw(many, TRAINED, tmp_path / "a.png")
     (picture,) = drawn
-    picture.figure.draw_without_rendering()
     boxes = [Text.get_window_extent(name) for name in names(picture.axes)]  # without its pointer
     assert len(boxes) == count
     canvas, area = picture.figure.bbox, picture.axes.get_window_extent()
@@ -598,7 +613,6 @@ def test_lengths_are_labelled_if_there_is_room(
     (picture,) = drawn
     shown = [round(tick) for tick in picture.axes.get_xticks()]
     assert shown == ticks or ticks is None
-    picture.figure.draw_without_rendering()
     low, high = picture.axes.get_xlim()
     boxes = [
         label.get_window_extent()
@@ -629,7 +643,6 @@ def test_a_window_outside_the_axis_is_still_named(lengths, words: str, drawn, tm
     plots.plot_perplexity([row("a", "yarn", 2.0, lengths=lengths)], TRAINED, tmp_path / "a.png")
     (picture,) = drawn
     (label,) = (text for text in picture.axes.texts if text.get_text() == words)
-    picture.figure.draw_without_rendering()
     assert picture.figure.bbox.contains(*label.get_window_extent().p0)
     low, high = picture.axes.get_xlim()
     assert low <= lengths[0] <= lengths[-1] <= high

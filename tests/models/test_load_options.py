@@ -199,7 +199,7 @@ def test_layers_that_do_not_fit_in_memory_go_to_disk(work: Path) -> None:
     assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
 def test_an_adapter_on_a_model_with_layers_elsewhere(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,7 +223,7 @@ def test_an_adapter_on_a_model_with_layers_elsewhere(
     assert not list((tmp_path / "here").iterdir())  # where peft would have written the base's weights
 
 
-@pytest.mark.usefixtures("private_cache")
+@pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
 def test_evaluate_and_retrieve_take_the_options(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,7 +171,7 @@ def test_checkpoints_of_a_trainer_keep_learned_parameters(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None) -> rx.Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> rx.Recipe:
     return rx.Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
         target_length=128, steps=4, learning_rate=1e-2, warmup_steps=1, lora_rank=2, save_every=2,

@@ -95,7 +95,7 @@ def written(recipe: Recipe, where: Path) -> str:
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
     base = tiny_llama(tie_word_embeddings=True)  # so that trained embeddings are a trained head
     base.save_pretrained(tmp_path / "base")
     recipe = Recipe(
