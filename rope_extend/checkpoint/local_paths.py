@@ -17,6 +17,7 @@ from rope_extend.report.tables import is_private
 
 logger = logging.getLogger(__name__)
 
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 _RECIPE = "recipe.yaml"
 _FIELDS = {
     "adapter_config.json": ("base_model_name_or_path",),
@@ -27,7 +28,10 @@ _FIELDS = {
 
 
 def warn_of_local_paths(directory: Path) -> None:
-    """Log which fields of an adapter's files hold paths outside the working directory."""
+    """Log which fields of an adapter's files hold paths outside the working directory.
+
+    The path of the bundled model does not count: its adapters only demonstrate.
+    """
     found = {name: _private_fields(directory / name, fields) for name, fields in _FIELDS.items()}
     listed = [f"{name} ({', '.join(fields)})" for name, fields in found.items() if fields]
     if not listed:
@@ -48,4 +52,5 @@ def _private_fields(file: Path, fields: tuple[str, ...]) -> list[str]:
 
 def _is_private(value: Any) -> bool:
     names = value if isinstance(value, list) else [value]
-    return any(isinstance(name, str) and is_private(name) for name in names)
+    paths = [name for name in names if isinstance(name, str) and not name.startswith(_PACKAGE)]
+    return any(map(is_private, paths))

@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.local_paths import warn_of_local_paths
 from rope_extend.checkpoint.record import read_record, write_record
+from rope_extend.data.bundled import MODEL_DIR
 
 
 @pytest.fixture
@@ -171,3 +173,13 @@ def test_a_run_says_which_of_its_fields_hold_a_local_path(
     found["recipe.yaml"].add("output_dir")
     assert said(caplog.text) == found
     assert "recipe.yaml is not needed" in caplog.text
+
+
+def test_the_bundled_model_is_no_secret(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each adapter of the demonstration would warn otherwise."""
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(MODEL_DIR)}))
+    warn_of_local_paths(tmp_path)
+    assert not caplog.text
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/clients/base"}))
+    warn_of_local_paths(tmp_path)
+    assert "adapter_config.json (base_model_name_or_path)" in caplog.text
