@@ -29,6 +29,9 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 _FORMAT = "1"
 """Part of every key; changes with the format of the files."""
 
+_IRRELEVANT = ("chat_template", "is_local", "local_files_only", "model_max_length", "name_or_path")
+"""Settings in `tokenizer_config.json` that do not change how text is split. Some tell how it was loaded."""
+
 
 class TokenCache:
     """A directory of tokenised texts.
@@ -113,6 +116,15 @@ def tokenizer_content(tokenizer: Any) -> str:
         with tempfile.TemporaryDirectory() as directory:
             tokenizer.save_pretrained(directory)
             for file in sorted(Path(directory).rglob("*")):
-                if file.is_file():
-                    digest.update(file.name.encode() + file.read_bytes())
+                if file.is_file() and file.suffix != ".jinja":  # a chat template
+                    digest.update(file.name.encode() + _relevant(file))
     return digest.hexdigest()
+
+
+def _relevant(file: Path) -> bytes:
+    """The contents of a tokenizer's file, without settings that do not change how text is split."""
+    if file.name != "tokenizer_config.json":
+        return file.read_bytes()
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in settings.items() if key not in _IRRELEVANT}
+    return json.dumps(kept, sort_keys=True).encode()

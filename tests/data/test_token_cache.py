@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from rope_extend import RopeExtendError
 from rope_extend.data.documents import Document, load_documents
-from rope_extend.data.token_cache import TokenCache, cache_key
+from rope_extend.data.token_cache import TokenCache, cache_key, tokenizer_content
 
 
 @pytest.fixture
@@ -240,3 +240,30 @@ def test_rows_without_a_text_are_empty_ones(load: Load, tmp_path: Path) -> None:
     rows = [{"text": None, "n": 1}, {"n": 2}, {"text": "abc", "n": 3}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert load(tmp_path / "a.jsonl") == [load_bytes("abc")]
+
+
+def test_a_slow_tokenizer_is_known_by_how_it_splits_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was begun online resumes offline and in another window."""
+
+    def content(directory: Path, **options: Any) -> str:
+        loaded = AutoTokenizer.from_pretrained(directory, **options)
+        assert not loaded.is_fast
+        return tokenizer_content(loaded)
+
+    saved = ByT5Tokenizer(extra_ids=2)
+    saved.save_pretrained(tmp_path / "first")
+    expected = content(tmp_path / "first")
+    for offline in (False, True):
+        monkeypatch.setattr("transformers.tokenization_utils_base.is_offline_mode", lambda now=offline: now)
+        assert content(tmp_path / "first") == expected
+    assert content(tmp_path / "first", model_max_length=64) == expected
+    for chat_template in ("one", {"default": "one", "tool_use": "another"}):
+        saved.chat_template = chat_template
+        saved.save_pretrained(tmp_path / "chat")
+        assert content(tmp_path / "chat") == expected
+    assert content(tmp_path / "first", unk_token="<other>") != expected
+    saved.add_tokens("word")
+    saved.save_pretrained(tmp_path / "word")
+    assert content(tmp_path / "word") != expected
