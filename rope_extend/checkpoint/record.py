@@ -182,12 +182,17 @@ def write_record(directory: str | PathLike[str], record: Record) -> Path:
     return _write_json(Path(directory) / RECORD_NAME, record.to_dict())
 
 
-def seal(directory: str | PathLike[str], record: Record) -> Record:
+def seal(directory: str | PathLike[str], record: Record, *, renamed: bool = False) -> Record:
     """Write the record next to complete weights, with digests of all files; returns the record.
 
     An adapter's config also gets a note of the encoding. It lets `rope_extend.info` recognise a live model
-    that was loaded without the encoding. If the config names the base model by a local path, the record's
-    name replaces it. Call this last: files that change afterwards are refused on loading.
+    that was loaded without the encoding. Call this last: files that change afterwards are refused on loading.
+
+    Args:
+        directory: an adapter or a full checkpoint.
+        record: the record, without digests.
+        renamed: the user gave the base model's name in the record, so it replaces the one in an adapter's
+            config. Otherwise it only replaces a local path outside the working directory.
 
     Raises:
         RopeExtendError: a file cannot be read or written.
@@ -199,7 +204,7 @@ def seal(directory: str | PathLike[str], record: Record) -> Record:
         marked = {**(data.get("auto_mapping") or {}), ADAPTER_MARK: adapter_mark(record)}
         data = {**data, "auto_mapping": marked}
         named = data.get("base_model_name_or_path")
-        if record.base_model and isinstance(named, str) and is_private(named):
+        if record.base_model and (renamed or (isinstance(named, str) and is_private(named))):
             data["base_model_name_or_path"] = record.base_model
         _write_json(config, data)
     try:

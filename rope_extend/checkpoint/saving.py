@@ -82,7 +82,7 @@ def save(
         for name in weight_files(staging):
             check_finite(staging / name)
         _guard_if_needed(staging, model, record, guard)
-        seal(staging, record)
+        seal(staging, record, renamed=bool(base_model))
     if is_peft_model(model):
         warn_of_local_paths(target)
     return target
@@ -120,7 +120,7 @@ def complete(
     record, directory = Record.of(model, base_model), _written_directory(directory, model)
     _guard_if_needed(directory, model, record, guard)
     write_learned(directory, model)
-    return seal(directory, record)
+    return seal(directory, record, renamed=bool(base_model))
 
 
 def _written_directory(directory: Path, model: nn.Module) -> Path:

@@ -127,10 +127,13 @@ def rx_record_with(adapter: Path, base_model: str) -> Any:
     return type(record)(**{**vars(record), "base_model": base_model})
 
 
+@pytest.mark.parametrize("relative", [False, True])
 def test_a_name_that_is_given_replaces_the_local_path(
-    clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = with_lora(loaded(clients / "base"))
+    clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    relative: bool,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    model = with_lora(loaded("clients/base" if relative else clients / "base"))
     adapter = rx.save(model, tmp_path / "adapter", base_model="owner/base")
     model.save_pretrained(tmp_path / "own")
     (tmp_path / "own" / "README.md").unlink()  # peft's
@@ -149,6 +152,8 @@ def test_a_name_that_is_no_local_path_stays_as_given(
     monkeypatch.chdir(tmp_path)
     adapter = rx.save(with_lora(loaded("clients/base")), tmp_path / "adapter")
     assert read_record(adapter).base_model == "clients/base"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "clients/base"
     assert said(caplog.text) == {}
     rx.load(adapter)
 
