@@ -17,6 +17,9 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.models.parameters import write_learned
 from rope_extend.models.view import unwrap
 
+_SHOWN = 3
+"""Differing values of an encoding that an error shows."""
+
 
 class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
     """Writes the record of a patched model's encoding into every checkpoint that a `Trainer` saves.
@@ -48,11 +51,7 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         checkpoint = _checkpoint(args, state)
         if state.global_step and (checkpoint / RECORD_NAME).exists():
             before = read_record(checkpoint)
-            if _described(before) != _described(record):
-                raise RopeExtendError(
-                    f"{checkpoint} was trained with {_described(before)}, but this model uses "
-                    f"{_described(record)}; extend it with the former, or start a new run"
-                )
+            _check_encoding(checkpoint, before, record)
             _check_base(checkpoint, before, record, configs)
         for config in configs:
             config.auto_mapping = {**(config.auto_mapping or {}), ADAPTER_MARK: adapter_mark(record)}
@@ -75,6 +74,26 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         self.on_train_end(args, state, control, model)
 
 
+def _check_encoding(checkpoint: Path, before: Record, record: Record) -> None:
+    """Refuse to resume with another encoding, shape or window.
+
+    Raises:
+        RopeExtendError: they differ. If their short texts do not, the message names values that do.
+    """
+    then, now = ((each.encoding, each.shape, each.target_length) for each in (before, record))
+    if then == now:
+        return
+    uses = _described(record)
+    if _described(before) == uses:  # rounded numbers, and only the ends of a long list
+        found = _differences("encoding", before.encoding.to_dict(), record.encoding.to_dict())
+        more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        uses += f" ({'; '.join(found[:_SHOWN])}{more})"
+    raise RopeExtendError(
+        f"{checkpoint} was trained with {_described(before)}, but this model uses {uses}; extend it with the "
+        "former, or start a new run"
+    )
+
+
 def _check_base(checkpoint: Path, before: Record, record: Record, configs: Sequence[Any]) -> None:
     """Refuse to resume an adapter on another base model.
 
@@ -89,6 +108,18 @@ def _check_base(checkpoint: Path, before: Record, record: Record, configs: Seque
         f"{checkpoint} was trained on the base model {before.base_model!r}, but {record.base_model!r} has "
         "other weights; load the former, or start a new run"
     )
+
+
+def _differences(name: str, then: Any, now: Any) -> list[str]:
+    """Where two plain values differ, such as `["encoding.theta was 500000.0 and is 500004.0"]`."""
+    parts: list[tuple[str, Any, Any]]
+    if isinstance(then, dict) and isinstance(now, dict):
+        parts = [(f"{name}.{key}", then.get(key), now.get(key)) for key in {**then, **now}]
+    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        parts = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(then, now, strict=True))]
+    else:
+        return [] if then == now else [f"{name} was {then!r} and is {now!r}"]
+    return [difference for part in parts for difference in _differences(*part)]
 
 
 def _described(record: Record) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import torch
 from cases import TARGET, llama
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -186,6 +194,46 @@ def test_an_adapter_is_not_resumed_on_another_base_model_or_window(base: Path, t
         run = trainer(model, tmp_path / "run", rx.SaveEncodingCallback())
         with pytest.raises(RopeExtendError, match=message):
             run.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "message"),
+    [
+        (
+            rx.encoding("abf", theta=5_000_000),
+            rx.encoding("abf", theta=5_000_004),
+            r"with abf\(theta=5e\+06\) .* \(encoding\.theta was 5000000\.0 and is 5000004\.0\)",
+        ),
+        (
+            rx.encoding("longrope", factor=8.0, long_factor=(1, 2, 2, 2, 2, 2, 2, 8), short_factor=(1,) * 8),
+            rx.encoding("longrope", factor=8.0, long_factor=(1, 7, 7, 7, 7, 7, 7, 8), short_factor=(1,) * 8),
+            r"\(encoding\.long_factor\[1\] was 2.* and is 7.*, and 3 more\); extend it",
+        ),
+        (
+            rx.encoding("resonance", inner=rx.encoding("abf", theta=5_000_000)),
+            rx.encoding("resonance", inner=rx.encoding("abf", theta=5_000_004)),
+            r"encoding\.inner\.theta was 5000000",
+        ),
+    ],
+    ids=["abf", "longrope", "inner"],
+)
+def test_encodings_with_the_same_short_text_are_told_apart(
+    tmp_path: Path, before: rx.Encoding, now: rx.Encoding, message: str
+) -> None:
+    assert str(before) == str(now)
+    model = llama()
+    patch = rx.patch_model(model, before, target_length=TARGET)
+    rx.save(model, tmp_path / "checkpoint-1")
+    begin = partial(
+        rx.SaveEncodingCallback().on_train_begin,
+        TrainingArguments(output_dir=str(tmp_path)), TrainerState(global_step=1), TrainerControl(),
+        model=model,
+    )  # fmt: skip
+    begin()
+    patch.remove()
+    rx.patch_model(model, now, target_length=TARGET)
+    with pytest.raises(RopeExtendError, match=message):
+        begin()
 
 
 def test_what_has_no_stock_form_is_guarded_in_every_checkpoint(base: Path, tmp_path: Path) -> None:
