@@ -56,8 +56,12 @@ def dataset_id(source: str) -> str:
     return source.partition(":")[0]
 
 
+_HELD_OUT = ("validation", "valid", "val", "dev", "test")
+"""Usual names of splits to evaluate on, the best first."""
+
+
 def held_out_split(source: str, known: Collection[str] = ()) -> str:
-    """The split of a hub dataset to evaluate on: validation, or else test, or else the only one left.
+    """The split of a hub dataset to evaluate on: that for validation, else test, else the only one left.
 
     Args:
         source: a hub dataset, as for `load_documents`.
@@ -72,7 +76,7 @@ def held_out_split(source: str, known: Collection[str] = ()) -> str:
     with _explained(source, name):
         splits = list(datasets.get_dataset_split_names(name, config or None))
     left = [split for split in splits if split not in known and "all" not in known]
-    usual = [split for split in ("validation", "test") if split in left]
+    usual = [split for split in _HELD_OUT if split in left]
     if not usual and len(left) != 1:
         trained = f" and trains on {', '.join(sorted(known))}" if known else ""
         raise RopeExtendError(

@@ -65,7 +65,9 @@ def run_demo(
     output = Path(output)
     if (output / RESULTS).exists() and not overwrite:
         rows = read_results(output)
-        _check_results(rows, output, methods, steps)
+        _check_results(
+            rows, output, methods, steps or Recipe.from_yaml(RECIPE, {"output_dir": str(output)}).steps
+        )
         _show(rows, output)
         print(f"\nThese results were already in {output}. To run the demo again, add --overwrite.")
         return rows
@@ -117,7 +119,8 @@ def finetune_once(recipe: Recipe, model: Any | None = None, tokenizer: Any | Non
 
     Args:
         recipe: the run.
-        model: the loaded model of the recipe; unchanged at the end. By default it is loaded.
+        model: the loaded model of the recipe; by default it is loaded. It is unchanged at the end, except
+            what `train_norm_embed` trains.
         tokenizer: its tokenizer; by default it is loaded.
 
     Raises:
@@ -147,9 +150,7 @@ def finetune_once(recipe: Recipe, model: Any | None = None, tokenizer: Any | Non
     result.model.unload()
 
 
-def _check_results(
-    rows: Sequence[EvaluationRow], output: Path, methods: Sequence[str], steps: int | None
-) -> None:
+def _check_results(rows: Sequence[EvaluationRow], output: Path, methods: Sequence[str], steps: int) -> None:
     """Refuse results of a demonstration without one of the methods, or with another number of steps.
 
     Raises:
@@ -160,7 +161,7 @@ def _check_results(
     done = {name: read_state(saved[-1]).step for name, saved in runs.items() if saved}
     if missing := [method for method in methods if method not in labels]:
         problem = f"no {', '.join(missing)}"
-    elif steps is not None and (others := {name: count for name, count in done.items() if count != steps}):
+    elif others := {name: count for name, count in done.items() if count != steps}:
         problem = f"runs of {', '.join(f'{count} steps ({name})' for name, count in sorted(others.items()))}"
     else:
         return

@@ -28,7 +28,7 @@ _BLOCK = 2**18
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_NOT_IN_CONFIG = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_NOT_IN_CONFIG = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Values of a config on which no result depends, or that have an entry of their own."""
 
 
@@ -88,6 +88,8 @@ def model_identity(model: nn.Module) -> Identity:
         lm = None
     patch = active_patch(model)
     config = {} if lm is None else lm.config.to_dict()
+    counted = config.keys() - _NOT_IN_CONFIG
+    named = {name: config[name] for name in sorted(counted) if config[name] is not None}
     adapters = [
         [path, layer.active_adapters, layer.disable_adapters, getattr(layer, "scaling", None)]
         for path, layer in tuner_layers(model)
@@ -95,7 +97,7 @@ def model_identity(model: nn.Module) -> Identity:
     return {
         "encoding": patch.encoding.to_dict() if patch else config.get("rope_parameters"),
         "shape": asdict(patch.shape) if patch else None,
-        "config": _digest({name: value for name, value in config.items() if name not in _NOT_IN_CONFIG}),
+        "config": _digest(named),
         "dtype": None if lm is None else str(lm.dtype),
         "weights": _digest([*_weights(model)]),
         "adapters": _digest(adapters) if adapters else None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 _MOST = 100_000
 """Calls that are remembered, of about 1 KB each; then all are forgotten."""
@@ -25,13 +26,13 @@ def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _returns_new_tensors(function):
         return function(*args, **kwargs)
     try:
-        key = (function, _description(args), _description(kwargs))
+        key = (function, torch.get_default_dtype(), _description(args), _description(kwargs))
         known = _known.get(key)
     except _NotRememberedError:
         return function(*args, **kwargs)
     if known is None:
         out = function(*args, **kwargs)
-        if (layouts := _layouts(out)) is not None:
+        if (layouts := _layouts(out, _storages((args, kwargs)))) is not None:
             if len(_known) >= _MOST:
                 forget()
             _known[key] = type(out), layouts
@@ -84,8 +85,15 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _VALUES = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
-def _layouts(out: Any) -> list[_Layout] | None:
-    """The layouts of one or several new tensors; None if `out` is not, or not only, that."""
+def _storages(arguments: Any) -> set[int]:
+    return {each.untyped_storage()._cdata for each in tree_leaves(arguments) if isinstance(each, Tensor)}
+
+
+def _layouts(out: Any, taken: set[int]) -> list[_Layout] | None:
+    """The layouts of one or several new tensors; None if `out` is not, or not only, that.
+
+    Some results have the storage of an argument, which is in `taken`, though their schema does not say so.
+    """
     tensors = [out] if isinstance(out, Tensor) else out
     if not isinstance(tensors, list | tuple):
         return None
@@ -95,7 +103,8 @@ def _layouts(out: Any) -> list[_Layout] | None:
             return None
         layout = tensor.shape, tensor.stride(), tensor.dtype
         again = torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
-        if again.untyped_storage().nbytes() != tensor.untyped_storage().nbytes():
+        storage = tensor.untyped_storage()
+        if storage._cdata in taken or again.untyped_storage().nbytes() != storage.nbytes():
             return None
         layouts.append(layout)
     return layouts

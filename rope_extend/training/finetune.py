@@ -51,7 +51,6 @@ from rope_extend.training.resume import (
     check_continues,
     damage,
     newest_intact,
-    prune,
     read_state,
 )
 from rope_extend.training.run_log import log_run
@@ -182,8 +181,8 @@ def finetune(
     state = _first_state(recipe, training.fingerprint, sharding, checkpoint)
     state = replace(state, memory_options=asdict(memory_options))
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        _prepare_directory(directory, recipe, state.step, fresh=resume is False)
+    if accelerator.is_main_process and checkpoint is None:
+        _prepare_directory(directory, recipe, fresh=resume is False)
     accelerator.wait_for_everyone()
 
     if model is None and sharding.weights:  # FSDP distributes what is in host memory
@@ -491,11 +490,8 @@ def _first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: P
     return replace(saved, recipe=state.recipe)
 
 
-def _prepare_directory(directory: Path, recipe: Recipe, step: int, *, fresh: bool) -> None:
-    """Write the recipe; for a fresh run, first remove an earlier one.
-
-    A resumed run removes what a killed save had still to remove, and no checkpoint later than its own.
-    """
+def _prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
+    """Write the recipe of a run that starts at step 0; if it is fresh, first remove an earlier run."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in _RUN_FILES if fresh else ():
@@ -504,7 +500,6 @@ def _prepare_directory(directory: Path, recipe: Recipe, step: int, *, fresh: boo
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        prune(directory, recipe.keep_checkpoints, step)
         write_text(directory / "recipe.yaml", recipe.to_yaml())
     except OSError as error:
         raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error

@@ -38,11 +38,19 @@ from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.evaluation.results import PerplexityResult
 from rope_extend.loss import causal_lm
 from rope_extend.patching import current_patch, patch_model
+from rope_extend.report.versions import package_version
 from rope_extend.training.annealing import mix_for_step
 from rope_extend.training.lora import adapted, lora_config
 from rope_extend.training.metrics import Metrics
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.resume import RunState, check_model, load_checkpoint, save_checkpoint
+from rope_extend.training.resume import (
+    VERSION,
+    RunState,
+    check_model,
+    load_checkpoint,
+    save_checkpoint,
+    take_over,
+)
 from rope_extend.training.sharding import Clipping, Objective, Sharding, whole
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.tracking import start_trackers
@@ -115,7 +123,7 @@ class TrainingRun:
         self.directory = Path(recipe.output_dir)
         self.dtype = model.dtype
         if accelerator.is_main_process:  # another process may hold no weights yet
-            identity = model_identity(model)
+            identity = {**model_identity(model), VERSION: package_version("transformers")}
             check_model(state, identity)
             self.state = replace(state, model=identity)
 
@@ -203,6 +211,8 @@ class TrainingRun:
         else:
             load_checkpoint(checkpoint, self.model, self.optimizer, accelerator, self.reach)
             self.data.blocks.restore(self.state.step * self.sequences_per_step, self.state.stream)
+            if accelerator.is_main_process:
+                take_over(self.directory, recipe, self.state.step)
             measured = set(self.data.lengths) <= self.metrics.perplexity.keys()
             if self.state.step == recipe.steps and not measured:  # no step will lead to an evaluation
                 self._evaluate()

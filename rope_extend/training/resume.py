@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.identity import Identity, differences
-from rope_extend.files import publish_directory, sha256
+from rope_extend.files import publish_directory, sha256, write_text
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import fill, spread_state, whole
 from rope_extend.training.text_reach import TextReach
@@ -52,6 +52,8 @@ MAY_CHANGE = frozenset({
     "output_dir", "gradient_checkpointing", "offload_checkpoints", "expandable_segments",
 })  # fmt: skip
 """Fields of the recipe that do not change what a step computes, so they may change when a run resumes."""
+VERSION = "transformers"
+"""The name of transformers' version in `RunState.model`."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class RunState:
         parts: number of processes that share each sequence.
         stream: cursor in streamed data; None if all data were loaded before.
         memory_options: the memory options of the run; None in a checkpoint from before they were chosen.
-        model: identity of the base model with the encoding, see `evaluation.identity.model_identity`; None in
-            a checkpoint from before it was kept.
+        model: identity of the base model with the encoding, see `evaluation.identity.model_identity`, and
+            under `VERSION` that of transformers; None in a checkpoint from before it was kept.
     """
 
     step: int
@@ -212,6 +214,21 @@ def prune(directory: Path, keep: int, step: int) -> None:
         shutil.rmtree(old)
 
 
+def take_over(directory: Path, recipe: Recipe, step: int) -> None:
+    """Write the recipe of a resumed run, and remove what a killed save had still to remove.
+
+    Checkpoints after `step` stay until the run has saved one. Call this once nothing can refuse the run.
+
+    Raises:
+        RopeExtendError: the directory cannot be written.
+    """
+    try:
+        prune(directory, recipe.keep_checkpoints, step)
+        write_text(directory / "recipe.yaml", recipe.to_yaml())
+    except OSError as error:
+        raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
+
+
 def read_state(checkpoint: Path) -> RunState:
     """The state of a checkpoint, without its weights.
 
@@ -238,7 +255,8 @@ def check_continues(state: RunState, recipe: Recipe) -> None:
     """
     # A checkpoint from before a field existed was made with today's default of that field.
     now, then = recipe.to_dict(), Recipe.from_dict(state.recipe).to_dict()
-    may_change = MAY_CHANGE if state.model is None else MAY_CHANGE | {"dtype"}  # see `check_model`
+    # See `check_model`: a base model may have moved.
+    may_change = MAY_CHANGE if state.model is None else MAY_CHANGE | {"dtype", "model"}
     changed = [name for name in now if name not in may_change and now[name] != then[name]]
     if changed:
         listed = "; ".join(f"{name} was {then[name]!r} and is {now[name]!r}" for name in changed)
@@ -256,10 +274,17 @@ def check_continues(state: RunState, recipe: Recipe) -> None:
 def check_model(state: RunState, identity: Identity) -> None:
     """Refuse to resume with another base model or encoding than the run began with.
 
+    The configs are compared if the version of transformers is the same: another may have other defaults.
+
     Raises:
         RopeExtendError: names what differs, such as the weights, the config or the dtype.
     """
-    if state.model is not None and (changed := differences(state.model, identity)):
+    if state.model is None:
+        return
+    before = dict(state.model)
+    if before.get(VERSION) != identity.get(VERSION):
+        before |= {name: identity.get(name) for name in (VERSION, "config")}
+    if changed := differences(before, identity):
         raise RopeExtendError(
             f"cannot resume: the model is not the one that the run began with, and differs in {changed}. "
             "Restore it (or set dtype to that of the run), or start a new run in another output_dir"

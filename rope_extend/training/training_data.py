@@ -75,18 +75,34 @@ def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> Tr
 def check_split(recipe: Recipe) -> None:
     """Refuse to evaluate on the split of a hub dataset that the run trains on, if the recipe names both.
 
-    Without `eval_split`, `load_held_out` chooses another one.
+    Without `eval_split`, `load_held_out` chooses another one. Parts of one split, such as `train[:90%]` and
+    `train[90%:]`, are compared by their documents, and refused for a stream, whose documents are not known.
 
     Raises:
         RopeExtendError: names the dataset and the split.
     """
-    for source in sorted(_entries(recipe.data) & _entries(recipe.eval_data)):
-        if is_dataset(source) and recipe.eval_split == recipe.split:
+    used, evaluated = _split_names(recipe.split), _split_names(recipe.eval_split or "")
+    same = recipe.eval_split == recipe.split or (recipe.streaming and used & evaluated)
+    for source in sorted(_entries(recipe.eval_data)):
+        if same and any(_is_one_dataset(source, name) for name in _entries(recipe.data)):
             raise RopeExtendError(
                 f"recipe: eval_data {source!r} is also data, and both use the split {recipe.split!r}, so the "
                 "run would be evaluated on its training text. Set eval_split to another split, such as test, "
                 "or leave it out"
             )
+
+
+def _is_one_dataset(one: str, other: str) -> bool:
+    """Whether two sources are the same hub dataset; without a config, it may be any."""
+    if not (is_dataset(one) and is_dataset(other)):
+        return False
+    (name, _, config), (name_too, _, config_too) = one.partition(":"), other.partition(":")
+    return name == name_too and (config == config_too or not config or not config_too)
+
+
+def _split_names(split: str) -> set[str]:
+    """The splits that an expression such as `train[:90%]+test` takes parts of."""
+    return set(re.findall(r"[\w.-]+(?=\[|\+|$)", split.replace(" ", "")))
 
 
 def _eval_split(recipe: Recipe) -> str:
@@ -97,7 +113,7 @@ def _eval_split(recipe: Recipe) -> str:
     if not isinstance(source, str) or not is_dataset(source):
         return recipe.split  # files have no splits
     same = any(is_dataset(name) and dataset_id(name) == dataset_id(source) for name in _entries(recipe.data))
-    trained = set(re.findall(r"[\w.-]+(?=\[|\+|$)", recipe.split.replace(" ", ""))) if same else set()
+    trained = _split_names(recipe.split) if same else set()
     split = held_out_split(source, trained)
     logger.info("evaluating on the split %r of %r", split, source)
     return split

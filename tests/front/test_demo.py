@@ -55,11 +55,13 @@ def test_results_of_another_demonstration_are_not_reused(
     monkeypatch.setattr(demo, "read_state", lambda path: SimpleNamespace(step=int(path.name[5:])))
     monkeypatch.setattr(demo, "_show", lambda *_: None)
     assert run_demo(tmp_path, methods=["yarn"], steps=2) == rows
-    assert run_demo(tmp_path, methods=["none", "resonance(yarn)"]) == rows
+    assert run_demo(tmp_path, methods=["none", "resonance(yarn)"], steps=2) == rows
     with pytest.raises(RopeExtendError, match=r"with no linear\. .*--overwrite"):
         run_demo(tmp_path, methods=["yarn", "linear"])
     with pytest.raises(RopeExtendError, match=r"with runs of 2 steps \(yarn\)"):
         run_demo(tmp_path, methods=["yarn"], steps=3)
+    with pytest.raises(RopeExtendError, match=r"with runs of 2 steps \(yarn\)"):
+        run_demo(tmp_path, methods=["yarn"])  # the recipe has more
 
 
 @pytest.mark.usefixtures("private_cache")

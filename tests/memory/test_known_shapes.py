@@ -60,6 +60,28 @@ def test_views_and_writes_return_the_memory_of_their_argument(function: Any) -> 
     assert known_shapes.remembered() == 0
 
 
+def test_results_that_share_memory_though_their_schema_does_not_say_so_are_not_remembered() -> None:
+    known_shapes.forget()
+    for _ in range(2):
+        value = torch.ones(2, 3, device="meta")
+        for out in (
+            known_shapes.call(aten._unsafe_view.default, (value, [3, 2]), {}),
+            known_shapes.call(aten.unsafe_split.Tensor, (value, 2), {})[0],
+        ):
+            assert out.untyped_storage()._cdata == value.untyped_storage()._cdata
+    assert known_shapes.remembered() == 0
+
+
+def test_the_default_dtype_counts() -> None:
+    whole = torch.ones(3, dtype=torch.int64, device="meta")
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert known_shapes.call(aten.div.Tensor, (whole, 2), {}).dtype == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_tensors_with_values_are_computed() -> None:
     known_shapes.forget()
     for number in (1, 2):

@@ -20,13 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_finetune import assert_same, files_below, settings, weights
 from test_identities import readers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.files import sha256
 from rope_extend.training.finetune import finetune
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.resume import RunState, checkpoints, read_state
+from rope_extend.training.resume import VERSION, RunState, check_model, checkpoints, read_state
 from rope_extend.training.sharding import Sharding
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ READERS: dict[str, dict[str, str | None]] = {
         "bundled._held_out": None,
         "bundled.read_text": None,
         "sources._read_file": None,
-        "token_cache.tokenizer_content": None,  # makes an identity
+        "token_cache._relevant": None,  # makes an identity
     },
     "checkpoint": {
         "manifest.read_json": DIGESTS,
@@ -161,18 +162,38 @@ OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 def test_a_run_of_other_work_is_not_resumed(recipe: Recipe, tmp_path: Path) -> None:
     kept = {name: files_below(tmp_path / name) for name in ("model", "data")}
-    run = files_below(Path(recipe.output_dir) / "checkpoints")
+    run = files_below(Path(recipe.output_dir))
     for change, changes, message in OTHERS.values():
         if change is not None:
             change(recipe)
         with pytest.raises(RopeExtendError, match=rf"(?s)cannot resume: .*{message}"):
-            finetune(replace(recipe, **changes), resume=True)
-        assert files_below(Path(recipe.output_dir) / "checkpoints") == run
+            finetune(replace(recipe, keep_checkpoints=1, **changes), resume=True)
+        assert files_below(Path(recipe.output_dir)) == run  # nothing is removed, and the recipe stays
         for files in kept.values():
             for path, content in files.items():
                 path.write_bytes(content)
     finetune(replace(recipe, dtype="float32"), resume=True)  # the same dtype by another name
     assert read_state(checkpoints(Path(recipe.output_dir))[-1]).step == 3
+
+
+def test_a_run_resumes_with_a_model_that_moved_or_is_in_memory(recipe: Recipe, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    Path(recipe.model).rename(moved)
+    finetune(replace(recipe, model=str(moved)), resume=True)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(moved))  # its config names no architecture
+    model.load_state_dict(load_file(moved / "model.safetensors"), strict=False)
+    finetune(replace(recipe, model=str(moved), steps=4), model=model, resume=True)
+    assert read_state(checkpoints(Path(recipe.output_dir))[-1]).step == 4
+
+
+def test_configs_are_compared_under_one_version_of_transformers() -> None:
+    """A new version may have new defaults; it does not change a weight."""
+    before = {"config": "a", "weights": "b", VERSION: "5.17.0"}
+    state = RunState(1, 1, 1.0, "", 1, {}, model=before)
+    check_model(state, {**before, "config": "c", VERSION: "5.23.0"})
+    for changed in ({"config": "c"}, {"weights": "c", VERSION: "5.23.0"}):
+        with pytest.raises(RopeExtendError, match="cannot resume: the model is not the one"):
+            check_model(state, {**before, **changed})
 
 
 def test_a_run_resumes_only_with_as_many_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,8 @@ def test_the_splits_of_a_streamed_dataset_are_different_texts(
     [
         (("train", "validation", "test"), {}, "validation"),
         (("train", "test"), {}, "test"),
-        (("train", "dev"), {}, "dev"),
+        (("train", "dev", "test"), {}, "dev"),
+        (("train", "test", "val"), {}, "val"),
         (("train", "validation", "test"), {"split": "train+validation"}, "test"),
         (("train", "test"), {"split": "train[:50%]"}, "test"),
         (("train",), {"data": "org/others"}, "train"),

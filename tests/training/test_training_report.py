@@ -375,6 +375,16 @@ def test_the_split_that_a_run_trains_on_is_no_evaluation(recipe: Recipe) -> None
         finetune(run)
     check_split(replace(run, eval_split="test"))
     check_split(replace(run, eval_split=None))  # another split is chosen
+    parts = replace(run, split="train[:90%]", eval_split="train[90%:]")
+    check_split(parts)  # their documents are compared
+    for changes in (
+        {"eval_split": "train[:100%]"},
+        {"eval_data": "owner/name:default"},
+        {"split": parts.split, "eval_split": "train"},
+    ):
+        with pytest.raises(RopeExtendError, match="would be evaluated on its training text"):
+            check_split(replace(run, streaming=True, **changes))
+    check_split(replace(run, data="owner/name:de", eval_data="owner/name:fr"))
     check_split(replace(run, eval_data="owner/other"))
     check_split(replace(recipe, eval_data=recipe.data))  # files have no splits
 
