@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rope_extend.checkpoint.base_model import changes_base
+from rope_extend.checkpoint.base_model import (
+    base_matrices,
+    changes_base,
+    check_base_fingerprint,
+    token_layers_of,
+)
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, read_record, write_record
 from rope_extend.checkpoint.saving import complete
@@ -47,13 +51,12 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
                 with another encoding, or an adapter on another base model.
         """
         record = Record.of(model, self.base_model)
-        configs = [*(getattr(unwrap(model), "peft_config", None) or {}).values()]
         checkpoint = _checkpoint(args, state)
         if state.global_step and (checkpoint / RECORD_NAME).exists():
             before = read_record(checkpoint)
             _check_encoding(checkpoint, before, record)
-            _check_base(checkpoint, before, record, configs)
-        for config in configs:
+            _check_base(checkpoint, before, record, model)
+        for config in _adapter_configs(model):
             config.auto_mapping = {**(config.auto_mapping or {}), ADAPTER_MARK: adapter_mark(record)}
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -94,20 +97,30 @@ def _check_encoding(checkpoint: Path, before: Record, record: Record) -> None:
     )
 
 
-def _check_base(checkpoint: Path, before: Record, record: Record, configs: Sequence[Any]) -> None:
+def _check_base(checkpoint: Path, before: Record, record: Record, model: Any) -> None:
     """Refuse to resume an adapter on another base model.
 
     Raises:
         RopeExtendError: both fingerprints are known and differ. They are not compared if peft changed the
             base model when it made the adapter.
     """
-    fingerprints = {before.base_fingerprint, record.base_fingerprint}
-    if len(fingerprints) == 1 or None in fingerprints or any(map(changes_base, configs)):
+    base, configs, recorded = unwrap(model), _adapter_configs(model), before.base_fingerprint
+    if recorded is None or record.base_fingerprint is None or any(map(changes_base, configs)):
         return
-    raise RopeExtendError(
-        f"{checkpoint} was trained on the base model {before.base_model!r}, but {record.base_model!r} has "
-        "other weights; load the former, or start a new run"
+    check_base_fingerprint(
+        base_matrices(base),
+        recorded,
+        adapter=checkpoint,
+        token_layers={layer for config in configs for layer in token_layers_of(base, config)},
+        trained_on=before.base_model,
+        base=record.base_model or "a model made in memory",
+        advice="; load the former, or start a new run",
     )
+
+
+def _adapter_configs(model: Any) -> list[Any]:
+    """The configs of a model's adapters; empty without an adapter."""
+    return [*(getattr(unwrap(model), "peft_config", None) or {}).values()]
 
 
 def _differences(name: str, then: Any, now: Any) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import TARGET, llama
+from integrity import early_fingerprint
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import (
@@ -25,7 +26,7 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.model_type import MODEL_TYPE
-from rope_extend.checkpoint.record import read_record
+from rope_extend.checkpoint.record import read_record, write_record
 
 IDS = torch.arange(80).remainder(61)[None]
 DATA = [
@@ -78,6 +79,13 @@ def trainer(model: Any, output: Path, *callbacks: TrainerCallback, **options: An
     return Trainer(
         model=model, args=arguments, train_dataset=DATA, eval_dataset=DATA[:2], callbacks=list(callbacks)
     )
+
+
+def resume(model: Any, output: Path) -> None:
+    """What the callback does when a run resumes at step 1."""
+    arguments = TrainingArguments(output_dir=str(output))
+    callback = rx.SaveEncodingCallback()
+    callback.on_train_begin(arguments, TrainerState(global_step=1), TrainerControl(), model=model)
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
@@ -187,13 +195,30 @@ def test_an_adapter_is_not_resumed_on_another_base_model_or_window(base: Path, t
     for model, message in (
         (
             patched(tmp_path / "other", "adapter"),
-            r"checkpoint-3 was trained on .*base', but .*other' has other",
+            r"checkpoint-3 was trained on .*base' .*, but .*other' has other",
         ),
         (get_peft_model(longer, lora), r"checkpoint-3 was trained with .* up to 256 .* up to 512 tokens"),
     ):
         run = trainer(model, tmp_path / "run", rx.SaveEncodingCallback())
         with pytest.raises(RopeExtendError, match=message):
             run.train(resume_from_checkpoint=True)
+
+
+def test_an_adapter_of_an_early_version_that_trains_single_tokens_is_resumed(tmp_path: Path) -> None:
+    """Its fingerprint left out the matrix with those tokens."""
+
+    def adapted(model: Any) -> Any:
+        rx.patch_model(model, rx.encoding("yarn", factor=8.0), target_length=TARGET)
+        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], trainable_token_indices=[3])
+        return get_peft_model(model, lora)
+
+    checkpoint = rx.save(adapted(llama()), tmp_path / "checkpoint-1", base_model="owner/base")
+    write_record(checkpoint, replace(read_record(checkpoint), base_fingerprint=early_fingerprint(llama())))
+    resume(adapted(llama()), tmp_path)
+    other = llama()
+    other.lm_head.weight.data[0, 0] += 1
+    with pytest.raises(RopeExtendError, match=r"-1 was trained on 'owner/base' .* has other weights"):
+        resume(adapted(other), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -224,16 +249,11 @@ def test_encodings_with_the_same_short_text_are_told_apart(
     model = llama()
     patch = rx.patch_model(model, before, target_length=TARGET)
     rx.save(model, tmp_path / "checkpoint-1")
-    begin = partial(
-        rx.SaveEncodingCallback().on_train_begin,
-        TrainingArguments(output_dir=str(tmp_path)), TrainerState(global_step=1), TrainerControl(),
-        model=model,
-    )  # fmt: skip
-    begin()
+    resume(model, tmp_path)
     patch.remove()
     rx.patch_model(model, now, target_length=TARGET)
     with pytest.raises(RopeExtendError, match=message):
-        begin()
+        resume(model, tmp_path)
 
 
 def test_what_has_no_stock_form_is_guarded_in_every_checkpoint(base: Path, tmp_path: Path) -> None:
