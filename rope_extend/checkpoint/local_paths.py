@@ -17,7 +17,7 @@ from rope_extend.report.tables import is_private
 
 logger = logging.getLogger(__name__)
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = Path(__file__).resolve().parents[1]
 _RECIPE = "recipe.yaml"
 _FIELDS = {
     "adapter_config.json": ("base_model_name_or_path",),
@@ -52,5 +52,5 @@ def _private_fields(file: Path, fields: tuple[str, ...]) -> list[str]:
 
 def _is_private(value: Any) -> bool:
     names = value if isinstance(value, list) else [value]
-    paths = [name for name in names if isinstance(name, str) and not name.startswith(_PACKAGE)]
+    paths = [name for name in names if isinstance(name, str) and not Path(name).is_relative_to(_PACKAGE)]
     return any(map(is_private, paths))

@@ -548,9 +548,8 @@ class _StepEstimator:
         buckets = self.processes > 1  # those of DistributedDataParallel hold a second copy of every gradient
         objective, offload = NextTokenLoss(self.model), HostOffload()
         with (
-            casting_as_autocast(
-                self.model, self.dtype
-            ) as cast,  # before tiles, which take over a layer's forward
+            # Before tiles, which take over a layer's forward.
+            casting_as_autocast(self.model, self.dtype) as cast,
             apply_memory_options(self.base, memory_options, offload),
             DirectKernelCalls(),
             counter,

@@ -185,6 +185,8 @@ def test_the_bundled_model_is_no_secret(tmp_path: Path, caplog: pytest.LogCaptur
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(MODEL_DIR)}))
     warn_of_local_paths(tmp_path)
     assert not caplog.text
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/clients/base"}))
-    warn_of_local_paths(tmp_path)
-    assert "adapter_config.json (base_model_name_or_path)" in caplog.text
+    for other in (tmp_path / "base", f"{MODEL_DIR.parents[1]}_clients/base"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(other)}))
+        caplog.clear()
+        warn_of_local_paths(tmp_path)
+        assert "adapter_config.json (base_model_name_or_path)" in caplog.text

@@ -108,11 +108,12 @@ def test_pages_and_tables_have_no_absolute_paths(
     for picture in ("curves.plot_perplexity", "curves.plot_loss_by_position", "retrieval_maps.plot_heat_map"):
         monkeypatch.setattr(f"rope_extend.plots.{picture}", draw)
     monkeypatch.setattr("rope_extend.plots.retrieval_maps.plot_accuracy", draw)
-    named = [replace(row, model="/home/clients/base", adapter="/home/clients/run") for row in rows[2:4]]
+    clients = tmp_path / "clients"
+    named = [replace(row, model=str(clients / "base"), adapter=str(clients / "run")) for row in rows[2:4]]
     write_report(named, tmp_path / "one", trained_length=TRAINED)
     found = RetrievalResult(
         "YaRN", (Cell("passkey", 64, 0.5, 20, (1.0, 0.0), "0"),), trained_length=TRAINED,
-        model="/home/clients/base", adapter="/home/clients/run",
+        model=str(clients / "base"), adapter=str(clients / "run"),
     )  # fmt: skip
     write_retrieval([found], tmp_path / "two")
     for name in ("one", "two"):
