@@ -1,0 +1,143 @@
+"""Attention in parts without a mask: each part and their merge against dense attention in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerances import rounding
+from torch import Tensor
+
+from rope_extend.attention.log_sum_exp import merge, partial_attention
+
+SCALE = 0.3
+
+
+def states(
+    heads: tuple[int, int], tokens: tuple[int, int], widths: tuple[int, int], seed: int
+) -> list[Tensor]:
+    """Query, key and value of two rows, float64."""
+    make = torch.Generator().manual_seed(seed)
+    sizes = [
+        (heads[0], tokens[0], widths[0]),
+        (heads[1], tokens[1], widths[0]),
+        (heads[1], tokens[1], widths[1]),
+    ]
+    return [torch.randn(2, *size, dtype=torch.float64, generator=make) for size in sizes]
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Softmax over all logits."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
+    logits = SCALE * torch.einsum("bhqd,bhkd->bhqk", query, key)
+    if causal:
+        seen = torch.arange(key.shape[2]) <= torch.arange(query.shape[2])[:, None]
+        logits = torch.where(seen, logits, -math.inf)
+    return torch.einsum("bhqk,bhkd->bhqd", logits.softmax(-1), value), logits.logsumexp(-1)
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, terms: int) -> None:
+    bound = rounding(dtype, terms, max(1.0, float(expected.abs().max())))
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
+
+
+LAYOUTS = st.tuples(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(1, 40), st.sampled_from([4, 6, 16])
+)
+
+
+@given(LAYOUTS, st.booleans(), st.booleans(), st.sampled_from([torch.float32, torch.float64]))
+def test_a_part_equals_dense_attention(
+    layout: tuple[int, ...], causal: bool, plain: bool, dtype: torch.dtype
+) -> None:
+    kv_heads, groups, queries, keys, width = layout
+    keys = queries if causal else keys
+    exact = states((kv_heads * groups, kv_heads), (queries, keys), (width, 8), seed=keys)
+    rounded = [part.to(dtype) for part in exact]
+    output, sums = partial_attention(*rounded, causal=causal, scale=SCALE, plain=plain)
+    expected, expected_sums = dense(*(part.double() for part in rounded), causal)
+    assert (output.dtype, sums.dtype) == (dtype, dtype)
+    assert_near(output, expected, dtype, keys * width)
+    assert_near(sums, expected_sums, dtype, keys * width)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=5), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_parts_merge_to_attention_over_all_keys(sizes: list[int], dtype: torch.dtype) -> None:
+    """Sets without keys count as nothing, also if all are empty."""
+    exact = states((4, 2), (7, sum(sizes)), (16, 16), seed=sum(sizes))
+    query, key, value = (part.to(dtype) for part in exact)
+    output, sums = torch.zeros(2, 4, 7, 16), torch.full((2, 4, 7), -math.inf)
+    for part in zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True):
+        output, sums = merge(output, sums, *partial_attention(query, *part, causal=False, scale=SCALE))
+    assert (output.dtype, sums.dtype) == (torch.float32, torch.float32)
+    if sum(sizes) == 0:
+        assert (output == 0).all()
+        assert (sums == -math.inf).all()
+        return
+    expected, expected_sums = dense(*(part.double() for part in (query, key, value)), False)
+    assert_near(output, expected, dtype, sum(sizes) * 16)
+    assert_near(sums, expected_sums, dtype, sum(sizes) * 16)  # kernels approximate exp in bfloat16
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("widths", [(16, 16), (16, 8), (8, 12)])
+@pytest.mark.parametrize(("heads", "dtype"), [((4, 2), torch.float64), ((2, 2), torch.float32)])
+def test_gradients_through_the_merge_equal_those_of_dense_attention(
+    heads: tuple[int, int], dtype: torch.dtype, widths: tuple[int, int], plain: bool
+) -> None:
+    """Of a square of causal attention and a part that sees all its keys, merged; one query sees no more."""
+    sizes, total = (9, 5), 14
+    exact = states(heads, (9, total), widths, seed=3)
+    leaves = [part.to(dtype).requires_grad_() for part in exact]
+    query, key, value = leaves
+    (k1, k2), (v1, v2) = key.split(sizes, dim=2), value.split(sizes, dim=2)
+    one = partial_attention(query, k1, v1, causal=True, scale=SCALE, plain=plain)
+    two = partial_attention(query, k2, v2, causal=False, scale=SCALE, plain=plain)
+    output, sums = merge(*one, *two)
+    output, sums = merge(
+        output, sums, *partial_attention(query, key[:, :, :0], value[:, :, :0], causal=False, scale=SCALE)
+    )
+    wished = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    (output * wished.to(dtype)).sum().backward(retain_graph=True)
+    (0.7 * sums.sum()).backward()
+
+    dense_leaves = [part.detach().double().requires_grad_() for part in leaves]
+    query, key, value = dense_leaves
+    key, value = (part.repeat_interleave(heads[0] // heads[1], dim=1) for part in (key, value))
+    logits = SCALE * query @ key.mT
+    seen = torch.ones(9, total, dtype=torch.bool)
+    seen[:, :9] = torch.ones(9, 9, dtype=torch.bool).tril()
+    logits = logits.masked_fill(~seen, -math.inf)
+    ((logits.softmax(-1) @ value * wished).sum() + 0.7 * logits.logsumexp(-1).sum()).backward()
+    for leaf, expected in zip(leaves, dense_leaves, strict=True):
+        assert leaf.grad is not None and expected.grad is not None  # noqa: PT018
+        assert_near(leaf.grad, expected.grad, dtype, total * 16)
+
+
+def test_gradients_in_bfloat16_lose_no_more_than_its_own_rounding() -> None:
+    """The gradient of the log-sum-exp is carried with the precision of float32."""
+    leaves = [part.to(torch.bfloat16).requires_grad_() for part in states((2, 1), (12, 12), (16, 16), seed=5)]
+    _, sums = partial_attention(*leaves, causal=True, scale=SCALE)
+    (1000 * sums).sum().backward()
+    exact = [part.detach().double().requires_grad_() for part in leaves]
+    (1000 * dense(*exact, True)[1]).sum().backward()
+    for leaf, expected in zip(leaves[:2], exact[:2], strict=True):
+        assert leaf.grad is not None and expected.grad is not None  # noqa: PT018
+        assert_near(leaf.grad / 1000, expected.grad / 1000, torch.bfloat16, 12)
+
+
+def test_causal_attention_is_square() -> None:
+    query, key, value = states((1, 1), (3, 4), (8, 8), seed=0)
+    with pytest.raises(ValueError, match="3 queries to 4 keys is not square"):
+        partial_attention(query, key, value, causal=True, scale=SCALE)
+
+
+def test_autocast_computes_in_its_own_dtype() -> None:
+    query, key, value = (part.float() for part in states((2, 1), (6, 6), (8, 8), seed=1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, sums = partial_attention(query, key.bfloat16(), value, causal=True, scale=SCALE)
+    assert (output.dtype, sums.dtype) == (torch.bfloat16, torch.float32)
