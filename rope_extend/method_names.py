@@ -1,4 +1,7 @@
-"""The names of the position encodings, without importing them: each is the name of a file in `encodings/`."""
+"""The names of the position encodings, without importing them: each is the name of a file in `encodings/`.
+
+Where a method's name is asked for, the path of a saved encoding is taken too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from rope_extend.errors import RopeExtendError
+
+ENCODING_FILE = "encoding.json"
+"""Name of the file of a saved encoding, in its directory."""
 
 
 @cache
@@ -26,8 +32,31 @@ def unknown_method(name: object, known: Collection[str]) -> RopeExtendError:
     return RopeExtendError(f"no encoding is named {name!r}.{hint} Known: {', '.join(sorted(known))}")
 
 
+def encoding_file(name: str) -> Path | None:
+    """The file of a saved encoding, if `name` is its path or that of its directory; None for other names.
+
+    Raises:
+        RopeExtendError: the name is a path, and there is no such file.
+    """
+    path = Path(name)
+    file = path if path.suffix == ".json" else path / ENCODING_FILE
+    try:
+        if file.is_file():
+            return file
+    except (OSError, ValueError):  # a name that no file can have
+        return None
+    if "(" not in name and (path.suffix == ".json" or len(path.parts) > 1 or path.is_absolute()):
+        raise RopeExtendError(
+            f"no saved encoding at {name!r}: there is no file {str(file)!r}; give the directory of a search "
+            "(`rope-extend search`), or the name of a method"
+        )
+    return None
+
+
 def check_method_name(name: str) -> None:
     """Refuse a method, or a composition such as `resonance(yarn)`, that contains an unknown name.
+
+    A path must be that of a saved encoding.
 
     Once `rope_extend.encodings` is imported, its registry is asked instead of this function: other packages
     may have added encodings.
@@ -35,8 +64,10 @@ def check_method_name(name: str) -> None:
     Raises:
         RopeExtendError: an unknown name.
     """
+    if name in method_names() or encoding_file(name):
+        return
     if "rope_extend.encodings" in sys.modules:
         return
     for part in name.replace(" ", "").rstrip(")").split("("):
-        if part not in method_names():
+        if part not in method_names() and not encoding_file(part):
             raise unknown_method(part, method_names())

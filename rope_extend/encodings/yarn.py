@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from rope_extend.encodings.core.critical import check_critical, critical_pair, index_with_turns
 from rope_extend.encodings.core.rope import ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.ntk_by_parts import by_parts
@@ -33,6 +34,9 @@ class YaRN(ScaledRope):
         mscale: with `mscale_all_dim`, DeepSeek's form of the factor: the weight of `ln s` in its numerator.
         mscale_all_dim: the weight of `ln s` in its denominator.
         ramp: the ramp is linear in the channel `index` or in the number of `turns`.
+        critical: the first channel pair that is divided by s in full, in place of `beta_slow`: LongRoPE2's
+            critical pair (2502.20082), for `ramp="index"`. `theoretical`, which is the default too, is the
+            first pair with at most one turn within the trained window. LongRoPE2 finds lower ones better.
     """
 
     beta_fast: float = 32.0
@@ -42,6 +46,7 @@ class YaRN(ScaledRope):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     ramp: str = "index"
+    critical: int | str | None = None
 
     name: ClassVar[str] = "yarn"
     paper: ClassVar[str] = "2309.00071"
@@ -69,13 +74,18 @@ class YaRN(ScaledRope):
             raise RopeExtendError(
                 "yarn: truncate=False has no effect with ramp='turns', whose ends are never rounded; omit it"
             )
+        object.__setattr__(self, "critical", check_critical("yarn", self.critical))
+        if self.critical is not None and (self.ramp == "turns" or self.beta_slow != 1):
+            raise RopeExtendError(
+                "yarn: critical sets the slow end of the ramp in channel pairs; leave out ramp='turns' and "
+                "beta_slow"
+            )
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`ramp * theta_i / s + (1 - ramp) * theta_i`, `[dim/2]` float64, radians per token."""
         if self.ramp == "turns":
             return by_parts(shape, self.factor, self.beta_slow, self.beta_fast)
-        low = self._channel_turning(self.beta_fast, shape)
-        high = self._channel_turning(self.beta_slow, shape)
+        low, high = (index_with_turns(shape, turns) for turns in (self.beta_fast, self._slow_turns(shape)))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, shape.dim - 1)
@@ -85,12 +95,25 @@ class YaRN(ScaledRope):
         plain = shape.inv_freq()
         return ramp * plain / self.factor + (1 - ramp) * plain
 
-    @staticmethod
-    def _channel_turning(turns: float, shape: RopeShape) -> float:
-        """The (fractional) index of the channel pair with `turns` turns within the trained window."""
-        return (
-            shape.dim * math.log(shape.trained_length / (turns * 2 * math.pi)) / (2 * math.log(shape.theta))
-        )
+    def _slow_turns(self, shape: RopeShape) -> float:
+        """The turns within the trained window at the slow end of the ramp.
+
+        Raises:
+            RopeExtendError: the critical pair is not in the model, or is at or below the start of the ramp.
+        """
+        if self.critical is None:
+            return self.beta_slow
+        pair = critical_pair("yarn", self.critical, shape)
+        start = index_with_turns(shape, self.beta_fast)
+        start = max(0, math.floor(start) if self.truncate else start)
+        if pair <= start:
+            raise RopeExtendError(
+                f"yarn: critical must be above the pair where the ramp starts, {start:g} with "
+                f"beta_fast={self.beta_fast:g}; got {pair}"
+            )
+        # Half a pair before if the end is rounded up, so that no rounding of the turns misses the pair.
+        index = pair - 0.5 if self.truncate else pair
+        return float(shape.trained_length * shape.theta ** (-2 * index / shape.dim) / (2 * math.pi))
 
     def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
         """`0.1 ln s + 1`, or DeepSeek's quotient of two such terms, or `attention_scale`."""
@@ -104,9 +127,14 @@ class YaRN(ScaledRope):
         return 0.1 * weight * math.log(self.factor) + 1.0
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
-        """Stock `yarn` with the trained length, which its ramp needs; stock `longrope` for `ramp="turns"`."""
+        """Stock `yarn` with the trained length, which its ramp needs; stock `longrope` for `ramp="turns"`.
+
+        A critical pair becomes the `beta_slow` with the same table.
+        """
         if self.ramp == "turns":
             return self.longrope_parameters(shape)
         values = super().rope_parameters(shape)
         del values["ramp"]
+        values.pop("critical", None)
+        values["beta_slow"] = self._slow_turns(shape)
         return {**values, "original_max_position_embeddings": shape.trained_length}

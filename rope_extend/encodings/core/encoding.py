@@ -13,9 +13,10 @@ from torch import Tensor
 
 from rope_extend.encodings.core.checks import check_number, short_text
 from rope_extend.encodings.core.effects import Effects
+from rope_extend.encodings.core.saved import read_encoding_file
 from rope_extend.encodings.core.shapes import ModelShape, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.method_names import unknown_method
+from rope_extend.method_names import encoding_file, unknown_method
 
 _registry: dict[str, type[Encoding]] = {}
 
@@ -148,7 +149,8 @@ class Encoding(ABC):
             raise RopeExtendError(
                 f"an encoding is a mapping such as {{'name': 'linear', 'factor': 8.0}}, got {data!r}"
             )
-        return encoding(data["name"], **{key: value for key, value in data.items() if key != "name"})
+        # Never a path: a record that names one must not make us read that file.
+        return _named(data["name"], {key: value for key, value in data.items() if key != "name"})
 
 
 def encoding_classes() -> dict[str, type[Encoding]]:
@@ -189,9 +191,19 @@ def check_parameters(cls: type[Encoding], parameters: Mapping[str, Any]) -> None
 def encoding(name: str, **parameters: Any) -> Encoding:
     """Make an encoding by name: `encoding("yarn", factor=4.0)`.
 
+    A saved encoding is made from the path of its file, or of its directory: `encoding("runs/search")`.
+
     Raises:
-        RopeExtendError: unknown name, unknown, missing or invalid parameters.
+        RopeExtendError: unknown name, unknown, missing or invalid parameters, or a damaged file.
     """
+    if name not in _registry and (file := encoding_file(name)) is not None:
+        if parameters:
+            raise RopeExtendError(f"{name} is a saved encoding, which takes no parameters; got {parameters}")
+        return Encoding.from_dict(read_encoding_file(file).encoding)
+    return _named(name, parameters)
+
+
+def _named(name: str, parameters: Mapping[str, Any]) -> Encoding:
     cls = encoding_class(name)
     check_parameters(cls, parameters)
     missing = [field for field in cls.required() if field not in parameters]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rope_extend.encodings.core.encoding import (
@@ -15,8 +16,11 @@ from rope_extend.encodings.core.encoding import (
     encoding_names,
 )
 from rope_extend.encodings.core.rope import ComposedRope, RopeEncoding
+from rope_extend.encodings.core.saved import read_encoding_file
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.method_names import encoding_file
+from rope_extend.units import format_length
 
 EncodingT_co = TypeVar("EncodingT_co", bound=Encoding, covariant=True)
 
@@ -26,10 +30,11 @@ class Method(Generic[EncodingT_co]):
     """A method by name, before it knows a model: `yarn`, `alibi`, or composed, `resonance(yarn)`.
 
     Attributes:
-        classes: the encodings, the outermost first; only rotary schedules can be composed.
+        classes: the encodings, the outermost first; only rotary schedules can be composed. The innermost may
+            be a `SavedEncoding`, which has what is used of a class here.
     """
 
-    classes: tuple[type[EncodingT_co], ...]
+    classes: tuple[Any, ...]
 
     def for_target(self, shape: RopeShape, target_length: int, **parameters: Any) -> EncodingT_co:
         """The encoding for a window of `target_length` tokens.
@@ -40,7 +45,7 @@ class Method(Generic[EncodingT_co]):
             RopeExtendError: unknown or invalid parameters.
         """
         *outer, innermost = zip(self.classes, self.split_parameters(parameters), strict=True)
-        built = innermost[0].for_target(shape, target_length, **innermost[1])
+        built: EncodingT_co = innermost[0].for_target(shape, target_length, **innermost[1])
         for cls, values in reversed(outer):
             built = cls.for_target(shape, target_length, **values, inner=built)
         return built
@@ -48,7 +53,7 @@ class Method(Generic[EncodingT_co]):
     @property
     def replaces_rotation(self) -> bool:
         """Whether the model's RoPE is gone, so that a pretrained model has to be fine-tuned for longer."""
-        return self.classes[-1].replaces_rotation
+        return bool(self.classes[-1].replaces_rotation)
 
     def split_parameters(self, parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The parameters of each encoding; a parameter goes to the outermost that has it.
@@ -67,19 +72,78 @@ class Method(Generic[EncodingT_co]):
         return split
 
 
+@dataclass(frozen=True)
+class SavedEncoding:
+    """A saved encoding as a method: it has one model and one window, and takes no parameters.
+
+    Attributes:
+        name: the path, as it was given.
+        encoding: the encoding.
+        shape: the rotary shape of the model that it belongs to; None if the file does not say.
+        target_length: the longest window that it is meant for, in tokens; None if the file does not say.
+    """
+
+    name: str
+    encoding: Encoding
+    shape: RopeShape | None
+    target_length: int | None
+
+    @classmethod
+    def read(cls, name: str, file: Path) -> SavedEncoding:
+        """From its file.
+
+        Raises:
+            RopeExtendError: the file is damaged.
+        """
+        content = read_encoding_file(file)
+        return cls(name, Encoding.from_dict(content.encoding), content.shape, content.target_length)
+
+    @property
+    def replaces_rotation(self) -> bool:
+        """Whether the encoding replaces RoPE."""
+        return self.encoding.replaces_rotation
+
+    def parameters(self) -> list[str]:
+        """No parameters: all are in the file."""
+        return []
+
+    def for_target(self, shape: RopeShape, target_length: int) -> Encoding:
+        """The encoding itself.
+
+        Raises:
+            RopeExtendError: it belongs to a model of another shape, or to a shorter window.
+        """
+        if self.shape is not None and self.shape != shape:
+            raise RopeExtendError(
+                f"the encoding in {self.name!r} belongs to another model: it is for {self.shape}, and this "
+                f"model has {shape}; search again for this model"
+            )
+        if self.target_length is not None and target_length > self.target_length:
+            raise RopeExtendError(
+                f"the encoding in {self.name!r} is for {format_length(self.target_length)} tokens, got "
+                f"{format_length(target_length)}; use a target up to that length, or search again"
+            )
+        return self.encoding
+
+
 def rotary_method(name: str) -> Method[RopeEncoding]:
     """The rotary method called `name`, which may be composed: `resonance(yarn)`.
 
     Raises:
         RopeExtendError: unknown name, not a rotary method, or an outer method that takes no inner one.
     """
+    if str(name) not in encoding_classes() and (file := encoding_file(str(name))) is not None:
+        return Method((_rotary_file(str(name), file),))
     parts = str(name).replace(" ", "").split("(")
     opened = len(parts) - 1
     if not parts[-1].endswith(")" * opened):
         raise RopeExtendError(f"{name}: {opened} opening brackets need as many closing ones at the end")
     parts[-1] = parts[-1][: len(parts[-1]) - opened]
-    classes = []
+    classes: list[Any] = []
     for depth, part in enumerate(parts):
+        if depth == opened and part not in encoding_classes() and (file := encoding_file(part)) is not None:
+            classes.append(_rotary_file(part, file))
+            continue
         cls = encoding_class(part)
         if not issubclass(cls, RopeEncoding):
             rotary = ", ".join(encoding_names(RopeEncoding))
@@ -91,8 +155,22 @@ def rotary_method(name: str) -> Method[RopeEncoding]:
     return Method(tuple(classes))
 
 
+def _rotary_file(name: str, file: Path) -> SavedEncoding:
+    """The saved encoding in a file.
+
+    Raises:
+        RopeExtendError: it is not a rotary one, or the file is damaged.
+    """
+    saved = SavedEncoding.read(name, file)
+    if not isinstance(saved.encoding, RopeEncoding):
+        raise RopeExtendError(f"the encoding in {name!r}, {saved.encoding}, is not rotary")
+    return saved
+
+
 def method_named(name: str) -> Method[Encoding]:
     """The method called `name`, rotary or not; rotary ones may be composed: `resonance(yarn)`.
+
+    A path gives the encoding that is saved there.
 
     Raises:
         RopeExtendError: unknown name, or an outer method that takes no inner one.
