@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rope_extend.checkpoint.auto_registration import register_when_imported
 
 if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and editors
+    from rope_extend.advice.answer import Advice, advise
     from rope_extend.checkpoint.callback import SaveEncodingCallback
     from rope_extend.checkpoint.export.write import export
     from rope_extend.checkpoint.info import info
@@ -36,6 +37,7 @@ if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and edit
 
 __version__ = "0.1.0"
 __all__ = [
+    "Advice",
     "Document",
     "Encoding",
     "EvaluationConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "SaveEncodingCallback",
     "UnsupportedModelError",
     "__version__",
+    "advise",
     "current_patch",
     "encoding",
     "encoding_names",
@@ -75,6 +78,7 @@ __all__ = [
     "verify",
 ]
 _MODULES = {
+    "advice.answer": ("Advice", "advise"),
     "checkpoint.callback": ("SaveEncodingCallback",),
     "checkpoint.export.write": ("export",),
     "checkpoint.info": ("info",),

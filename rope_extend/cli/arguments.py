@@ -15,7 +15,7 @@ from rope_extend.units import memory_size, parse_length
 Value = TypeVar("Value")
 
 
-def _argument(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+def argument(parse: Callable[[str], Value]) -> Callable[[str], Value]:
     """Let argparse report an error of the library as a mistake in this argument."""
 
     @wraps(parse)
@@ -28,19 +28,19 @@ def _argument(parse: Callable[[str], Value]) -> Callable[[str], Value]:
     return parsed
 
 
-@_argument
+@argument
 def length(text: str) -> int:
     """A number of tokens: `32k`, `4096`."""
     return parse_length(text)
 
 
-@_argument
+@argument
 def lengths(text: str) -> list[int]:
     """Numbers of tokens, separated by commas: `4k,32k`."""
     return [parse_length(part) for part in text.split(",")]
 
 
-@_argument
+@argument
 def size(text: str) -> int:
     """A number of bytes: `20GB`, `512MiB`."""
     return memory_size(text)
@@ -51,7 +51,7 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-@_argument
+@argument
 def methods(text: str) -> list[str]:
     """Names of methods, separated by commas, and `as-is` for the encoding that the model has."""
     found = names(text)
@@ -61,14 +61,14 @@ def methods(text: str) -> list[str]:
     return found
 
 
-@_argument
+@argument
 def checkpoint(text: str) -> str:
     """A directory that exists, or a hub id."""
     check_path(text)
     return text
 
 
-@_argument
+@argument
 def depths(text: str) -> int | list[float]:
     """A number of depths, `5`, or the depths themselves, from 0 to 1: `0,0.5,1`."""
     try:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from rope_extend import __version__
-from rope_extend.cli import discover, draw, measure, ship, train
+from rope_extend.cli import advise, discover, draw, measure, ship, train
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.processes import is_main_process
 
@@ -47,6 +47,13 @@ GROUPS: dict[str, dict[str, Command]] = {
     "start here": {
         "demo": Command(
             discover.demo_arguments, discover.demo, ("demo", "demo --methods none,yarn --output out")
+        ),
+        "advise": Command(
+            advise.advise_arguments, advise.advise,
+            (
+                f"advise {_8B} --target-length 32k --gpu h100 --output recipe.yaml",
+                f"advise {_8B} --target-length 32k --gpu 24GB --engine vllm",
+            ),
         ),
         "info": Command(
             discover.info_arguments, discover.info, (f"info {_8B}", f"info {_8B} --target-length 32k --json")

@@ -232,20 +232,22 @@ def finetune(
     )
 
 
-def plan(recipe: Recipe, *, limit_memory: int | None = None) -> TrainingPlan:
+def plan(recipe: Recipe, *, limit_memory: int | None = None, elsewhere: bool = False) -> TrainingPlan:
     """Estimate the memory of a run's steps, with each memory option, and of its evaluations; loads nothing.
 
     Args:
         recipe: the run.
         limit_memory: bytes of the device to plan with; by default what is free. On a machine without a GPU,
             the memory of the GPU that the run will use; an `auto` dtype is then bfloat16.
+        elsewhere: the run will use a GPU of another machine, even if this one has a GPU.
 
     Raises:
         RopeExtendError: the recipe does not work with its model, or the model's family does not run on the
             meta device.
     """
     device = LoadOptions().torch_device
-    planned_gpu = torch.device("cuda") if limit_memory is not None and device.type == "cpu" else None
+    absent = limit_memory is not None and (elsewhere or device.type == "cpu")
+    planned_gpu = torch.device("cuda") if absent else None  # without an index, so it is no GPU of this machine
     dtype = torch.bfloat16 if planned_gpu and recipe.dtype == "auto" else _dtype(recipe, device)
     shape, reach = _check_model(recipe, None, dtype, Sharding())
     load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)

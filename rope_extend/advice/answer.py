@@ -1,0 +1,395 @@
+"""Advice for one model and one window: whether to train, with which method, on what, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from os import PathLike
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from transformers import AutoConfig
+
+from rope_extend.advice.estimates import Memory, Work, fit, operations_per_token, short_blocks, work
+from rope_extend.advice.gpus import Gpu, find_gpu
+from rope_extend.advice.recipe_text import recipe_text
+from rope_extend.advice.serving import Extension, Serving, serving
+from rope_extend.advice.windows import Window, window_of_config
+from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.checkpoint.info import info
+from rope_extend.encodings import RopeShape, method_named
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.families import adapter_for
+from rope_extend.models.loading import pretrained
+from rope_extend.units import format_bytes, format_length, parse_length
+
+READS_ALREADY = "reads already"
+LOCAL = "local attention"
+STANZA = "recommended by its makers"
+UNTRAINED = "try without training first"
+TRAIN = "train"
+DEFAULT_GPU = "80GB"
+UNTRAINED_FACTOR = 2.0
+"""Up to this factor an untrained method is worth a test first.
+
+On the bundled model, `dynamic_yarn` at 2 times the window is within 0.5 % of cropping, and leaves short texts
+as they were. At 4 times it is 2 % worse than cropping, and `yarn` 14 %.
+"""
+LARGEST_FACTOR = 32.0
+"""The largest factor of the YaRN paper (2309.00071), from 4k to 128k."""
+STEPS = 400
+"""The YaRN paper's steps, there with 64 sequences each."""
+SHORT_BLOCK_STEPS = 1000
+"""The PoSE paper's steps (2309.10400)."""
+FEWEST_STEPS = 200
+"""Position interpolation is below the original perplexity after 200 steps (2306.15595, section 3.3)."""
+CRITERIA = (
+    "perplexity at the target, divided by that of the same model cropped to its old window, is below 1 with "
+    "its whole interval",
+    "passkeys are found in at least 90 % of the trials at every depth, at the target length",
+    "perplexity within the old window grows by at most 2 % (ratio at most 1.02)",
+)
+"""What an extension must reach before it can be called a success."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do to let a model read a longer window.
+
+    Attributes:
+        model: the directory or hub id.
+        model_type: its family.
+        window: what the model reads without any change.
+        target_length: the window that is wanted, in tokens.
+        verdict: one of the constants of this module, such as `reads already` or `train`.
+        reason: why, in a sentence or two.
+        trained_length: the pretrained window in tokens; None if nothing is to be done.
+        factor: target divided by pretrained window; None if nothing is to be done.
+        method: the method to use, and to train with; None if nothing is to be done.
+        untrained_method: the method to try first without training; None if there is none.
+        recipe: fields of a fine-tuning recipe; empty if no training is needed.
+        memory: what a step of the recipe needs; None without a recipe.
+        work: tokens, operations and hours of the recipe; None without one, or if they cannot be counted.
+        commands: the commands that follow, in order; those that measure if nothing is to be done.
+        criteria: what to reach before it can be called a success; empty if nothing is to be done.
+        notes: what to know in addition.
+        serving: how the chosen engine serves the result; None if none was chosen, or nothing changes.
+    """
+
+    model: str
+    model_type: str
+    window: Window
+    target_length: int
+    verdict: str
+    reason: str
+    trained_length: int | None = None
+    factor: float | None = None
+    method: str | None = None
+    untrained_method: str | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    memory: Memory | None = None
+    work: Work | None = None
+    commands: tuple[str, ...] = ()
+    criteria: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    serving: Serving | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def recipe_yaml(self) -> str:
+        """The recipe with comments.
+
+        Raises:
+            RopeExtendError: no training is advised, so there is no recipe.
+        """
+        if not self.recipe:
+            raise RopeExtendError(f"no recipe for {self.model}: {self.reason}")
+        head = [
+            f"{self.method} with LoRA: {self.model} from {format_length(self.trained_length or 0)} to "
+            f"{format_length(self.target_length)}"
+        ]
+        if self.memory:
+            needed, available = format_bytes(self.memory.needed), format_bytes(self.memory.available)
+            head.append(f"A step needs {needed}, estimated for a GPU with {available}.")
+            head.append(f"Memory options: {self.memory.options}.")
+        return recipe_text(self.recipe, head)
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What was asked, with the parts of the answer that are known from the config."""
+
+    model: str
+    model_type: str
+    window: Window
+    target: int
+    engine: str | None
+    shape: RopeShape
+    stated: int | None
+
+    @property
+    def factor(self) -> float:
+        return self.target / self.shape.trained_length
+
+    def serve(self, method: str, run: str | None) -> Serving | None:
+        """How the engine serves a method; None if no engine was chosen."""
+        if self.engine is None:
+            return None
+        encoding = method_named(method).for_target(self.shape, self.target)
+        extension = Extension(
+            self.model, self.model_type, encoding, self.shape, self.target, method, run, self.stated
+        )
+        return serving(extension, self.engine)
+
+
+def advise(
+    model: str | PathLike[str],
+    target_length: int | str,
+    *,
+    gpu: str | None = None,
+    hours: float | None = None,
+    engine: str | None = None,
+    data: str | None = None,
+    trained_length: int | None = None,
+) -> Advice:
+    """Say how to let a model read a window, from its config alone. No weights are read.
+
+    Args:
+        model: a local directory or a hub id.
+        target_length: the window, in tokens or as `"32k"`.
+        gpu: a GPU's name, such as `h100`, or its memory, such as `24GB`; by default 80 GB.
+        hours: the longest that training may take on that GPU, which must then be given by its name.
+        engine: what will serve the result: `transformers`, `vllm`, `sglang` or `llama.cpp`.
+        data: long documents for the recipe; by default PG-19, which are books.
+        trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
+
+    Returns:
+        The advice. `verdict` says whether anything is to be done at all.
+
+    Raises:
+        RopeExtendError: no such model, an unknown GPU or engine, hours without the name of a GPU, or a config
+            that does not state the pretrained window.
+        UnsupportedModelError: the model's family is not supported.
+    """
+    name, target, device = str(model), parse_length(target_length), find_gpu(gpu or DEFAULT_GPU)
+    _check(engine, hours, device)
+    config = pretrained(AutoConfig, name)
+    adapter_for(config.model_type)
+    window = window_of_config(config)
+    done = _nothing_to_do(name, config.model_type, window, target, trained_length)
+    if done is not None:
+        return done
+    shape = info(name, trained_length=trained_length).shape
+    question = _Question(name, config.model_type, window, target, engine, shape, trained_length)
+    if window.stanza is not None and target <= window.stanza.longest and trained_length is None:
+        return _by_the_makers(question)
+    return _train(question, device, hours, data)
+
+
+def _check(engine: str | None, hours: float | None, gpu: Gpu) -> None:
+    if engine is not None and engine not in TARGETS:
+        raise RopeExtendError(f"engine must be one of {', '.join(TARGETS)}, got {engine!r}")
+    if hours is None:
+        return
+    if not 0 < hours < float("inf"):
+        raise RopeExtendError(f"hours must be a number above 0, got {hours}")
+    if gpu.peak is None:
+        raise RopeExtendError(
+            f"hours={hours:g} needs the speed of the GPU, and only its memory is known ({gpu.name}); name a "
+            "GPU, as in gpu='h100'"
+        )
+
+
+def _nothing_to_do(
+    name: str, model_type: str, window: Window, target: int, trained_length: int | None
+) -> Advice | None:
+    """The advice for a model that needs no extension, or cannot use one; None for others."""
+    said = f"{window.source[0].upper()}{window.source[1:]}"
+    if target <= window.tokens and (trained_length is None or target <= trained_length):
+        local = (
+            f" No layer attends to more than {window.local:,} tokens at a time, so far tokens act through "
+            "several layers only."
+            if window.local
+            else ""
+        )
+        reason = (
+            f"The model reads {format_length(window.tokens)} tokens as it is, and you want "
+            f"{format_length(target)}. {said}. Nothing is to be done; measure it if in doubt.{local}"
+        )
+        measure = (
+            f"rope-extend evaluate {quote(name)} --lengths {format_length(target)} "
+            "--data path/to/long/documents --output as-it-is"
+        )
+        return Advice(name, model_type, window, target, READS_ALREADY, reason, commands=(measure,))
+    if window.local:
+        reason = (
+            f"No layer attends to more than {window.local:,} tokens, in texts of any length. Another "
+            "position encoding cannot change that. Choose a model whose layers attend to all tokens."
+        )
+        return Advice(name, model_type, window, target, LOCAL, reason)
+    return None
+
+
+def _by_the_makers(question: _Question) -> Advice:
+    """The advice for a model whose card gives a YaRN stanza."""
+    stanza = question.window.stanza
+    assert stanza is not None
+    factor = question.target / stanza.original
+    reason = (
+        "The makers of this model recommend YaRN without training up to "
+        f"{format_length(stanza.longest)} tokens: factor {factor:g} over {format_length(stanza.original)}. "
+        f"If that is not good enough, ask again with trained_length={stanza.original}, which gives a recipe."
+    )
+    notes = (
+        "A fixed factor makes short texts somewhat worse. Use the smallest factor that you need, and the "
+        "original config for short texts.",
+    )
+    if question.shape.trained_length != stanza.original:  # every command must count from the same window
+        shape = replace(question.shape, trained_length=stanza.original)
+        question = replace(question, shape=shape, stated=stanza.original)
+    return Advice(
+        question.model, question.model_type, question.window, question.target, STANZA, reason,
+        trained_length=stanza.original, factor=factor, method="yarn", untrained_method="yarn",
+        commands=_measuring(question, ["none", "yarn"]), criteria=CRITERIA, notes=notes,
+        serving=question.serve("yarn", None),
+    )  # fmt: skip
+
+
+def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None) -> Advice:
+    """The advice for a model that must be extended: its recipe, memory and hours."""
+    factor, trained = question.factor, question.shape.trained_length
+    fields = _fields(question, data)
+    fields, memory = fit(fields, trained, gpu)
+    notes: list[str] = []
+    fields, memory, amount = _within(fields, memory, gpu, hours, trained, notes)
+    notes += _notes(question, memory)
+    if not memory.evaluates:
+        fields = {key: value for key, value in fields.items() if not key.startswith("eval_")}
+        notes.append(
+            "The evaluation at the target length does not fit next to the training. Evaluate after it."
+        )
+    if fields.get("positions"):
+        notes.append(
+            f"Blocks have {format_length(fields['block_length'])} tokens, with positions from the whole "
+            "target window (PoSE). Long blocks show real distances; they need more memory or more hours."
+        )
+    untrained = None
+    if factor <= UNTRAINED_FACTOR:
+        untrained = "dynamic_yarn" if question.engine in (None, "transformers") else "yarn"
+    if untrained:
+        reason = (
+            f"The target is {factor:g} times the pretrained window of {format_length(trained)}. At up to "
+            f"{UNTRAINED_FACTOR:g} times, {untrained} without training may be enough. Measure it; if it "
+            "fails the criteria, train."
+        )
+    else:
+        reason = (
+            f"The target is {factor:g} times the pretrained window of {format_length(trained)}. Beyond "
+            f"{UNTRAINED_FACTOR:g} times, untrained methods lose to the same model cropped to its old "
+            "window: on our bundled model at 4 times, dynamic_yarn by 2 % and yarn by 14 %."
+        )
+    if not memory.fits:
+        longest = f"{memory.longest_block:,} tokens" if memory.longest_block else "none"
+        notes.append(f"This does not fit. The longest block that fits is {longest}. Use a larger GPU.")
+    commands = (
+        *(_measuring(question, ["none", untrained]) if untrained else ()),
+        "rope-extend finetune recipe.yaml --plan",
+        "rope-extend finetune recipe.yaml",
+        *_measuring(question, ["none"], fields["output_dir"]),
+    )
+    return Advice(
+        question.model, question.model_type, question.window, question.target,
+        UNTRAINED if untrained else TRAIN, reason, trained, factor, "yarn", untrained, fields, memory, amount,
+        commands, CRITERIA, tuple(notes), question.serve("yarn", fields["output_dir"]),
+    )  # fmt: skip
+
+
+def _fields(question: _Question, data: str | None) -> dict[str, Any]:
+    """The recipe for long blocks, before memory and hours are known."""
+    name = Path(question.model).name or "model"
+    fields: dict[str, Any] = {
+        "model": question.model,
+        "data": data or "emozilla/pg19",
+        "output_dir": f"runs/{name}-{format_length(question.target)}-yarn",
+        "target_length": question.target,
+        **({"trained_length": question.stated} if question.stated else {}),
+        "method": "yarn",
+        "steps": STEPS,
+        "batch_size": 1,
+        "gradient_accumulation": 8,
+        "dtype": "bfloat16",
+    }
+    if data is None:
+        fields |= {
+            "eval_data": "emozilla/pg19", "eval_split": "test", "eval_documents": 8, "eval_every": 50,
+            "max_documents": 1000,
+        }  # fmt: skip
+    return {**fields, "save_every": 50}
+
+
+def _within(
+    fields: dict[str, Any], memory: Memory, gpu: Gpu, hours: float | None, trained: int, notes: list[str]
+) -> tuple[dict[str, Any], Memory, Work | None]:
+    """The recipe with as many steps as the hours allow, its memory and its work; adds to the notes."""
+    if fields.get("positions"):
+        fields = {**fields, "steps": SHORT_BLOCK_STEPS}
+    operations = operations_per_token(fields, memory)
+    if operations is None:
+        notes.append("The operations of this family cannot be counted, so no hours are estimated.")
+        return fields, memory, None
+    amount = work(fields, operations, gpu)
+    if hours is None or amount.hours[0].most <= hours:
+        return fields, memory, amount
+    steps = int(fields["steps"] * hours / amount.hours[0].most)
+    if steps < FEWEST_STEPS and not fields.get("positions"):
+        with suppress(RopeExtendError):  # not every family takes sampled positions
+            shorter, memory = fit(short_blocks(fields, trained), trained, gpu)
+            return _within(shorter, memory, gpu, hours, trained, notes)
+    if steps < FEWEST_STEPS:
+        notes.append(
+            f"{hours:g} h are enough for {max(steps, 0)} steps, and fewer than {FEWEST_STEPS} change little. "
+            f"The recipe has {FEWEST_STEPS}; allow more hours, or use a faster GPU."
+        )
+    fields = {**fields, "steps": max(steps, FEWEST_STEPS)}
+    return fields, memory, work(fields, operations, gpu)
+
+
+def _notes(question: _Question, memory: Memory) -> list[str]:
+    notes = []
+    if question.factor > LARGEST_FACTOR:
+        notes.append(
+            f"A factor of {question.factor:g} is beyond what the YaRN paper has tried ({LARGEST_FACTOR:g}). "
+            "Expect to need several stages."
+        )
+    if "scaling" in question.window.source and question.window.tokens > question.shape.trained_length:
+        notes.append(
+            f"The config has scaling already, and the model was trained with it to "
+            f"{format_length(question.window.tokens)} tokens. rope_extend replaces it: the factor counts "
+            f"from {format_length(question.shape.trained_length)} tokens. We have not measured such a model."
+        )
+    if memory.host:
+        notes.append(f"Host memory is used as well: {format_bytes(memory.host)}.")
+    if "4 bits" in memory.options:
+        notes.append(
+            "Weights of 4 bits need pip install 'rope_extend[quantize]'. They are slower, and the hours do "
+            "not count that."
+        )
+    return notes
+
+
+def _measuring(question: _Question, methods: list[str], run: str | None = None) -> tuple[str, ...]:
+    """The commands that measure perplexity and passkeys, of untrained methods or of a run."""
+    trained, target = format_length(question.shape.trained_length), format_length(question.target)
+    models = quote(question.model) + (f" {quote(run)}" if run else "")
+    what = f"{models} --methods {','.join(methods)} --lengths {trained},{target}"
+    if question.stated:
+        what += f" --trained-length {format_length(question.stated)}"
+    output = run or "untrained"
+    return (
+        f"rope-extend evaluate {what} --data path/to/long/documents --output {quote(output + '-perplexity')}",
+        f"rope-extend retrieve {what} --output {quote(output + '-passkeys')}",
+    )

@@ -1,0 +1,98 @@
+"""Advice as text for a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from textwrap import fill
+
+from rope_extend.advice.answer import Advice
+from rope_extend.advice.estimates import Memory, Work
+from rope_extend.advice.gpus import UTILISATION
+from rope_extend.advice.serving import Serving
+from rope_extend.units import format_bytes, format_duration, format_length
+
+_WIDTH = 100
+
+
+def describe(advice: Advice, recipe_file: str | None = None) -> str:
+    """The advice in words, with the commands that follow.
+
+    Args:
+        advice: the advice.
+        recipe_file: where its recipe was written; None if it was not.
+    """
+    return "\n".join(_lines(advice, recipe_file))
+
+
+def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
+    window = advice.window
+    yield _row("model", f"{advice.model} ({advice.model_type})")
+    yield _row("reads today", f"{format_length(window.tokens)} tokens: {window.source}")
+    yield _row("you want", f"{format_length(advice.target_length)} tokens")
+    yield _row("verdict", f"{advice.verdict}. {advice.reason}")
+    if advice.untrained_method and advice.recipe:
+        yield _row("untrained", f"{advice.untrained_method}: its factor follows the length of the text")
+    if advice.method:
+        yield _row("method", f"{advice.method}: {_WHY}")
+    if advice.memory:
+        yield _row("memory", _memory(advice.memory))
+    if advice.work:
+        yield _row("training", _training(advice.work))
+        yield _row("hours", _hours(advice.work))
+    for note in advice.notes:
+        yield _row("note", note)
+    if advice.commands:
+        yield "\nnext:"
+        if advice.recipe and recipe_file is None:
+            yield "  (first write the recipe: add --output recipe.yaml to this command)"
+        for command in advice.commands:
+            yield f"  {command.replace('recipe.yaml', recipe_file or 'recipe.yaml')}"
+    if advice.serving:
+        yield from _serving(advice.serving)
+    if advice.criteria:
+        yield "\nit is a success if"
+        for criterion in advice.criteria:
+            yield fill(criterion, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+
+
+_WHY = "fast channels stay as they are and slow ones are interpolated (2309.00071); all engines can run it"
+
+
+def _row(name: str, text: str) -> str:
+    return fill(f"{name:<13}{text}", _WIDTH, subsequent_indent=" " * 13, break_on_hyphens=False)
+
+
+def _memory(memory: Memory) -> str:
+    verdict = "fits" if memory.fits else "does not fit"
+    needed = f"{format_bytes(memory.needed)} of {format_bytes(memory.available)} ({memory.gpu})"
+    return f"{needed}, estimated: {verdict}. Memory options: {memory.options}"
+
+
+def _training(work: Work) -> str:
+    return f"{work.steps} steps, {work.tokens / 1e6:,.0f}M tokens, {work.operations:.2g} operations"
+
+
+def _hours(work: Work) -> str:
+    least, most = (f"{100 * share:.0f}" for share in UTILISATION)
+    if not work.hours:
+        return "unknown: no GPU with this memory is known; name one with --gpu"
+    spans = "; ".join(
+        f"{hours.gpu} {format_duration(3600 * hours.least)} to {format_duration(3600 * hours.most)}"
+        for hours in work.hours
+    )
+    return f"{spans}. Calculated for {least} to {most} % of the GPU's peak; not measured"
+
+
+def _serving(serving: Serving) -> Iterator[str]:
+    yield f"\nserve with {serving.engine} ({serving.reason}):"
+    if not serving.steps:
+        yield "  it cannot run this encoding; choose another engine, or another method"
+        return
+    if any(step.language == "python" for step in serving.steps):
+        yield "  >>> import rope_extend as rx"
+        yield "  >>> from transformers import AutoModelForCausalLM, AutoTokenizer"
+    for step in serving.steps:
+        yield f"  >>> {step.line}" if step.language == "python" else f"  {step.line}"
+    if serving.config:
+        yield f"  # its config.json then has: {json.dumps(serving.config)}"

@@ -1,0 +1,99 @@
+"""The window that a checkpoint reads already, from its config alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rope_extend.models.view import (
+    config_record,
+    layer_types_except_full_attention,
+    rotary_part,
+    window_of,
+)
+from rope_extend.units import format_length
+
+
+@dataclass(frozen=True)
+class Stanza:
+    """YaRN without training, as the model card of a checkpoint's makers gives it.
+
+    Attributes:
+        original: the pretrained window in tokens, over which the factor counts.
+        longest: the window that the makers have tested, in tokens.
+    """
+
+    original: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a checkpoint reads without any change.
+
+    Attributes:
+        tokens: the window.
+        source: how the config says so, as a phrase.
+        local: if no layer attends to all tokens: how many tokens a layer sees; otherwise None.
+        stanza: the extension that the model's makers recommend; None if we know of none.
+    """
+
+    tokens: int
+    source: str
+    local: int | None = None
+    stanza: Stanza | None = None
+
+
+_STANZAS: dict[str, int] = {"qwen2": 3584, "qwen3": 2560, "qwen3_moe": 2048}
+"""Families whose model cards give a YaRN stanza for 4 times the window, and the least hidden size of those.
+
+The cards of Qwen2 and Qwen2.5 with 7B and more, and of Qwen3 with 4B and more: 32,768 tokens natively, and
+131,072 with YaRN and factor 4. The smaller models of these series are for 32,768 tokens. Qwen3's config says
+40,960, which is 32,768 and a reserve for the answer.
+"""
+_STANZA_WINDOWS = (32_768, 40_960)
+_STANZA_BASE = 1e6
+"""The rotary base of these models. Qwen2.5-Math has another, and 4,096 tokens."""
+_STANZA = Stanza(original=32_768, longest=131_072)
+
+
+def window_of_config(config: Any) -> Window:
+    """The window that a checkpoint reads, as its config states it.
+
+    Args:
+        config: a transformers config of a supported family.
+
+    Raises:
+        RopeExtendError: what rope_extend recorded in the config is damaged.
+    """
+    part, parameters = rotary_part(config)
+    stated = int(part.max_position_embeddings)
+    record = config_record(config)
+    if record is not None:
+        return Window(int(record["target_length"]), "rope_extend has extended it")
+    kind = parameters.get("rope_type", "default")
+    text = config.get_text_config(decoder=True)
+    types = set(getattr(text, "layer_types", None) or ())
+    partial = layer_types_except_full_attention(text)
+    # A layer type without a window, such as linear attention, sees all tokens.
+    sizes = [size for name in partial if (size := window_of(text, name)) is not None]
+    local = max(sizes) if sizes and len(sizes) == len(partial) and "full_attention" not in types else None
+    if kind == "default":
+        return Window(
+            stated, "its config says so, without scaling", local, _stanza(config, stated, parameters)
+        )
+    original = parameters.get("original_max_position_embeddings")
+    stretched = int(original * parameters["factor"]) if original and parameters.get("factor") else stated
+    return Window(max(stated, stretched), f"its config has {kind!r} scaling", local)
+
+
+def _stanza(config: Any, window: int, parameters: dict[str, Any]) -> Stanza | None:
+    least = _STANZAS.get(config.model_type)
+    if least is None or config.hidden_size < least or window not in _STANZA_WINDOWS:
+        return None
+    return _STANZA if parameters.get("rope_theta") == _STANZA_BASE else None
+
+
+def describe_window(window: Window) -> str:
+    """The window in a sentence."""
+    return f"reads {format_length(window.tokens)} tokens ({window.source})"

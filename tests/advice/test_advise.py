@@ -1,0 +1,313 @@
+"""The advice for well-known checkpoints, from configs written by hand."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from known_models import CONFIGS, write_config
+from transformers import AutoConfig
+
+import rope_extend as rx
+from rope_extend.advice import answer as advising
+from rope_extend.advice.answer import Advice, advise
+from rope_extend.advice.describing import describe
+from rope_extend.advice.gpus import GPUS, UTILISATION, find_gpu
+from rope_extend.advice.windows import window_of_config
+from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.cli.main import main, parse
+from rope_extend.models.locating import check_path
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.utilisation import peak_flops
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
+"""Sizes with which a dry run is quick; windows, bases and families stay those of the checkpoint."""
+
+
+def small(directory: Path, name: str, **changes: object) -> str:
+    config = {**CONFIGS[name], **SMALL, **changes}
+    config.pop("head_dim", None)
+    config.pop("pad_token_id", None)
+    return str(write_config(directory, name, **{**config, "pad_token_id": 0}))
+
+
+# What a model card, or the paper of the model, says of its window.
+WINDOWS = {
+    "llama2-7b": 4096, "llama3-8b": 8192, "llama31-8b": 131_072, "tinyllama-1b": 2048, "smollm2-1.7b": 8192,
+    "qwen2-7b": 131_072, "qwen25-7b-instruct": 32_768, "qwen25-3b": 32_768, "qwen25-math-7b": 4096,
+    "qwen3-8b": 40_960, "mistral-7b-v0.1": 32_768, "mistral-7b-v0.3": 32_768, "gemma-7b": 8192,
+    "gemma2-9b": 8192, "gemma3-1b": 32_768, "phi-2": 2048, "phi3-mini-4k": 4096, "phi4": 16_384,
+}  # fmt: skip
+WITH_STANZA = {"qwen25-7b-instruct", "qwen3-8b"}
+LOCAL = {"mistral-7b-v0.1": 4096, "phi3-mini-4k": 2047}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_window_that_a_model_reads(name: str, tmp_path: Path) -> None:
+    window = window_of_config(AutoConfig.from_pretrained(write_config(tmp_path, name)))
+    assert window.tokens == WINDOWS[name]
+    assert (window.stanza is not None) == (name in WITH_STANZA)
+    assert window.local == LOCAL.get(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "verdict", "said"),
+    [
+        ("llama31-8b", "128k", advising.READS_ALREADY, "reads 128k tokens as it is"),
+        ("qwen2-7b", "128k", advising.READS_ALREADY, "reads 128k"),
+        ("gemma3-1b", "32k", advising.READS_ALREADY, "Nothing is to be done"),
+        ("mistral-7b-v0.1", "32k", advising.READS_ALREADY, "No layer attends to more than 4,096"),
+        ("mistral-7b-v0.1", "64k", advising.LOCAL, "Choose a model whose layers attend to all tokens"),
+        ("phi3-mini-4k", "32k", advising.LOCAL, "2,047"),
+        ("qwen25-7b-instruct", "128k", advising.STANZA, "factor 4 over 32k"),
+        ("qwen25-7b-instruct", "64k", advising.STANZA, "factor 2 over 32k"),
+        ("qwen3-8b", "128k", advising.STANZA, "factor 4 over 32k"),
+    ],
+)
+def test_nothing_is_trained_where_nothing_needs_it(
+    name: str, target: str, verdict: str, said: str, tmp_path: Path
+) -> None:
+    advice = advise(write_config(tmp_path, name), target, engine="vllm")
+    assert advice.verdict == verdict
+    assert said in advice.reason
+    assert not advice.recipe
+    assert advice.memory is advice.work is None
+    with pytest.raises(rx.RopeExtendError, match="no recipe"):
+        advice.recipe_yaml()
+    assert advice.verdict in describe(advice)
+    if verdict != advising.STANZA:
+        assert advice.serving is None
+
+
+def test_a_model_that_rope_extend_has_extended_reads_its_new_window(tmp_path: Path) -> None:
+    from cases import tiny_llama
+
+    model = tiny_llama()
+    with rx.extend(model, 256):
+        model.save_pretrained(tmp_path)
+    advice = advise(tmp_path, 256)
+    assert (advice.verdict, advice.window.tokens) == (advising.READS_ALREADY, 256)
+
+
+def test_the_stanza_of_qwen3_counts_from_its_pretrained_window(tmp_path: Path) -> None:
+    """Its config says 40,960, which is not what its card's factor counts from. Every line must agree."""
+    advice = advise(write_config(tmp_path, "qwen3-8b"), "128k", engine="vllm")
+    assert (advice.factor, advice.trained_length) == (4.0, 32_768)
+    assert all("--trained-length 32k" in command for command in advice.commands)
+    assert advice.serving is not None
+    # The keys of the stanza on the model's card.
+    parameters = advice.serving.config["rope_parameters"]
+    assert {key: parameters[key] for key in ("rope_type", "factor", "original_max_position_embeddings")} == {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768
+    }  # fmt: skip
+    assert parameters["rope_theta"] == 1e6  # without it, an engine falls back on another base
+    lines = " ".join(step.line for step in advice.serving.steps)
+    assert "trained_length=32768" in lines
+    assert "--max-model-len 131072" in lines
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> Advice:
+    directory = write_config(tmp_path_factory.mktemp("models"), "llama3-8b")
+    return advise(directory, "32k", gpu="h100", engine="vllm")
+
+
+def test_llama_3_8b_to_32k(llama3: Advice, tmp_path: Path) -> None:
+    assert (llama3.verdict, llama3.factor, llama3.method) == (advising.TRAIN, 4.0, "yarn")
+    assert llama3.memory is not None
+    assert llama3.memory.fits
+    assert llama3.memory.recomputes
+    assert "quantize" not in llama3.recipe
+    # The comment of the recipe for this model that is tested against the plan.
+    assert llama3.memory.needed / 1e9 == pytest.approx(32.8, rel=0.02)
+    text = llama3.recipe_yaml()
+    (tmp_path / "recipe.yaml").write_text(text)
+    recipe = Recipe.from_yaml(tmp_path / "recipe.yaml")
+    assert {name: getattr(recipe, name) for name in llama3.recipe} == dict(llama3.recipe)
+    assert llama3.serving is not None
+    assert llama3.serving.steps[-1].line.endswith(f"--max-model-len {recipe.target_length}")
+    assert llama3.serving.config["rope_parameters"]["factor"] == llama3.factor
+
+
+def test_hours_follow_from_the_operations_of_the_model(llama3: Advice) -> None:
+    """Counted by hand: 2 operations per weight and token forward, as many backward and in recomputation."""
+    work = llama3.work
+    assert work is not None
+    assert work.tokens == 400 * 8 * 32_768
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336
+    head = 4096 * 128_256
+    # LoRA of rank 16 on q, k, v and o: 6 operations per weight, and no more than 1 % of all.
+    lora = 6 * 32 * 16 * (4 * 4096 + 2 * (4096 + 1024) + 4096 * 0)
+    pairs = (32_768 + 1) / 2
+    attention = 32 * 4 * 4096 * pairs
+    per_token = 2 * (3 * 32 * layer + 2 * head) + 4 * attention + lora
+    assert work.operations / work.tokens == pytest.approx(per_token, rel=0.002)
+    (hours,) = work.hours
+    seconds = work.operations / 989.4e12
+    assert (hours.least, hours.most) == pytest.approx(
+        tuple(seconds / s / 3600 for s in reversed(UTILISATION))
+    )
+
+
+def test_advice_in_words_and_in_json(llama3: Advice) -> None:
+    text = describe(llama3, "recipe.yaml")
+    for part in ("8k tokens", "verdict", "H100", "rope-extend finetune recipe.yaml", "at least 90 %", "1.02"):
+        assert part in text
+    assert json.loads(json.dumps(llama3.to_dict()))["recipe"]["target_length"] == 32_768
+    for command in llama3.commands:
+        words = shlex.split(command)
+        assert words[0] == "rope-extend"
+        assert parse(words[1:])
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_gets_less_memory(tmp_path: Path) -> None:
+    """8B in 12 GB needs weights of 4 bits."""
+    model = write_config(tmp_path, "llama3-8b")
+    smaller = advise(model, "32k", gpu="12GB")
+    assert smaller.recipe["quantize"] == "4bit"
+    assert any("rope_extend[quantize]" in note for note in smaller.notes)
+    assert smaller.memory is not None
+    assert smaller.memory.fits
+    assert smaller.memory.needed <= 12e9
+
+
+@pytest.mark.slow
+def test_what_fits_in_no_way_is_said(tmp_path: Path) -> None:
+    advice = advise(small(tmp_path, "smollm2-1.7b"), "32k", gpu="2MB")
+    assert advice.memory is not None
+    assert not advice.memory.fits
+    assert any("does not fit" in note for note in advice.notes)
+    assert "does not fit" in describe(advice)
+
+
+def test_few_hours_give_short_blocks_and_never_more_time_than_asked_for(tmp_path: Path) -> None:
+    model = small(tmp_path, "tinyllama-1b")
+    full = advise(model, "32k", gpu="h100")
+    assert full.work is not None
+    limit = full.work.hours[0].most / 4
+    advice = advise(model, "32k", gpu="h100", hours=limit)
+    assert advice.work is not None
+    assert advice.work.hours[0].most <= limit
+    assert advice.recipe["positions"] == "pose"
+    assert advice.recipe["block_length"] == 2048
+    assert advice.recipe["steps"] >= advising.FEWEST_STEPS
+    half = advise(model, "32k", gpu="h100", hours=0.6 * full.work.hours[0].most)
+    assert half.recipe["steps"] == pytest.approx(0.6 * advising.STEPS, abs=1)
+    assert "positions" not in half.recipe
+
+
+def test_up_to_twice_the_window_an_untrained_method_comes_first(tmp_path: Path) -> None:
+    model = small(tmp_path, "smollm2-1.7b")
+    advice = advise(model, "16k")
+    assert (advice.verdict, advice.untrained_method) == (advising.UNTRAINED, "dynamic_yarn")
+    assert "none,dynamic_yarn" in advice.commands[0]
+    # An engine without rope_extend cannot follow the length.
+    assert advise(model, "16k", engine="sglang").untrained_method == "yarn"
+
+
+@pytest.mark.parametrize("engine", TARGETS)
+def test_each_engine_gets_the_window_that_was_trained(engine: str, tmp_path: Path) -> None:
+    advice = advise(write_config(tmp_path, "qwen25-7b-instruct"), "64k", engine=engine)
+    serving = advice.serving
+    assert serving is not None
+    assert serving.possible
+    assert serving.engine == engine
+    text = " ".join(step.line for step in serving.steps)
+    assert "65536" in text
+    for step in serving.steps:
+        if step.language == "python":
+            compile(step.line, "step", "exec")
+        elif (words := shlex.split(step.line))[0] == "rope-extend":
+            parse(words[1:])
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_run_a_family_is_named_with_the_reason(tmp_path: Path) -> None:
+    advice = advise(small(tmp_path, "gemma3-1b", num_hidden_layers=6), "64k", engine="vllm")
+    assert advice.serving is not None
+    assert not advice.serving.possible
+    assert advice.serving.reason in " ".join(describe(advice).split())
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "gigabytes"),
+    [
+        ("h100", "H100", 80),
+        ("H100-PCIe", "H100 PCIe", 80),
+        ("rtx 4090", "RTX 4090", 24),
+        ("4090", "RTX 4090", 24),
+        ("a100_80gb", "A100 80GB", 80),
+        ("24GB", "24 GB", 24),
+        ("1.5TB", "1500 GB", 1500),
+    ],
+)
+def test_gpus_by_name_and_by_memory(text: str, name: str, gigabytes: int) -> None:
+    gpu = find_gpu(text)
+    assert (gpu.name, gpu.memory) == (name, gigabytes * 10**9)
+    assert find_gpu(gpu.name) == gpu
+
+
+def test_every_known_gpu_has_a_peak() -> None:
+    assert all(peak_flops(gpu.name) for gpu in GPUS)
+
+
+@given(st.text(max_size=12))
+def test_any_other_gpu_is_refused_in_one_way(text: str) -> None:
+    """Never by another kind of error."""
+    with suppress(rx.RopeExtendError):
+        assert find_gpu(text).memory > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gpu": "h1000"}, "Did you mean 'h100'"),
+        ({"gpu": "a100"}, "40 or 80 GB"),
+        ({"gpu": "24"}, "24GB"),
+        ({"engine": "ollama"}, "engine must be one of"),
+        ({"hours": 5.0}, "name a GPU"),
+        ({"hours": 0.0, "gpu": "h100"}, "above 0"),
+        ({"hours": float("nan"), "gpu": "h100"}, "above 0"),
+        ({"target_length": "32kb"}, "not a length"),
+    ],
+)
+def test_mistakes(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
+    options = {"target_length": "32k", **arguments}
+    with pytest.raises(rx.RopeExtendError, match=message):
+        advise(write_config(tmp_path, "llama3-8b"), **options)  # type: ignore[arg-type]
+
+
+def test_a_family_without_rope_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(rx.RopeExtendError, match="it has no RoPE"):
+        advise(tmp_path, "32k")
+
+
+def test_the_command_writes_a_recipe_that_runs(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From advice to a trained adapter, on a tiny model: the recipe is used as it was written."""
+    file = tmp_path / "recipe.yaml"
+    line = ["advise", str(work / "model"), "--target-length", "128", "--data", str(work / "data")]
+    main([*line, "--output", str(file)])
+    assert f"written: {file}" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as error:
+        main([*line, "--output", str(file)])
+    assert error.value.code == 2
+    assert "--overwrite" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    values = yaml.safe_load(file.read_text())
+    main(["finetune", str(file), "--steps", "2", "--dtype", "float32"])
+    capsys.readouterr()
+    check_path(f"./{values['output_dir']}")
+    assert rx.info(values["output_dir"]).encoding == "yarn(factor=4)"
+    main([*line, "--json"])
+    assert json.loads(capsys.readouterr().out)["recipe_file"] is None
