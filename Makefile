@@ -5,6 +5,8 @@ BIN := .venv/bin
 OLDEST := 5.17.0
 # Every process of the tests would compile the package and the tests again.
 export PYTHONDONTWRITEBYTECODE :=
+# Any Python with torch, transformers, accelerate and peft: nothing is installed for `make gpu`.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # Tests are many and small: one thread each, and as many workers as cores.
 WORKERS := -n auto --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
@@ -16,7 +18,7 @@ CORE := tests/encodings tests/attention/test_attention.py tests/models/test_rota
 	tests/patching/test_matrix.py tests/patching/test_patching.py tests/patching/test_transformers_checks.py \
 	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py
 
-.PHONY: help demo test test-slow test-other-cpu test-oldest test-all lint format bench clean
+.PHONY: help demo test test-slow test-other-cpu test-oldest test-all lint format bench gpu clean
 
 help:
 	@echo "make demo            install, and extend the bundled model 8x: table and picture in demo-output/"
@@ -27,6 +29,7 @@ help:
 	@echo "make test-all        every test, with every method in every family (hours; not in CI)"
 	@echo "make lint            ruff and mypy --strict"
 	@echo "make bench           speed and memory against named peers"
+	@echo "make gpu             check and measure everything on a CUDA device; docs/gpu.md"
 
 .venv/.runtime: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -68,6 +71,11 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Without an installation: a machine with a GPU may have no network.
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu $(if $(SECTION),--section $(SECTION)) $(if $(DRY),--dry) $(if $(AGAIN),--again) \
+		$(if $(OUTPUT),--output $(OUTPUT))
 
 bench: .venv/.runtime
 	$(BIN)/python benchmarks/run_benchmarks.py

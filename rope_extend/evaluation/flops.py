@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -93,11 +93,18 @@ def operations_of(model: nn.Module) -> Operations:
 
 
 def measured_rates(model: nn.Module, device: torch.device) -> Rates:
-    """Measure the operations per second of a device, with matrices and heads of a model's size and dtype."""
+    """Operations per second of a device, with matrices and heads of a model's size and dtype.
+
+    Measured once in a process for each size: a run plans several evaluations.
+    """
     config = layer_config(unwrap(model).config)
-    dtype, width = unwrap(model).dtype, config.hidden_size
     heads = config.num_attention_heads
-    head = getattr(config, "head_dim", None) or width // heads
+    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return _measured_rates(config.hidden_size, heads, head, unwrap(model).dtype, device)
+
+
+@cache
+def _measured_rates(width: int, heads: int, head: int, dtype: torch.dtype, device: torch.device) -> Rates:
     budget = 5e8 if device.type == "cpu" else 2e12  # operations of one trial
     rows = min(16_384, max(64, int(budget / (8 * width**2))))
     states = torch.randn(rows, width, device=device, dtype=dtype)

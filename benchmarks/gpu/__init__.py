@@ -1,0 +1,1 @@
+"""The checks and measurements of `make gpu`, in sections that run alone."""
