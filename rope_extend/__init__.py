@@ -32,6 +32,9 @@ if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and edit
     from rope_extend.evaluation.retrieve import retrieve
     from rope_extend.models.families import supported_families
     from rope_extend.patching import Patch, current_patch, extend, patch_model
+    from rope_extend.searching.run_search import search
+    from rope_extend.searching.search_config import SearchConfig
+    from rope_extend.searching.search_result import SearchResult
     from rope_extend.training.finetune import finetune
     from rope_extend.training.recipe import Recipe
 
@@ -54,6 +57,8 @@ __all__ = [
     "RopeShape",
     "RunOptions",
     "SaveEncodingCallback",
+    "SearchConfig",
+    "SearchResult",
     "UnsupportedModelError",
     "__version__",
     "advise",
@@ -74,6 +79,7 @@ __all__ = [
     "record_encoding",
     "retrieve",
     "save",
+    "search",
     "supported_families",
     "verify",
 ]
@@ -97,6 +103,9 @@ _MODULES = {
     "evaluation.retrieve": ("retrieve",),
     "models.families": ("supported_families",),
     "patching": ("Patch", "current_patch", "extend", "patch_model"),
+    "searching.run_search": ("search",),
+    "searching.search_config": ("SearchConfig",),
+    "searching.search_result": ("SearchResult",),
     "training.finetune": ("finetune",),
     "training.recipe": ("Recipe",),
 }

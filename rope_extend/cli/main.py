@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from rope_extend import __version__
-from rope_extend.cli import advise, discover, draw, measure, ship, train
+from rope_extend.cli import advise, discover, draw, measure, search, ship, train
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.processes import is_main_process
 
@@ -60,6 +60,16 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
         "methods": Command(discover.methods_arguments, discover.methods, ("methods", "methods --json")),
         "families": Command(discover.families_arguments, discover.families, ("families",)),
+    },
+    "search": {
+        "search": Command(
+            search.search_arguments, search.search,
+            (
+                f"search {_8B} --target-length 32k --data books/ --output factors --plan",
+                f"search {_8B} --target-length 32k --data books/ --output factors",
+                f"finetune --model {_8B} --data books/ --target-length 32k --method factors --output-dir run",
+            ),
+        ),
     },
     "train": {
         "finetune": Command(

@@ -1,0 +1,1 @@
+"""Search for frequency divisors: the space, the fitness, the log, and one file for each strategy."""

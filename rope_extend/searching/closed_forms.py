@@ -1,0 +1,61 @@
+"""Closed forms as candidates: the seeds of every strategy, and what its result is compared with."""
+
+from __future__ import annotations
+
+import math
+
+from rope_extend.encodings import NTK, Linear, Llama3, RopeEncoding, YaRN
+from rope_extend.encodings.core.critical import critical_range
+from rope_extend.errors import RopeExtendError
+from rope_extend.searching.search_config import SearchConfig
+from rope_extend.searching.space import Space, Table
+
+
+def longrope_attention_factor(config: SearchConfig, space: Space) -> float:
+    """The attention factor of LongRoPE, `sqrt(1 + ln s / ln L)`, or the one of the settings."""
+    if config.attention_factor is not None:
+        return config.attention_factor
+    return math.sqrt(1 + math.log(space.factor) / math.log(space.shape.trained_length))
+
+
+def yarn_attention_factor(space: Space) -> float:
+    """The attention factor of YaRN, `0.1 ln s + 1`."""
+    return 0.1 * math.log(space.factor) + 1
+
+
+def seeds(space: Space, attention_factor: float) -> list[Table]:
+    """LongRoPE's seeds, position interpolation, NTK and YaRN, all with the same attention factor."""
+    factor = space.factor
+    encodings: list[RopeEncoding] = [Linear(factor), YaRN(factor)]
+    if space.pairs > 1:  # NTK keeps the fastest pair, and needs another one
+        encodings.insert(1, NTK(factor))
+    return [space.of_encoding(encoding, attention_factor) for encoding in encodings]
+
+
+def published(space: Space) -> dict[str, Table]:
+    """The closed forms as published, by name, each with its own attention factor."""
+    encodings: dict[str, RopeEncoding] = {"linear": Linear(space.factor), "yarn": YaRN(space.factor)}
+    if space.pairs > 1:
+        encodings["ntk"] = NTK(space.factor)
+    encodings["llama3"] = Llama3(space.factor)
+    return {
+        name: space.of_encoding(encoding, encoding.attention_factor(space.shape))
+        for name, encoding in encodings.items()
+    }
+
+
+def with_moved_critical_pair(space: Space) -> dict[str, Table]:
+    """YaRN and NTK with up to four critical pairs each, with YaRN's attention factor (2502.20082)."""
+    first, last = critical_range(space.shape)
+    indices = sorted({round(first + (last - first) * n / 3) for n in range(4)})
+    tables: dict[str, Table] = {}
+    for name, cls in (("ntk", NTK), ("yarn", YaRN)):
+        for index in indices:
+            encoding = cls(space.factor, critical=index)
+            try:
+                tables[f"{name}(critical={index})"] = space.of_encoding(
+                    encoding, yarn_attention_factor(space)
+                )
+            except RopeExtendError:  # not above the start of YaRN's ramp, or the model has no such pair
+                continue
+    return tables

@@ -1,0 +1,125 @@
+"""Measures candidates: each one once on each document, with a log, a progress bar and the cost."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from rope_extend.memory.meta_device import quiet_patching
+from rope_extend.patching import patch_model
+from rope_extend.searching.fitness import Fitness, Losses
+from rope_extend.searching.search_log import Cost, SearchLog
+from rope_extend.searching.space import Space, Table
+
+logger = logging.getLogger(__name__)
+
+SEARCH, HOLDOUT = "search", "held out"
+"""The two groups of documents."""
+
+
+def score(losses: Iterable[Losses], weights: Mapping[str, float]) -> float:
+    """The fitness, lower is better: the weighted sum of the mean loss of each part, in nats per token.
+
+    Infinite if a loss is not a finite number.
+    """
+    documents = list(losses)
+    total = 0.0
+    for part, weight in weights.items():
+        values = [document[part] for document in documents]
+        total += weight * math.fsum(loss.total for loss in values) / sum(loss.terms for loss in values)
+    return total if math.isfinite(total) else math.inf
+
+
+class Evaluator:
+    """Measures candidates on documents.
+
+    Args:
+        model: the model.
+        fitness: the losses of documents; the first `documents` are searched on, the others are held out.
+        weights: the weight of each part of the fitness.
+        documents: the number of documents to search on.
+        log: what is measured already, and where the rest is written.
+        bar: progress bar that counts documents; None for none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        fitness: Fitness,
+        weights: Mapping[str, float],
+        documents: int,
+        *,
+        log: SearchLog,
+        bar: Any = None,
+    ) -> None:
+        self.model, self.fitness, self.weights, self.documents = model, fitness, dict(weights), documents
+        self.log, self.bar = log, bar
+        self.requested: set[tuple[Table, str]] = set()
+        """What this search has asked for. Unlike the log, it is the same in a resumed search."""
+        self.curve: list[tuple[int, float]] = []
+        """Passes over documents, and the best score on all documents so far, each time that it improves."""
+
+    @property
+    def passes(self) -> int:
+        """Documents that this search has asked for, each counted once for each candidate."""
+        return len(self.requested)
+
+    def scores(self, space: Space, tables: Sequence[Table], documents: int | None = None) -> list[float]:
+        """The fitness of candidates on the first documents to search on, by default on all.
+
+        Raises:
+            RopeExtendError: a candidate is outside the space.
+        """
+        for table in tables:
+            space.check(table)
+        count = self.documents if documents is None else min(documents, self.documents)
+        return [score(self._losses(space, table, SEARCH, range(count)), self.weights) for table in tables]
+
+    def held_out(self, space: Space, table: Table) -> list[Losses]:
+        """The losses of a candidate on each of the documents that are not searched on."""
+        count = len(self.fitness.documents) - self.documents
+        return self._losses(space, table, HOLDOUT, range(count))
+
+    def _losses(self, space: Space, table: Table, group: str, numbers: Sequence[int]) -> list[Losses]:
+        names = [f"{group} {number}" for number in numbers]
+        new = len({(table, name) for name in names} - self.requested)
+        self.requested |= {(table, name) for name in names}
+        missing = [number for number in numbers if (table, f"{group} {number}") not in self.log.losses]
+        if missing:
+            self._measure(space, table, group, missing)
+        losses = [self.log.losses[table, name] for name in names]
+        if group == SEARCH and len(names) == self.documents:
+            self._note(score(losses, self.weights))
+        if self.bar is not None:
+            self.bar.update(new)
+        return losses
+
+    def _measure(self, space: Space, table: Table, group: str, numbers: Sequence[int]) -> None:
+        """Measure a candidate on the documents with these numbers of a group, and write the line."""
+        started = time.perf_counter()
+        shift = self.documents if group == HOLDOUT else 0
+        with (
+            quiet_patching(),
+            patch_model(
+                self.model,
+                table.encoding(space.factor),
+                trained_length=space.shape.trained_length,
+                target_length=space.target_length,
+            ),
+        ):
+            measured = self.fitness.measure(self.model, [shift + number for number in numbers])
+        seconds = time.perf_counter() - started
+        cost = Cost(1, measured.passes, measured.forward_tokens, seconds)
+        self.log.add(table, [f"{group} {number}" for number in numbers], measured.losses, cost)
+
+    def _note(self, value: float) -> None:
+        if self.curve and not value < self.curve[-1][1]:
+            return
+        self.curve.append((self.passes, value))
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"best {value:.4f} nats")

@@ -1,0 +1,291 @@
+"""Find frequency divisors for a model: `rope_extend.search`."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from rope_extend.data.documents import Document, load_documents
+from rope_extend.encodings import RopeShape
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
+from rope_extend.evaluation.identity import Identity, model_identity
+from rope_extend.evaluation.output_directory import check_files
+from rope_extend.evaluation.statistics import paired
+from rope_extend.memory.segments import expand_segments
+from rope_extend.models.loading import pretrained
+from rope_extend.models.processes import process_count
+from rope_extend.models.view import shape_of
+from rope_extend.searching import critical_genetic, genetic, race
+from rope_extend.searching.closed_forms import published
+from rope_extend.searching.evaluations import Evaluator, score
+from rope_extend.searching.fitness import Fitness, needle_windows
+from rope_extend.searching.search_config import (
+    GENETIC,
+    GENETIC_2,
+    HELD_OUT_TABLES,
+    LOAD_FIELDS,
+    RACE,
+    SearchConfig,
+)
+from rope_extend.searching.search_log import LOG, SearchLog
+from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
+from rope_extend.searching.space import Space, Table
+from rope_extend.searching.strategies import Context, Strategy
+from rope_extend.units import format_duration, format_length
+
+logger = logging.getLogger(__name__)
+
+STRATEGIES: dict[str, Strategy] = {
+    RACE: race.STRATEGY,
+    GENETIC: genetic.STRATEGY,
+    GENETIC_2: critical_genetic.STRATEGY,
+}
+"""The strategies by name."""
+
+_NOT_IN_IDENTITY = ("model", "data", "output", "short", "iterations", "text_column", "split", *LOAD_FIELDS)
+"""Settings on which no evaluation depends, or that have an entry of their own.
+
+A finished search can be resumed with more iterations.
+"""
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """The estimated cost of a search.
+
+    Attributes:
+        strategy: name of the strategy.
+        passes: the largest number of forward passes, with those over held-out documents.
+        forward_tokens: tokens of these passes.
+        forward: the memory and time of one pass; None for a family that cannot be estimated.
+    """
+
+    strategy: str
+    passes: int
+    forward_tokens: int
+    forward: ForwardPlan | None
+
+    def check(self) -> None:
+        """Refuse a search whose passes do not fit into memory.
+
+        Raises:
+            RopeExtendError: they do not fit.
+        """
+        if self.forward is not None:
+            self.forward.check()
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.strategy}: at most {self.passes:,} forward passes, {self.forward_tokens:,} forward tokens"
+        )
+        if self.forward is None:
+            return text
+        seconds = self.passes * self.forward.longest.seconds
+        return f"{text}, about {format_duration(seconds)}\n{self.forward}"
+
+
+def search(
+    config: SearchConfig, *, resume: bool = False, overwrite: bool = False, progress: bool = True
+) -> SearchResult:
+    """Find a divisor for the frequency of each channel pair, and an attention factor.
+
+    If `config.output` is set, the directory gets the encoding (`encoding.json`), a card, and the log of all
+    evaluations. The directory is then a method: `extend(model, target_length, directory)`.
+
+    An interrupted search loses at most one evaluation. With `resume=True` it continues, and ends on the same
+    table, bit for bit.
+
+    Args:
+        config: what to search, and how.
+        resume: resume an interrupted search in the output directory.
+        overwrite: replace a search in the output directory.
+        progress: show a progress bar, on terminals only.
+
+    Raises:
+        RopeExtendError: no such model or data, too few documents of the target length, a pass that does not
+            fit into memory, or an output directory that holds a search.
+    """
+    expand_segments("auto")
+    if config.data is None:
+        raise RopeExtendError("search: data is not set; give documents of at least target_length tokens")
+    if process_count() > 1:
+        raise RopeExtendError("search runs in one process; start it without torchrun or accelerate launch")
+    output = _checked_output(config, resume, overwrite)
+    space, plan = _planned(config)
+    logger.info("%s", plan)
+    plan.check()
+    tokenizer = pretrained(AutoTokenizer, config.model)
+    documents = _documents(config, tokenizer)
+    fitness = _fitness(config, documents, tokenizer, plan)
+    model = config.load_options().load(config.model)
+    if output is not None and overwrite:
+        (output / LOG).unlink(missing_ok=True)
+    log = SearchLog(
+        None if output is None else output / LOG,
+        _identity(config, model, fitness, space.shape),
+    )
+    disable = None if progress else True
+    total = STRATEGIES[config.strategy].passes(config) + HELD_OUT_TABLES * config.holdout
+    with tqdm(total=total, unit="doc", desc=f"search, {config.strategy}", disable=disable) as bar:
+        evaluator = Evaluator(model, fitness, config.weights(), config.documents, log=log, bar=bar)
+        result = _searched(config, space, evaluator)
+    if output is not None:
+        result.write(output)
+    return result
+
+
+def plan_search(config: SearchConfig) -> SearchPlan:
+    """Estimate the cost of a search from the config of the model alone; needs neither data nor weights.
+
+    Raises:
+        RopeExtendError: no such model, or the target is not beyond the trained window.
+    """
+    return _planned(config)[1]
+
+
+def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
+    options = config.load_options()
+    empty = options.empty(config.model)
+    shape = shape_of(empty, config.trained_length)
+    if config.target_length <= shape.trained_length:
+        raise RopeExtendError(
+            f"search: target_length must exceed the trained window of {shape.trained_length} tokens, got "
+            f"{config.target_length}"
+        )
+    strategy = STRATEGIES[config.strategy]
+    space = Space(shape, config.target_length, strategy.head_room)
+    documents = strategy.passes(config) + HELD_OUT_TABLES * config.holdout
+    each = (config.needle_weight < 1) + (config.needle_weight > 0)
+    table = space.table([1.0] * (space.pairs - 1) + [space.factor])
+    forward = plan_forward(
+        config.model,
+        [config.target_length],
+        load_options=options,
+        empty=empty,
+        encodings=[table.encoding(space.factor)],
+        trained_length=shape.trained_length,
+    )
+    passes = documents * each
+    return space, SearchPlan(config.strategy, passes, passes * config.target_length, forward)
+
+
+def _checked_output(config: SearchConfig, resume: bool, overwrite: bool) -> Path | None:
+    if resume and overwrite:
+        raise RopeExtendError(
+            "resume continues the search on disk and overwrite replaces it; choose one of them"
+        )
+    if config.output is None:
+        if resume or overwrite:
+            raise RopeExtendError(
+                "resume and overwrite refer to a search on disk, and output is not set; set output"
+            )
+        return None
+    output = check_files(config.output, FILES, overwrite=overwrite or resume)
+    if (output / LOG).exists() and not (resume or overwrite):
+        raise RopeExtendError(
+            f"{str(output)!r} holds an interrupted search; give resume=True to resume it, or overwrite=True "
+            "to replace it"
+        )
+    if (output / LOG).is_symlink() or (output / LOG).is_dir():
+        raise RopeExtendError(f"{str(output / LOG)!r} is a link or a directory; use another directory")
+    return output
+
+
+def _documents(config: SearchConfig, tokenizer: Any) -> list[Document]:
+    assert config.data is not None
+    count = config.documents + config.holdout
+    documents = load_documents(
+        config.data,
+        tokenizer,
+        text_column=config.text_column,
+        split=config.split,
+        min_tokens=config.target_length,
+        max_documents=count,
+        max_tokens=config.target_length,
+    )
+    if len(documents) < count:
+        raise RopeExtendError(
+            f"search: {config.documents} documents and {config.holdout} held-out ones of "
+            f"{format_length(config.target_length)} tokens are needed, and the data has {len(documents)}; "
+            "give more data, or fewer documents"
+        )
+    return documents
+
+
+def _fitness(
+    config: SearchConfig, documents: Sequence[Document], tokenizer: Any, plan: SearchPlan
+) -> Fitness:
+    assert config.lengths is not None
+    needles = []
+    if config.needle_weight > 0:
+        needles = needle_windows(
+            documents,
+            tokenizer,
+            config.target_length,
+            config.needle_depths,
+            seed=config.seed,
+            model=config.model,
+        )
+    lengths = config.lengths if config.needle_weight < 1 else ()
+    chunk = plan.forward.longest.chunk_size if plan.forward else None
+    return Fitness(documents, lengths, needles, chunk)
+
+
+def _identity(config: SearchConfig, model: nn.Module, fitness: Fitness, shape: RopeShape) -> Identity:
+    settings = {name: value for name, value in config.to_dict().items() if name not in _NOT_IN_IDENTITY}
+    return {**settings, **fitness.identity(), **model_identity(model), "trained": asdict(shape)}
+
+
+def _searched(config: SearchConfig, space: Space, evaluator: Evaluator) -> SearchResult:
+    context = Context(config, space, evaluator, random.Random(config.seed))
+    finalists = STRATEGIES[config.strategy].run(context)
+    rows: dict[Table, str] = {table: f"{config.strategy} {n}" for n, table in enumerate(finalists, start=1)}
+    for name, table in published(space).items():
+        if config.attention_factor is None or table in rows:
+            rows.setdefault(table, name)
+        else:
+            rows.setdefault(space.table(table.divisors, config.attention_factor), name)
+    weights = config.weights()
+    losses = {table: evaluator.held_out(space, table) for table in rows}
+    scores = {table: score(values, weights) for table, values in losses.items()}
+    winner = min(rows, key=lambda table: scores[table])
+    if not math.isfinite(scores[winner]):
+        raise RopeExtendError(
+            "search: no candidate has a finite loss on the held-out documents; the model gives NaN, so try "
+            "another dtype"
+        )
+    by_document = {table: [score([one], weights) for one in values] for table, values in losses.items()}
+    found = [
+        HeldOutRow(
+            label=rows[table],
+            table=table,
+            score=scores[table],
+            parts={part: score(losses[table], {part: 1.0}) for part in weights},
+            by_document=by_document[table],
+            difference=paired(
+                config.target_length, by_document[winner], by_document[table], [1] * config.holdout
+            ),
+        )
+        for table in sorted(rows, key=lambda table: scores[table])
+    ]
+    names = [document.name for document in evaluator.fitness.documents]
+    return SearchResult(
+        config=config,
+        shape=space.shape,
+        rows=found,
+        cost=evaluator.log.cost,
+        curve=evaluator.curve,
+        documents=names[: config.documents],
+        holdout=names[config.documents :],
+        data=evaluator.fitness.identity()["documents"],
+    )

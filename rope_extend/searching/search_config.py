@@ -1,0 +1,216 @@
+"""Settings of `rope_extend.search`, from YAML, flags or Python.
+
+The module imports neither torch nor transformers, so that `--help` and errors in arguments come quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from rope_extend.config import (
+    COUNT,
+    FLAG,
+    LENGTH,
+    LENGTHS,
+    POSITIVE_COUNT,
+    SOURCES,
+    TEXT,
+    Config,
+    Kind,
+    choice,
+    list_of,
+    number,
+    optional,
+    whole,
+)
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.prompts import depths_from
+from rope_extend.models.load_choices import ATTENTION, DTYPES
+from rope_extend.models.locating import check_path
+
+if TYPE_CHECKING:
+    from rope_extend.models.load_options import LoadOptions
+
+RACE, GENETIC, GENETIC_2 = "race", "longrope", "longrope2"
+STRATEGIES = (RACE, GENETIC, GENETIC_2)
+"""The strategies by name, the default first."""
+
+SAME, ORIGINAL = "same", "original"
+"""Which divisors a text within the trained window gets: the searched ones, or all 1."""
+
+PAPER_EVALUATIONS = 64 + 40 * 32
+"""Evaluations of LongRoPE's search: its first population, and 32 new candidates in each of 40 iterations."""
+RACE_SHARE = 20
+"""The race uses at most one document pass for this number of passes of LongRoPE's search."""
+HELD_OUT_TABLES = 7
+"""Tables that are measured on the held-out documents: the finalists, and the closed forms as published."""
+SMALLEST_RACE = 50
+"""The fewest passes with which a race can compare the closed forms and look any further."""
+HALVED_ABOVE = 512 * 1024
+"""Targets above this number of tokens have half of LongRoPE's population, as in its paper."""
+
+_WEIGHTS = optional(list_of(number(0, above=True), "a list of numbers above 0, such as 1,2"))
+_SHARE = Kind("a number from 0 to 1", lambda value: number(0, below=1 + 1e-9).parse(value))
+_DEPTHS = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
+
+
+@dataclass(frozen=True)
+class SearchConfig(Config):
+    """Settings of a search for frequency divisors: `rope_extend.search` and `rope-extend search`.
+
+    The values of `population` to `probability` are LongRoPE's (2402.13753, table 8), and only its strategies
+    `longrope` and `longrope2` use them.
+
+    Raises:
+        RopeExtendError: a value of the wrong type or outside its range, or two fields that contradict each
+            other.
+    """
+
+    model: Annotated[str, TEXT, "directory or hub id of the checkpoint"]
+    target_length: Annotated[int, LENGTH, "the context window to reach, in tokens"]
+    data: Annotated[
+        str | tuple[str, ...] | None,
+        optional(SOURCES._replace(repeated=True)),
+        "long documents: a directory, glob, file or hub id; may be given several times",
+    ] = None
+    output: Annotated[str | None, optional(TEXT), "directory of the search: its log, and the encoding"] = None
+    strategy: Annotated[str, choice(*STRATEGIES), "how candidates are chosen"] = RACE
+    documents: Annotated[int, POSITIVE_COUNT, "documents to search on, each of target_length tokens"] = 5
+    holdout: Annotated[
+        int, POSITIVE_COUNT, "further documents, which decide between the finalists and are not searched on"
+    ] = 5
+    lengths: Annotated[
+        tuple[int, ...] | None,
+        optional(LENGTHS),
+        "lengths of the perplexity in the fitness (default: target_length)",
+    ] = None
+    length_weights: Annotated[
+        tuple[float, ...] | None, _WEIGHTS, "weight of each of the lengths (default: equal)"
+    ] = None
+    needle_weight: Annotated[
+        float,
+        _SHARE,
+        "share of the needle in the fitness: 0 is perplexity alone, 1 is the loss of a needle's answer alone",
+    ] = 0.0
+    needle_depths: Annotated[
+        tuple[float, ...],
+        _DEPTHS,
+        "depths of the needle; one for each document, in turn",
+    ] = (0.0, 0.1, 0.2)
+    short: Annotated[
+        str,
+        choice(SAME, ORIGINAL),
+        "divisors within the trained window: the same, or all 1, which then depend on the length of the text",
+    ] = SAME
+    start_tokens: Annotated[
+        bool,
+        FLAG,
+        "also search the number of first positions that keep plain RoPE (only longrope); such a result "
+        "cannot be exported",
+    ] = False
+    attention_factor: Annotated[
+        float | None,
+        optional(number(0, above=True, below=100)),
+        "fixed factor on cos and sin (default: race searches it, longrope and longrope2 use LongRoPE's)",
+    ] = None
+    seed: Annotated[int, COUNT, "random seed; the same seed gives the same result"] = 0
+    population: Annotated[int | None, optional(whole(4)), "first candidates (default: 64)"] = None
+    mutants: Annotated[int | None, optional(POSITIVE_COUNT), "mutants of an iteration (default: 16)"] = None
+    crossovers: Annotated[
+        int | None, optional(POSITIVE_COUNT), "crossovers of an iteration (default: 16)"
+    ] = None
+    parents: Annotated[int | None, optional(whole(2)), "best candidates that are kept (default: 32)"] = None
+    iterations: Annotated[int, COUNT, "iterations of the search"] = 40
+    probability: Annotated[float, number(0, above=True, below=1), "probability that a gene mutates"] = 0.3
+    trained_length: Annotated[
+        int | None, optional(LENGTH), "pretrained window in tokens, if the config has none or a wrong one"
+    ] = None
+    text_column: Annotated[str, TEXT, "column of the text, in tabular data"] = "text"
+    split: Annotated[str, TEXT, "split of a hub dataset"] = "train"
+    device: Annotated[str | None, optional(TEXT), "device, such as cuda:1 (default: the GPU, if any)"] = None
+    dtype: Annotated[
+        str | None,
+        optional(choice(*DTYPES)),
+        "dtype of the weights (default: bfloat16 on a GPU that supports it, else float32)",
+    ] = None
+    attention: Annotated[
+        str | None, optional(choice(*ATTENTION)), "attention implementation (default: sdpa)"
+    ] = None
+
+    label: ClassVar[str] = "search"
+    examples: ClassVar[str] = "configs/search/"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_path(self.model)
+        assert self.lengths is not None
+        if self.lengths[-1] > self.target_length or self.lengths[0] < 2:
+            raise RopeExtendError(
+                f"search: lengths must be between 2 and target_length, {self.target_length}; got "
+                f"{list(self.lengths)}"
+            )
+        if self.needle_weight < 1 and self.lengths[-1] != self.target_length:
+            raise RopeExtendError(
+                f"search: the longest of lengths must be target_length, {self.target_length}: text within "
+                f"shorter windows prefers smaller divisors. Got {list(self.lengths)}"
+            )
+        if self.length_weights is not None and len(self.length_weights) != len(self.lengths):
+            raise RopeExtendError(
+                f"search: length_weights needs a number for each of lengths; got {len(self.length_weights)} "
+                f"for {len(self.lengths)}"
+            )
+        if self.start_tokens and self.strategy != GENETIC:
+            raise RopeExtendError(
+                f"search: start_tokens is searched by the strategy {GENETIC} only; got {self.strategy}"
+            )
+        if self.strategy == RACE and self.race_passes < SMALLEST_RACE:
+            raise RopeExtendError(
+                f"search: with {self.documents} documents and {self.holdout} held out, nothing is left of "
+                f"the race's budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller "
+                "holdout"
+            )
+
+    def computed_defaults(self) -> Mapping[str, Any]:
+        """The target as the only length, and LongRoPE's population, halved above 512k tokens."""
+        half = 2 if self.target_length > HALVED_ABOVE else 1
+        sizes = {"population": 64, "mutants": 16, "crossovers": 16, "parents": 32}
+        return {"lengths": (self.target_length,), **{name: size // half for name, size in sizes.items()}}
+
+    @classmethod
+    def flag_name(cls, name: str) -> str:
+        """The flag of a field."""
+        return "--attn" if name == "attention" else super().flag_name(name)
+
+    @property
+    def race_passes(self) -> int:
+        """Documents that the race may measure before the held-out ones, each counted once for a candidate."""
+        return PAPER_EVALUATIONS * self.documents // RACE_SHARE - HELD_OUT_TABLES * self.holdout
+
+    def weights(self) -> dict[str, float]:
+        """The weight of each part of the fitness: a length as text, or `needle`; they add up to 1."""
+        assert self.lengths is not None
+        lengths = self.length_weights or (1.0,) * len(self.lengths)
+        text = {
+            str(length): (1 - self.needle_weight) * weight / sum(lengths)
+            for length, weight in zip(self.lengths, lengths, strict=True)
+        }
+        return {name: weight for name, weight in {**text, "needle": self.needle_weight}.items() if weight}
+
+    def load_options(self) -> LoadOptions:
+        """How the model is loaded.
+
+        Raises:
+            RopeExtendError: this machine does not support one of the options.
+        """
+        import torch
+
+        from rope_extend.models.load_options import LoadOptions
+
+        dtype = getattr(torch, self.dtype) if self.dtype else None
+        return LoadOptions(device=self.device, dtype=dtype, attention=self.attention)
+
+
+LOAD_FIELDS = ("device", "dtype", "attention")
+"""Fields that say how the model is loaded; the other fields say what is searched."""

@@ -1,0 +1,173 @@
+"""The log of a search: one JSON line for each evaluation, from which an interrupted search is resumed.
+
+The first line says which search the file belongs to. Every other line has a candidate, the losses of the
+documents that were measured, and what that cost. Numbers are written with all their digits. So a resumed
+search takes the same decisions as one that was not interrupted, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.identity import Identity, check_same
+from rope_extend.evaluation.results import or_none
+from rope_extend.files import write_text
+from rope_extend.searching.fitness import Loss, Losses
+from rope_extend.searching.space import Table
+
+LOG = "evaluations.jsonl"
+"""Name of the file."""
+IDENTITY = "search"
+"""Key of the first line: what the evaluations depend on."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What evaluations cost.
+
+    Attributes:
+        evaluations: the number of candidates that were measured, each counted once for each set of documents.
+        passes: forward passes.
+        forward_tokens: tokens of these passes.
+        seconds: wall time.
+    """
+
+    evaluations: int = 0
+    passes: int = 0
+    forward_tokens: int = 0
+    seconds: float = 0.0
+
+    def plus(self, other: Cost) -> Cost:
+        """The sum of two costs."""
+        return Cost(
+            self.evaluations + other.evaluations,
+            self.passes + other.passes,
+            self.forward_tokens + other.forward_tokens,
+            self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One line of the log.
+
+    Attributes:
+        table: the candidate.
+        losses: the losses of each document that was measured, by its name, such as `search 3`.
+        cost: what the line cost.
+    """
+
+    table: Table
+    losses: Mapping[str, Losses]
+    cost: Cost
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values of JSON; a loss that is not finite becomes None."""
+        return {
+            "divisors": list(self.table.divisors),
+            "start_tokens": self.table.start_tokens,
+            "attention_factor": self.table.attention_factor,
+            "losses": {
+                name: {part: [or_none(loss.total), loss.terms] for part, loss in parts.items()}
+                for name, parts in self.losses.items()
+            },
+            **vars(self.cost),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
+        """Inverse of `to_dict`; None becomes infinity."""
+        table = Table(tuple(values["divisors"]), values["start_tokens"], values["attention_factor"])
+        losses = {
+            name: {
+                part: Loss(math.inf if total is None else float(total), int(terms))
+                for part, (total, terms) in parts.items()
+            }
+            for name, parts in values["losses"].items()
+        }
+        return cls(table, losses, Cost(*(values[name] for name in Cost.__dataclass_fields__)))
+
+
+class SearchLog:
+    """The evaluations of a search, in memory and on disk.
+
+    Nothing is written before the first evaluation. A last line that an interruption cut short is dropped.
+
+    Args:
+        file: path of the file; None keeps the evaluations in memory only.
+        identity: everything that the evaluations depend on.
+
+    Raises:
+        RopeExtendError: the file belongs to another search, or a line is damaged.
+    """
+
+    def __init__(self, file: Path | None, identity: Identity) -> None:
+        self.file, self.identity = file, identity
+        self.losses: dict[tuple[Table, str], Losses] = {}
+        self.cost = Cost()
+        if file is not None and file.exists():
+            self._read(file)
+
+    def _read(self, file: Path) -> None:
+        content = file.read_bytes()
+        complete = content[: content.rfind(b"\n") + 1]
+        if complete != content:
+            write_text(file, complete.decode("utf-8"))
+        if not complete:
+            return
+        first, *lines = complete.splitlines()
+        check_same(
+            self._parsed(file, 1, first).get(IDENTITY),
+            self.identity,
+            what=f"{str(file)!r} holds evaluations",
+            advice="give the settings of that search, use another directory, or overwrite=True",
+        )
+        for number, line in enumerate(lines, start=2):
+            try:
+                evaluation = Evaluation.from_dict(self._parsed(file, number, line))
+            except (KeyError, TypeError, ValueError) as error:
+                raise RopeExtendError(
+                    f"line {number} of {str(file)!r} is not an evaluation ({error}); delete the line"
+                ) from error
+            self._keep(evaluation)
+
+    @staticmethod
+    def _parsed(file: Path, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise RopeExtendError(
+                f"line {number} of {str(file)!r} is not JSON ({error}); delete the line"
+            ) from error
+        return values if isinstance(values, dict) else {}
+
+    def _keep(self, evaluation: Evaluation) -> None:
+        for name, losses in evaluation.losses.items():
+            self.losses[evaluation.table, name] = losses
+        self.cost = self.cost.plus(evaluation.cost)
+
+    def add(self, table: Table, names: Sequence[str], losses: Sequence[Losses], cost: Cost) -> None:
+        """Add an evaluation, and write its line.
+
+        Args:
+            table: the candidate.
+            names: the documents that were measured.
+            losses: their losses.
+            cost: what they cost; its number of evaluations is set to 1.
+        """
+        evaluation = Evaluation(table, dict(zip(names, losses, strict=True)), replace(cost, evaluations=1))
+        # As it will be read again: what is not finite is infinity.
+        evaluation = Evaluation.from_dict(json.loads(json.dumps(evaluation.to_dict())))
+        if self.file is not None:
+            if not self.file.exists() or not self.file.stat().st_size:  # cut within the first line
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self.file.write_text(json.dumps({IDENTITY: self.identity}) + "\n", encoding="utf-8")
+            with self.file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(evaluation.to_dict()) + "\n")
+        self._keep(evaluation)

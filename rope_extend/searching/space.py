@@ -1,0 +1,140 @@
+"""The space of a search: one divisor for each channel pair, start tokens, and an attention factor."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rope_extend.encodings import LongRoPE, RopeEncoding, RopeShape
+from rope_extend.errors import RopeExtendError
+
+STEP = 100
+"""Divisors are multiples of 1/100, as in LongRoPE (2402.13753, table 4)."""
+START_TOKENS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
+"""LongRoPE's values of n-hat, the number of first positions that keep plain RoPE."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One candidate of a search.
+
+    Attributes:
+        divisors: the divisor of each channel pair's frequency, the fastest pair first; multiples of 0.01.
+        start_tokens: positions below this keep plain RoPE's angles.
+        attention_factor: the factor on cos and sin.
+    """
+
+    divisors: tuple[float, ...]
+    start_tokens: int = 0
+    attention_factor: float = 1.0
+
+    @property
+    def key(self) -> str:
+        """The candidate as text: equal for equal candidates."""
+        return json.dumps([self.divisors, self.start_tokens, self.attention_factor])
+
+    @classmethod
+    def from_key(cls, key: str) -> Table:
+        """Inverse of `key`."""
+        divisors, start_tokens, attention_factor = json.loads(key)
+        return cls(tuple(divisors), start_tokens, attention_factor)
+
+    def encoding(self, factor: float, *, original_short: bool = False) -> LongRoPE:
+        """The candidate as an encoding.
+
+        Args:
+            factor: target length divided by trained length.
+            original_short: whether texts within the trained window keep plain RoPE's frequencies.
+        """
+        return LongRoPE(
+            factor,
+            long_factor=self.divisors,
+            short_factor=None if original_short else self.divisors,
+            start_tokens=self.start_tokens,
+            attention_scale=self.attention_factor,
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """Where a search looks: non-decreasing divisors from 1 to `largest`, in steps of 0.01.
+
+    Attributes:
+        shape: the rotary shape of the model.
+        target_length: the window to reach, in tokens.
+        head_room: the largest divisor, divided by the factor.
+    """
+
+    shape: RopeShape
+    target_length: int
+    head_room: float
+
+    @property
+    def pairs(self) -> int:
+        """The number of channel pairs."""
+        return self.shape.dim // 2
+
+    @property
+    def factor(self) -> float:
+        """Target length divided by trained length."""
+        return self.target_length / self.shape.trained_length
+
+    @property
+    def largest(self) -> int:
+        """The largest divisor, in hundredths."""
+        return int(self.head_room * self.factor * STEP + 1e-6)
+
+    def table(self, divisors: Iterable[float], attention_factor: float = 1.0, start_tokens: int = 0) -> Table:
+        """The nearest candidate: divisors rounded to the step and limited to the range.
+
+        Raises:
+            RopeExtendError: as `check`.
+        """
+        steps = [min(self.largest, max(STEP, round(divisor * STEP))) for divisor in divisors]
+        return self.from_steps(steps, attention_factor, start_tokens)
+
+    def from_steps(self, steps: Sequence[int], attention_factor: float = 1.0, start_tokens: int = 0) -> Table:
+        """The candidate with these divisors, in hundredths.
+
+        Raises:
+            RopeExtendError: as `check`.
+        """
+        # Rounded, because a factor with all its digits would make equal candidates differ.
+        table = Table(tuple(step / STEP for step in steps), start_tokens, round(attention_factor, 4))
+        self.check(table)
+        return table
+
+    def of_encoding(self, encoding: RopeEncoding, attention_factor: float) -> Table:
+        """The candidate nearest to a static rotary method, with another attention factor."""
+        divisors = self.shape.inv_freq() / encoding.inv_freq(self.shape, self.target_length)
+        return self.table(divisors.tolist(), attention_factor)
+
+    def check(self, table: Table) -> None:
+        """Refuse a candidate outside the space.
+
+        Raises:
+            RopeExtendError: the number of divisors, their order, their range or the start tokens are wrong.
+        """
+        steps = steps_of(table)
+        inside = (
+            len(steps) == self.pairs
+            and all(low <= high for low, high in itertools.pairwise(steps))
+            and steps[0] >= STEP
+            and steps[-1] <= self.largest
+            and table.divisors == tuple(step / STEP for step in steps)
+            and table.start_tokens in START_TOKENS
+            and 0 < table.attention_factor <= 100
+        )
+        if not inside:
+            raise RopeExtendError(
+                f"a candidate needs {self.pairs} non-decreasing divisors from 1 to {self.largest / STEP:g} "
+                f"in steps of {1 / STEP}, start tokens of {START_TOKENS}, and an attention factor above 0; "
+                f"got {table}"
+            )
+
+
+def steps_of(table: Table) -> list[int]:
+    """The divisors of a candidate, in hundredths."""
+    return [round(divisor * STEP) for divisor in table.divisors]

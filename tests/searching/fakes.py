@@ -1,0 +1,62 @@
+"""A search without a model: losses that are a formula of the candidate."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import rope_extend as rx
+from rope_extend.searching.evaluations import Evaluator
+from rope_extend.searching.fitness import Fitness, Loss
+from rope_extend.searching.search_config import SearchConfig
+from rope_extend.searching.search_log import Cost, SearchLog
+from rope_extend.searching.space import Space, Table
+from rope_extend.searching.strategies import Context
+
+SHAPE = rx.RopeShape(32, 1e4, 256)
+TARGET = 2048
+
+
+def config(**values: Any) -> SearchConfig:
+    """Settings for a model of `SHAPE`, which does not exist."""
+    return SearchConfig(**{"model": "m/m", "target_length": TARGET, **values})
+
+
+class FakeEvaluator(Evaluator):
+    """Measures a formula: how far the divisors are from a table that rises from 1 to 1.2 s, and the factor.
+
+    Every document has an offset of its own, and a small wave that depends on the candidate.
+    """
+
+    def __init__(self, settings: SearchConfig, log: SearchLog | None = None) -> None:
+        super().__init__(
+            None,  # type: ignore[arg-type]
+            Fitness([], list(settings.lengths or ())),
+            settings.weights(),
+            settings.documents,
+            log=log or SearchLog(None, {}),
+        )
+        self.settings = settings
+        self.asked: list[Table] = []
+
+    def _measure(self, space: Space, table: Table, group: str, numbers: Sequence[int]) -> None:
+        names = [f"{group} {number}" for number in numbers]
+        losses = []
+        for number in numbers:
+            distance = 0.0
+            for pair, divisor in enumerate(table.divisors):
+                goal = (1.2 * space.factor) ** min(1.0, max(0.0, (pair - 2) / 4))
+                distance += math.log(divisor / goal) ** 2
+            distance += 10 * (table.attention_factor - 1.15) ** 2 + table.start_tokens / 1000
+            wave = 0.01 * math.sin(1e3 * sum(table.divisors) + number)
+            losses.append({part: Loss(64 * (3 + distance + number / 10 + wave), 64) for part in self.weights})
+        self.asked.append(table)
+        self.log.add(table, names, losses, Cost(1, len(numbers), TARGET * len(numbers), 0.0))
+
+
+def context(settings: SearchConfig, head_room: float, log: SearchLog | None = None) -> Context:
+    """What a strategy works with, on a formula."""
+    space = Space(SHAPE, settings.target_length, head_room)
+    return Context(settings, space, FakeEvaluator(settings, log), random.Random(settings.seed))

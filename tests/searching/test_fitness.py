@@ -1,0 +1,168 @@
+"""The fitness: losses against naive float64, and a needle whose answer is really scored."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import TRAINED, tiny_llama
+from hypothesis import given
+from hypothesis import strategies as st
+from tolerances import logit_tolerance
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import rope_extend as rx
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.evaluation import loss_computer
+from rope_extend.searching.evaluations import Evaluator, score
+from rope_extend.searching.fitness import Fitness, Loss, NeedleWindow, needle_window, needle_windows
+from rope_extend.searching.search_log import SearchLog
+from rope_extend.searching.space import Space, Table
+
+TARGET = 2 * TRAINED
+
+
+def documents(count: int, length: int = TARGET) -> list[rx.Document]:
+    generator = torch.Generator().manual_seed(0)
+    return [rx.Document(f"d{n}", torch.randint(1, 90, (length,), generator=generator)) for n in range(count)]
+
+
+def naive_losses(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """`-log p` of each token after the first, float64, from the logits of one forward."""
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, :-1].double()
+    return -torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+
+
+def test_the_score_is_the_weighted_mean_loss_under_the_candidate() -> None:
+    """Two lengths from one forward, and a needle from another; held-out documents have their own."""
+    model, texts = tiny_llama().eval(), documents(3)
+    space = Space(rx.info(model).shape, TARGET, 1.25)
+    needles = [NeedleWindow(document.input_ids.flip(0), 5, slice(0, 0)) for document in texts]
+    weights = {"40": 0.25, str(TARGET): 0.5, "needle": 0.25}
+    fitness = Fitness(texts, [40, TARGET], needles)
+    evaluator = Evaluator(model, fitness, weights, 2, log=SearchLog(None, {}))
+    table = space.table([1 + pair / 4 for pair in range(space.pairs)], 1.1)
+    measured = evaluator.scores(space, [table])[0]
+    held_out = score(evaluator.held_out(space, table), weights)
+    with rx.patch_model(model, table.encoding(space.factor), target_length=TARGET):
+        for numbers, value in (([0, 1], measured), ([2], held_out)):
+            rows = [naive_losses(model, texts[number].input_ids) for number in numbers]
+            answers = [naive_losses(model, needles[number].input_ids)[-5:] for number in numbers]
+            parts = [torch.cat([row[:39] for row in rows]), torch.cat(rows), torch.cat(answers)]
+            means = [float(part.mean()) for part in parts]
+            expected = 0.25 * means[0] + 0.5 * means[1] + 0.25 * means[2]
+            assert value == pytest.approx(expected, abs=logit_tolerance(torch.cat(rows)))
+    assert (evaluator.log.cost.passes, evaluator.log.cost.forward_tokens) == (6, 6 * TARGET)
+    assert rx.current_patch(model) is None
+
+
+def test_a_candidate_is_measured_once_on_each_document() -> None:
+    model, texts = tiny_llama().eval(), documents(2)
+    space = Space(rx.info(model).shape, TARGET, 1.25)
+    fitness = Fitness(texts, [TARGET])
+    evaluator = Evaluator(model, fitness, {str(TARGET): 1.0}, 2, log=SearchLog(None, {}))
+    table = space.table([1.0] * space.pairs)
+    forwards: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    first = evaluator.scores(space, [table], 1)
+    assert len(forwards) == 1
+    both = evaluator.scores(space, [table, table])
+    assert len(forwards) == 2
+    assert evaluator.scores(space, [table]) == both[:1]
+    assert evaluator.scores(space, [table], 1) == first
+    assert (len(forwards), evaluator.passes) == (2, 2)
+    handle.remove()
+
+
+def test_a_loss_that_is_no_number_is_the_worst() -> None:
+    assert score([{"8": Loss(float("nan"), 4)}], {"8": 1.0}) == float("inf")
+    assert score([{"8": Loss(float("inf"), 4)}], {"8": 1.0}) == float("inf")
+    assert score([{"8": Loss(2.0, 4)}, {"8": Loss(6.0, 4)}], {"8": 1.0}) == 1.0
+
+
+def test_a_needle_of_a_model_that_gives_nan_stays_in_the_log(tmp_path: Path) -> None:
+    log = SearchLog(tmp_path / "log.jsonl", {})
+    table = Table((1.0,))
+    log.add(table, ["search 0"], [{"8": Loss(float("nan"), 4)}], log.cost)
+    again = SearchLog(tmp_path / "log.jsonl", {})
+    assert again.losses == log.losses == {(table, "search 0"): {"8": Loss(float("inf"), 4)}}
+
+
+@pytest.fixture(scope="module")
+def bundled() -> tuple[torch.nn.Module, Any]:
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.mark.parametrize("template", ["demo", "published"])
+@given(depth=st.floats(0, 1), length=st.integers(120, 400), seed=st.integers(0, 99))
+def test_the_answer_stands_in_the_needle_and_at_the_end(
+    template: str, depth: float, length: int, seed: int, bundled: tuple[torch.nn.Module, Any]
+) -> None:
+    """The window is exactly as long as asked, so nothing can cut the answer off; the rest is the document."""
+    ids = torch.arange(5000, 5400)  # no tokens of the tokenizer
+    tokenizer = bundled[1]
+    window = needle_window(ids, tokenizer, length, depth, random.Random(seed), template)
+    values = window.input_ids.tolist()
+    assert len(values) == length
+    answer = values[-window.answer :]
+    assert values[window.needle] == answer
+    assert window.needle.stop < length - window.answer
+    text = tokenizer.decode(answer)
+    assert text.isdecimal()
+    assert len(text) == (5 if template == "demo" else 7)
+    assert values[0] == 5000  # the first token, which may be BOS, stays first
+    kept = [value for value in values if value >= 5000]
+    assert kept == list(range(5000, 5000 + len(kept)))
+    share = (window.needle.start - 1) / max(1, length - 60)
+    assert abs(share - depth) < 0.5
+
+
+def test_the_loss_of_the_answer_falls_when_the_needle_is_there(
+    bundled: tuple[torch.nn.Module, Any],
+) -> None:
+    """The proof that the needle is scored: without the number in the needle, the same answer costs more."""
+    model, tokenizer = bundled
+    texts = rx.load_documents("demo:evaluation", tokenizer, min_tokens=200, max_documents=4, max_tokens=200)
+    windows = needle_windows(texts, tokenizer, 200, (0.0, 0.5), seed=0, model=str(MODEL_DIR))
+    changed = []
+    for window in windows:
+        ids = window.input_ids.clone()
+        ids[window.needle] = ids[1]
+        changed.append(NeedleWindow(ids, window.answer, window.needle))
+    with_needle, without = (
+        score(Fitness(texts, [], each).measure(model, range(4)).losses, {"needle": 1.0})
+        for each in (windows, changed)
+    )
+    assert with_needle < 0.5 * without
+    naive = [naive_losses(model, window.input_ids)[-window.answer :] for window in windows]
+    expected = float(torch.cat(naive).mean())
+    assert with_needle == pytest.approx(expected, abs=1e-4 + logit_tolerance(torch.cat(naive)))
+
+
+def test_a_window_without_room_for_the_question_is_refused(bundled: tuple[torch.nn.Module, Any]) -> None:
+    with pytest.raises(rx.RopeExtendError, match=r"a needle and its question take .* tokens, and the window"):
+        needle_window(torch.arange(20), bundled[1], 20, 0.0, random.Random(0), "published")
+
+
+def test_the_answers_are_the_only_positions_of_the_head(
+    bundled: tuple[torch.nn.Module, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = bundled
+    windows = needle_windows(
+        [rx.Document("a", torch.arange(100, 300))], tokenizer, 200, (0.0,), seed=0, model=str(MODEL_DIR)
+    )
+    rows: list[int] = []
+    original = loss_computer.token_losses
+
+    def token_losses(states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        rows.append(states.shape[:-1].numel())
+        return original(states, *arguments, **options)
+
+    monkeypatch.setattr(loss_computer, "token_losses", token_losses)
+    Fitness([rx.Document("a", torch.arange(100, 300))], [], windows).measure(model, [0])
+    assert sum(rows) == windows[0].answer

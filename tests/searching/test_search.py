@@ -1,0 +1,303 @@
+"""A whole search: its files, its result in other commands and stock transformers, resuming, mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import TRAINED
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend.cli.main import main
+from rope_extend.encodings import LongRoPE
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.searching.run_search import plan_search
+from rope_extend.searching.search_log import LOG
+
+TARGET = 2 * TRAINED
+SMALL = {
+    "strategy": "longrope",
+    "population": 6,
+    "mutants": 2,
+    "crossovers": 2,
+    "parents": 4,
+    "iterations": 2,
+}
+
+pytestmark = pytest.mark.usefixtures("private_cache", "blank_pictures")
+
+
+def settings(work: Path, output: Path | None, **values: Any) -> rx.SearchConfig:
+    return rx.SearchConfig(
+        **{
+            "model": str(work / "model"),
+            "data": str(work / "data"),
+            "target_length": TARGET,
+            "documents": 1,
+            "holdout": 2,
+            "output": None if output is None else str(output),
+            **values,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def searched(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a small search."""
+    output = tmp_path_factory.mktemp("search") / "out"
+    rx.search(settings(work, output, **SMALL), progress=False)
+    return output
+
+
+def test_the_command_writes_an_encoding_a_card_and_a_log(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["search", str(work / "model"), "--target-length", str(TARGET), "--data", str(work / "data"),
+               "--documents", "1", "--holdout", "2", "--output", str(tmp_path / "out")]  # fmt: skip
+    main([*command, "--plan"])
+    assert "at most 67 forward passes, 4,288 forward tokens" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    main(command)
+    printed = capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "README.md", "curve.png", "encoding.json", "evaluations.jsonl", "search.json",
+    }  # fmt: skip
+    summary = json.loads((tmp_path / "out" / "search.json").read_text())
+    lines = (tmp_path / "out" / LOG).read_text().splitlines()[1:]
+    assert summary["cost"]["evaluations"] == len(lines)
+    assert summary["cost"]["passes"] == sum(len(json.loads(line)["losses"]) for line in lines) <= 67
+    assert summary["cost"]["forward_tokens"] == TARGET * summary["cost"]["passes"]
+    scores = [row["score"] for row in summary["rows"]]
+    assert scores == sorted(scores)
+    assert {"linear", "ntk", "yarn", "llama3"} <= {row["label"] for row in summary["rows"]}
+    assert not set(summary["documents"]) & set(summary["holdout"])
+    card = (tmp_path / "out" / "README.md").read_text()
+    for text in (summary["rows"][0]["label"], *summary["documents"], *summary["holdout"], "race, seed 0"):
+        assert text in card
+    assert summary["rows"][0]["label"] in printed
+
+
+def test_the_winner_has_the_lowest_held_out_loss(work: Path, searched: Path) -> None:
+    """Against `rope_extend.perplexity` on these documents, with the encoding that was written."""
+    summary = json.loads((searched / "search.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(work / "model").eval()
+    tokenizer_data = rx.load_documents(
+        str(work / "data"), rx_tokenizer(work), min_tokens=TARGET, max_tokens=TARGET, max_documents=3
+    )
+    assert [document.name for document in tokenizer_data[1:]] == summary["holdout"]
+    with rx.extend(model, TARGET, str(searched)):
+        result = rx.perplexity(model, tokenizer_data[1:], TARGET, progress=False)
+    assert float(torch.tensor(result.ppl[TARGET]).log()) == pytest.approx(
+        summary["rows"][0]["score"], abs=1e-5
+    )
+
+
+def rx_tokenizer(work: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(work / "model")
+
+
+@pytest.mark.parametrize("short", ["same", "original"])
+def test_stock_transformers_gives_equal_logits(
+    short: str, work: Path, searched: Path, tmp_path: Path
+) -> None:
+    """The searched table, saved and loaded by transformers alone, within and beyond the trained window."""
+    result = rx.search(settings(work, None, short=short, **SMALL), progress=False)
+    encoding = result.encoding
+    assert isinstance(encoding, LongRoPE)
+    assert encoding.long_factor == tuple(
+        json.loads((searched / "search.json").read_text())["rows"][0]["divisors"]
+    )
+    assert encoding.depends_on_length == (short == "original")
+    model = AutoModelForCausalLM.from_pretrained(work / "model").eval()
+    if short == "original":  # stock transformers takes the table by the whole row
+        encoding = replace(encoding, per="row")
+    with rx.patch_model(model, encoding, target_length=TARGET):
+        model.save_pretrained(tmp_path / "saved")
+        texts = [
+            torch.randint(1, 90, (1, length), generator=torch.Generator().manual_seed(1))
+            for length in (20, TARGET)
+        ]
+        with torch.no_grad():
+            expected = [model(ids).logits for ids in texts]
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert rx.current_patch(stock) is None
+    assert stock.config.rope_parameters["rope_type"] == "longrope"
+    for ids, logits in zip(texts, expected, strict=True):
+        with torch.no_grad():
+            assert_same_but_rounding(stock(ids).logits, logits)
+
+
+def test_other_commands_take_the_directory(work: Path, searched: Path, tmp_path: Path) -> None:
+    config = EvaluationConfig(
+        model=str(work / "model"), data=str(work / "data"), methods=("yarn", str(searched)),
+        lengths=(TARGET,), retrieval=0, cropped=False, max_documents=1,
+    )  # fmt: skip
+    rows = rx.evaluate(config, progress=False)
+    assert [row.label for row in rows] == ["yarn", str(searched)]
+    assert rows[1].encoding == rx.encoding(str(searched)).to_dict()
+    main(["plot", "frequencies", str(work / "model"), "--methods", f"yarn,{searched}",
+          "--target-length", str(TARGET), "--output", str(tmp_path / "f.png")])  # fmt: skip
+    assert (tmp_path / "f.png").exists()
+
+
+def unlike_time(output: Path) -> list[dict[str, Any]]:
+    """The lines of a log, without their seconds."""
+    lines = [json.loads(line) for line in (output / LOG).read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def test_an_interrupted_search_loses_one_evaluation_and_ends_the_same(
+    work: Path, searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rope_extend.searching.fitness import Fitness
+
+    output, original, calls = tmp_path / "out", Fitness.measure, []
+
+    def measure(self: Fitness, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Fitness, "measure", measure)
+    config = settings(work, output, **SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        rx.search(config, progress=False)
+    assert len(unlike_time(output)) == 8  # the first line, and seven evaluations
+    assert [path.name for path in output.iterdir()] == [LOG]
+    with pytest.raises(rx.RopeExtendError, match="holds an interrupted search; give resume=True"):
+        rx.search(config, progress=False)
+    with pytest.raises(rx.RopeExtendError, match=r"differ in seed \(0 there, 1 here\)"):
+        rx.search(settings(work, output, seed=1, **SMALL), resume=True, progress=False)
+    rx.search(config, resume=True, progress=False)
+    assert unlike_time(output) == unlike_time(searched)
+    assert (output / "encoding.json").read_bytes() == (searched / "encoding.json").read_bytes()
+    total = len(calls)
+    with pytest.raises(rx.RopeExtendError, match=r"already holds .*overwrite=True"):
+        rx.search(config, progress=False)
+    again = rx.search(config, resume=True, progress=False)  # a finished one measures nothing
+    assert len(calls) == total
+    written = json.loads((searched / "search.json").read_text())
+    assert json.loads(json.dumps(again.to_dict()["rows"])) == written["rows"]
+    longer = settings(work, output, **{**SMALL, "iterations": 3})
+    assert rx.search(longer, resume=True, progress=False).cost.evaluations > again.cost.evaluations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [(signal.SIGKILL, signal.SIGINT)])
+def test_a_killed_process_resumes_to_the_same_table(
+    signals: tuple[signal.Signals, ...], work: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "rope_extend", "search", str(work / "model"), "--target-length", str(TARGET),
+        "--data", str(work / "data"), "--documents", "1", "--holdout", "2", "--output",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(work / "cache")}
+    for count, name in zip((12, 30), signals, strict=True):
+        again = ["--resume"] if output.exists() else []
+        process = subprocess.Popen([*command, str(output), *again], env=environment)
+        while process.poll() is None and not (
+            (output / LOG).exists() and (output / LOG).read_bytes().count(b"\n") > count
+        ):
+            time.sleep(0.01)
+        assert process.poll() is None
+        process.send_signal(name)
+        process.wait()
+        assert not (output / "encoding.json").exists()
+    subprocess.run([*command, str(output), "--resume"], env=environment, check=True)
+    subprocess.run([*command, str(tmp_path / "whole")], env=environment, check=True)
+    assert unlike_time(output) == unlike_time(tmp_path / "whole")
+    encodings = [(path / "encoding.json").read_bytes() for path in (output, tmp_path / "whole")]
+    assert encodings[0] == encodings[1]
+
+
+def test_a_needle_and_several_lengths_count_together(work: Path) -> None:
+    options = {**SMALL, "target_length": 8 * TRAINED, "iterations": 0, "needle_weight": 0.5}
+    result = rx.search(
+        settings(work, None, lengths="32,256", length_weights=[1, 3], **options), progress=False
+    )
+    assert result.config.weights() == {"32": 0.125, "256": 0.375, "needle": 0.5}
+    row = result.winner
+    assert row.score == pytest.approx(sum(w * row.parts[p] for p, w in result.config.weights().items()))
+    assert result.cost.forward_tokens == 2 * 256 * (6 + 2 * len(result.rows))
+    alone = rx.search(settings(work, None, **{**options, "needle_weight": 1}), progress=False)
+    assert alone.winner.parts.keys() == {"needle"}
+    assert alone.cost.passes == 6 + 2 * len(alone.rows)
+
+
+def test_start_tokens_are_searched_and_kept_out_of_exports(work: Path) -> None:
+    result = rx.search(settings(work, None, start_tokens=True, **{**SMALL, "iterations": 4}), progress=False)
+    tables = [row.table for row in result.rows]
+    assert all(
+        table.start_tokens in (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256) for table in tables
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"target_length": TRAINED}, "target_length must exceed the trained window of 32 tokens"),
+        ({"documents": 2}, "2 documents and 2 held-out ones of 64 tokens are needed, and the data has 3"),
+        ({"data": None}, "data is not set"),
+        ({"lengths": 32}, "the longest of lengths must be target_length, 64"),
+        ({"lengths": 128}, "lengths must be between 2 and target_length, 64"),
+        ({"length_weights": [1, 2]}, "length_weights needs a number for each of lengths; got 2 for 1"),
+        ({"start_tokens": True, "strategy": "race"}, "searched by the strategy longrope only; got race"),
+        ({"strategy": "random"}, "strategy must be one of race, longrope, longrope2"),
+        ({"needle_weight": 2}, "needle_weight must be a number from 0 to 1; got 2"),
+        ({"needle_weight": 1}, "a needle and its question take"),
+        ({"holdout": 5, "strategy": "race"}, "nothing is left of the race's budget"),
+        ({"model": "no/model/here"}, "no/model/here"),
+    ],
+)  # fmt: skip
+def test_mistakes_get_one_clear_error(values: dict[str, Any], message: str, work: Path) -> None:
+    with pytest.raises(rx.RopeExtendError, match=message):
+        rx.search(settings(work, None, **{**SMALL, **values}), progress=False)
+
+
+def test_nothing_is_overwritten_unless_asked(work: Path, searched: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    shutil.copytree(searched, output)
+    (output / "mine.txt").write_text("mine")
+    config = settings(work, output, **{**SMALL, "iterations": 0, "seed": 5})
+    with pytest.raises(rx.RopeExtendError, match="choose one of them"):
+        rx.search(config, resume=True, overwrite=True, progress=False)
+    with pytest.raises(rx.RopeExtendError, match="target_length must exceed"):
+        rx.search(settings(work, output, target_length=8), overwrite=True, progress=False)
+    assert unlike_time(output) == unlike_time(searched)  # a mistake removes nothing
+    rx.search(config, overwrite=True, progress=False)
+    assert json.loads((output / "search.json").read_text())["config"]["seed"] == 5
+    assert (output / "mine.txt").read_text() == "mine"
+
+
+def test_the_command_line_has_no_traceback(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--target-length", "64"], "search needs --data and --output"),
+        (["--target-length", "64", "--data", "nowhere", "--output", "out", "--resume"], "nowhere"),
+        (["--plan"], "missing target_length; add to the YAML file, or give --target-length"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["search", str(work / "model"), *words])
+        assert message in capsys.readouterr().err
+
+
+def test_configs_are_complete_and_plans_need_no_data(work: Path) -> None:
+    for file in sorted(Path(__file__).parents[2].glob("configs/search/*.yaml")):
+        config = rx.SearchConfig.from_yaml(file, {"model": str(work / "model")})
+        assert rx.SearchConfig.from_dict(config.to_dict()) == config
+        assert plan_search(config).passes > 0

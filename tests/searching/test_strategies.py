@@ -1,0 +1,269 @@
+"""The strategies on a formula: candidates stay in their space, costs are as said, naive transcriptions."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fakes import SHAPE, TARGET, FakeEvaluator, config, context
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rope_extend as rx
+from rope_extend.encodings import NTK, Linear, YaRN
+from rope_extend.encodings.core.critical import critical_range
+from rope_extend.searching import critical_genetic, genetic, race
+from rope_extend.searching.closed_forms import published, with_moved_critical_pair
+from rope_extend.searching.run_search import STRATEGIES
+from rope_extend.searching.search_config import PAPER_EVALUATIONS, RACE_SHARE
+from rope_extend.searching.search_log import SearchLog
+from rope_extend.searching.space import START_TOKENS, Space, Table
+
+SMALL = {"population": 12, "mutants": 4, "crossovers": 4, "parents": 6, "iterations": 6}
+FACTOR = TARGET / SHAPE.trained_length
+
+
+def asked(strategy: str, **values: object) -> tuple[list[Table], list[Table], FakeEvaluator]:
+    """All candidates that a strategy measures, its finalists, and the evaluator."""
+    found = context(config(strategy=strategy, **values), STRATEGIES[strategy].head_room)
+    finalists = STRATEGIES[strategy].run(found)
+    assert isinstance(found.evaluator, FakeEvaluator)
+    return found.evaluator.asked, finalists, found.evaluator
+
+
+@settings(max_examples=5)
+@given(seed=st.integers(0, 1000), start=st.booleans())
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_candidate_is_in_its_space(strategy: str, seed: int, start: bool) -> None:
+    """The range, the order, the step and n-hat of the papers, for all that is ever measured."""
+    extra = {"start_tokens": start} if strategy == "longrope" else {}
+    tables, finalists, _ = asked(strategy, seed=seed, documents=2, holdout=2, **SMALL, **extra)
+    largest = 1.25 * FACTOR if strategy == "longrope" else 2 * FACTOR
+    for table in [*tables, *finalists]:
+        hundredths = [round(100 * divisor) for divisor in table.divisors]
+        assert [value / 100 for value in hundredths] == list(table.divisors)
+        assert len(hundredths) == 16
+        assert sorted(hundredths) == hundredths
+        assert hundredths[0] >= 100
+        assert hundredths[-1] <= round(100 * largest)
+        assert table.start_tokens in (START_TOKENS if start else (0,))
+        if strategy == "longrope2":
+            first, last = critical_range(SHAPE)
+            assert any(
+                table.divisors[pair] >= FACTOR
+                and all(
+                    table.divisors[i] == pytest.approx(table.divisors[pair] ** (i / pair), abs=0.006)
+                    for i in range(pair)
+                )
+                for pair in range(first, last + 1)
+            )
+    assert set(finalists) <= set(tables)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_seed_gives_one_result(strategy: str) -> None:
+    first, second, other = (
+        asked(strategy, seed=seed, documents=2, holdout=2, **SMALL)[0] for seed in (1, 1, 2)
+    )
+    assert first == second
+    assert first != other
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_finalists_are_the_best_that_all_documents_saw(strategy: str) -> None:
+    tables, finalists, evaluator = asked(strategy, documents=2, holdout=2, **SMALL)
+    space = Space(SHAPE, TARGET, STRATEGIES[strategy].head_room)
+    best = evaluator.scores(space, finalists)
+    assert best == sorted(best)
+    complete = [table for table in set(tables) if (table, "search 1") in evaluator.log.losses]
+    assert best[0] == min(evaluator.scores(space, complete))
+    assert evaluator.curve[-1][1] == best[0]
+    assert [value for _, value in evaluator.curve] == sorted((v for _, v in evaluator.curve), reverse=True)
+
+
+@given(documents=st.integers(1, 12), holdout=st.integers(1, 12), seed=st.integers(0, 99))
+@settings(max_examples=12)
+def test_the_race_takes_at_most_a_twentieth_of_longrope(documents: int, holdout: int, seed: int) -> None:
+    if 1344 * documents // 20 - 7 * holdout < 50:
+        with pytest.raises(rx.RopeExtendError, match="nothing is left of the race's budget"):
+            config(documents=documents, holdout=holdout, seed=seed)
+        return
+    chosen = config(documents=documents, holdout=holdout, seed=seed)
+    _, finalists, evaluator = asked("race", documents=documents, holdout=holdout, seed=seed)
+    longrope = PAPER_EVALUATIONS * documents
+    held_out = (len(finalists) + 4) * holdout
+    assert evaluator.passes <= race.budget(chosen)
+    assert evaluator.passes + held_out <= longrope / RACE_SHARE
+    assert evaluator.log.cost.passes == evaluator.passes
+
+
+def test_the_race_finds_what_the_formula_hides() -> None:
+    """It beats every closed form, and LongRoPE's search with twenty times the measurements of the race."""
+    _, finalists, evaluator = asked("race")
+    space = Space(SHAPE, TARGET, race.HEAD_ROOM)
+    best = evaluator.scores(space, finalists)[0]
+    closed = evaluator.scores(space, [*published(space).values(), *with_moved_critical_pair(space).values()])
+    assert best < min(closed) - 0.5
+    _, others, slow = asked("longrope", iterations=10)
+    assert best < slow.scores(Space(SHAPE, TARGET, 1.25), others)[0]
+
+
+def test_a_fixed_attention_factor_is_kept() -> None:
+    for strategy in STRATEGIES:
+        tables, _, _ = asked(strategy, attention_factor=1.05, documents=2, holdout=2, **SMALL)
+        assert {table.attention_factor for table in tables} == {1.05}
+
+
+# A naive transcription of algorithm 1, on lists of hundredths, with one loop for each line of the paper.
+
+
+def naive_mutation(genes: list[int], largest: int, p: float, rng: random.Random) -> list[int]:
+    child = list(genes)
+    for i in range(len(child)):
+        if rng.random() < p:
+            below = 100 if i == 0 else child[i - 1]
+            above = largest if i == len(child) - 1 else child[i + 1]
+            child[i] = rng.randint(below, above)
+    return child
+
+
+def naive_search(goal: FakeEvaluator, values: dict[str, int], p: float, seed: int) -> list[int]:
+    rng, largest = random.Random(seed), int(125 * FACTOR)
+    space = Space(SHAPE, TARGET, 1.25)
+    factor = math.sqrt(1 + math.log(8) / math.log(256))
+
+    def perplexity(genes: list[int]) -> float:
+        table = Table(tuple(gene / 100 for gene in genes), 0, round(factor, 4))
+        return goal.scores(space, [table])[0]
+
+    def hundredths(encoding: rx.RopeEncoding) -> list[int]:
+        ratio = SHAPE.inv_freq() / encoding.inv_freq(SHAPE)
+        return [round(100 * float(value)) for value in ratio]
+
+    def fresh(make: Callable[[], list[int] | None], tries: int) -> list[int] | None:
+        child = None
+        for _ in range(tries):
+            child = make()
+            if child is not None and tuple(child) not in seen:
+                return child
+        return None
+
+    seeds = [hundredths(each) for each in (Linear(FACTOR), NTK(FACTOR), YaRN(FACTOR))]
+    population, seen = list(seeds), {tuple(each) for each in seeds}
+
+    def mutate(parent: list[int]) -> list[int]:
+        child = parent
+        for _ in range(20):
+            child = naive_mutation(parent, largest, p, rng)
+            if tuple(child) not in seen:
+                break
+        seen.add(tuple(child))
+        return child
+
+    def cross(first: list[int], second: list[int]) -> list[int] | None:
+        child = [rng.choice(pair) for pair in zip(first, second, strict=True)]
+        rng.choice((0, 0))  # n-hat
+        return child if child == sorted(child) else None
+
+    while len(population) < values["population"]:
+        population.append(mutate(seeds[(len(population) - 3) % 3]))
+    top = sorted(population, key=perplexity)[: values["parents"]]
+    for _ in range(values["iterations"]):
+        mutated = [mutate(rng.choice(top)) for _ in range(values["mutants"])]
+        crossed = []
+        for _ in range(values["crossovers"]):
+            first, second = rng.sample(top, 2)
+            child = fresh(partial(cross, first, second), 20)
+            if child is None:
+                child = mutate(first)
+            seen.add(tuple(child))
+            crossed.append(child)
+        top = sorted([*top, *mutated, *crossed], key=perplexity)[: values["parents"]]
+    return top[0]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_longrope_is_algorithm_1(seed: int) -> None:
+    _, finalists, _ = asked("longrope", seed=seed, documents=1, holdout=1, **SMALL)
+    naive = naive_search(FakeEvaluator(config(strategy="longrope", documents=1)), SMALL, 0.3, seed)
+    assert [round(100 * divisor) for divisor in finalists[0].divisors] == naive
+
+
+def test_longrope_measures_what_the_paper_says() -> None:
+    """64 + 40 * 32 = 1,344 evaluations; a child that cannot be new is the only reason for fewer."""
+    settings_of_paper = config(strategy="longrope", documents=1)
+    assert genetic.passes(settings_of_paper) == PAPER_EVALUATIONS == 1344
+    _, _, evaluator = asked("longrope", documents=1)
+    assert 1300 <= evaluator.log.cost.evaluations <= 1344
+    halved = config(strategy="longrope", target_length="1M", documents=3)
+    assert (halved.population, halved.mutants, halved.crossovers, halved.parents) == (32, 8, 8, 16)
+    assert critical_genetic.STRATEGY.passes(halved) == 3 * (32 + 40 * 16)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_search_that_is_cut_anywhere_resumes_to_the_same_table(strategy: str, tmp_path: Path) -> None:
+    """The log is cut at any byte: inside a line, at its end, or in the first line."""
+    values = {"documents": 2, "holdout": 2, **SMALL}
+    chosen = config(strategy=strategy, **values)
+    head_room = STRATEGIES[strategy].head_room
+    whole = context(chosen, head_room, SearchLog(tmp_path / "whole.jsonl", {"a": 1}))
+    finalists = STRATEGIES[strategy].run(whole)
+    content = (tmp_path / "whole.jsonl").read_bytes()
+    rng = random.Random(0)
+    for cut in [0, 3, 14, *(rng.randrange(len(content)) for _ in range(4)), len(content)]:
+        file = tmp_path / f"{cut}.jsonl"
+        file.write_bytes(content[:cut])
+        again = context(chosen, head_room, SearchLog(file, {"a": 1}))
+        assert STRATEGIES[strategy].run(again) == finalists
+        assert file.read_bytes() == content
+        assert again.evaluator.log.cost == whole.evaluator.log.cost
+        assert again.evaluator.curve == whole.evaluator.curve
+
+
+def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"search": {"seed": 1}}\n')
+    with pytest.raises(rx.RopeExtendError, match=r"another measurement.*seed \(1 there, 2 here\)"):
+        SearchLog(file, {"seed": 2})
+    file.write_text('{"search": {"seed": 2}}\n{"divisors": [1]}\n')
+    with pytest.raises(rx.RopeExtendError, match=r"line 2 of .* is not an evaluation"):
+        SearchLog(file, {"seed": 2})
+    file.write_text('{"search": {"seed": 2}}\nnonsense\n')
+    with pytest.raises(rx.RopeExtendError, match=r"line 2 of .* is not JSON"):
+        SearchLog(file, {"seed": 2})
+    file.write_text('{"trial": 1}\n')
+    with pytest.raises(rx.RopeExtendError, match="do not say which"):
+        SearchLog(file, {"seed": 2})
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        Table((1.0,) * 15),
+        Table((1.0,) * 15 + (0.99,)),
+        Table((1.0,) * 14 + (2.0, 1.5)),
+        Table((1.0,) * 15 + (10.01,)),
+        Table((1.0,) * 15 + (1.005,)),
+        Table((1.0,) * 16, start_tokens=3),
+        Table((1.0,) * 16, attention_factor=0.0),
+    ],
+)
+def test_candidates_outside_the_space_are_refused(table: Table) -> None:
+    space = Space(SHAPE, TARGET, 1.25)
+    space.check(Table((1.0,) * 15 + (10.0,), 4, 1.2))
+    with pytest.raises(rx.RopeExtendError, match="a candidate needs 16 non-decreasing divisors from 1 to 10"):
+        space.check(table)
+
+
+def test_a_mutant_can_reach_every_divisor() -> None:
+    """The first pair may leave 1, which the authors' code does not allow, and the last may pass s."""
+    space, rng = Space(SHAPE, TARGET, 1.25), random.Random(0)
+    seed = space.table([1.0 + pair / 2 for pair in range(16)])
+    mutants = [genetic.mutant(seed, space, config(strategy="longrope"), rng) for _ in range(400)]
+    assert max(child.divisors[0] for child in mutants) > 1.4
+    assert max(child.divisors[-1] for child in mutants) > 9.5
+    assert min(child.divisors[-1] for child in mutants) < 8.2
