@@ -111,7 +111,7 @@ class Patch:
                 self.changed |= not torch.allclose(before[0], after[0], rtol=1e-5, atol=0)
                 self.changed |= abs(before[1] - after[1]) > 1e-6
             effects = self.encoding.effects(self.shape)
-            self.changed |= effects.decays or effects.scales_logits or not effects.rotary
+            self.changed |= effects.decays or effects.scales_logits or effects.remaps or not effects.rotary
             self._update_config(base, adapter)
             if tokenizer is not None:
                 self._undo.set(tokenizer, "model_max_length", self.target_length)

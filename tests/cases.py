@@ -204,6 +204,20 @@ NTK = {"name": "ntk", "factor": FACTOR}
 YARN = {"name": "yarn", "factor": FACTOR}
 YARN_OPTIONS = {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.3}
 
+REMAPS = [
+    EncodingCase(name, base(lambda shape: shape.theta), parameters, label=label, reloads=False)
+    for name, parameters, label in (
+        ("self_extend", {"group": 4, "window": 8}, ""),
+        ("rerope", {"window": 8}, ""),
+        ("rerope", {"window": 7, "leak": 16, "log_n": False}, "rerope-leak"),
+        ("string", {"shift": 12, "local": 4}, ""),
+        ("jet_long", {"near": 5, "window": 16}, ""),
+        ("sinks", {"sinks": 3, "window": 7}, ""),
+        ("dual_chunk", {"chunk": 10, "local": 2}, ""),
+    )
+]
+"""Methods that change positions. Their frequencies are plain RoPE's; `test_remaps.py` has their maps."""
+
 ENCODINGS = [
     EncodingCase("none", base(lambda shape: shape.theta)),
     EncodingCase("linear", stock("linear"), {"factor": FACTOR}, tolerance=FLOAT32),
@@ -314,6 +328,7 @@ ENCODINGS = [
         reloads=False,
         tolerance=FLOAT32,
     ),
+    *REMAPS,
 ]
 
 

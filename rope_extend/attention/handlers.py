@@ -10,6 +10,7 @@ from rope_extend.attention.biases import BiasHandler
 from rope_extend.attention.functions import attention_modules, extended_modules
 from rope_extend.attention.kernel import KernelHandler
 from rope_extend.attention.positions import AttentionHandler
+from rope_extend.attention.remaps import RemapHandler
 from rope_extend.attention.rotation import RotationHandler
 from rope_extend.attention.vectors import VectorHandler
 from rope_extend.encodings import (
@@ -18,6 +19,7 @@ from rope_extend.encodings import (
     Encoding,
     KernelEncoding,
     ModelShape,
+    RemapEncoding,
     RopeEncoding,
     RopeShape,
 )
@@ -49,9 +51,11 @@ def handler_for(
     if isinstance(encoding, KernelEncoding):
         return KernelHandler(encoding, adapter, shape)
     effects = encoding.effects(shape)
+    normalises = adapter.normalises
+    normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
+    if isinstance(encoding, RemapEncoding):
+        return RemapHandler(encoding, adapter, shape, normalised=normalised)
     if isinstance(encoding, RopeEncoding) and (effects.in_attention or effects.per_row):
-        normalises = adapter.normalises
-        normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
         return RotationHandler(encoding, adapter, shape, normalised=normalised)
     return None
 

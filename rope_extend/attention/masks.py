@@ -46,7 +46,7 @@ def sees_later_keys(call: AttentionCall, forward: Forward) -> bool:
         def shown(start: int, stop: int) -> Tensor:
             """Which keys the queries from `start` to `stop` see, bool `[batch, heads, queries, keys]`."""
             if of_flex:
-                return _of_block_mask(mask, start, stop, stored, call.query.device)
+                return of_block_mask(mask, start, stop, stored, call.query.device)
             return visible(mask[:, :, start:stop, :stored])
 
         # The mask is kept with the result, so that no other mask gets its id.
@@ -55,7 +55,8 @@ def sees_later_keys(call: AttentionCall, forward: Forward) -> bool:
     return found
 
 
-def _of_block_mask(mask: Any, start: int, stop: int, keys: int, device: torch.device) -> Tensor:
+def of_block_mask(mask: Any, start: int, stop: int, keys: int, device: torch.device) -> Tensor:
+    """Which keys the queries from `start` to `stop` see, from the BlockMask of flex attention, bool."""
     rows, heads = mask.shape[:2]
     return create_mask(
         lambda b, h, q, k: mask.mask_mod(b, h, q + start, k), rows, heads, stop - start, keys, str(device)

@@ -21,6 +21,7 @@ from rope_extend.encodings.core.encoding import (
     encoding_names,
 )
 from rope_extend.encodings.core.methods import Method, method_named, methods_from_length, rotary_method
+from rope_extend.encodings.core.remap import RemapEncoding
 from rope_extend.encodings.core.rope import (
     ComposedRope,
     GrowingRope,
@@ -30,10 +31,12 @@ from rope_extend.encodings.core.rope import (
 )
 from rope_extend.encodings.core.shapes import ModelShape, RopeShape
 from rope_extend.encodings.drope import DroPE
+from rope_extend.encodings.dual_chunk import DualChunk
 from rope_extend.encodings.dynamic_linear import DynamicLinear
 from rope_extend.encodings.dynamic_ntk import DynamicNTK
 from rope_extend.encodings.dynamic_yarn import DynamicYaRN
 from rope_extend.encodings.fire import FIRE
+from rope_extend.encodings.jet_long import JetLong
 from rope_extend.encodings.kerple import Kerple
 from rope_extend.encodings.learned import Learned
 from rope_extend.encodings.linear import Linear
@@ -48,11 +51,15 @@ from rope_extend.encodings.ntk_by_parts import NTKByParts
 from rope_extend.encodings.ntk_mixed import NTKMixed
 from rope_extend.encodings.p_rope import PRoPE
 from rope_extend.encodings.power import Power
+from rope_extend.encodings.rerope import ReRoPE
 from rope_extend.encodings.resonance import Resonance
 from rope_extend.encodings.sandwich import Sandwich
+from rope_extend.encodings.self_extend import SelfExtend
 from rope_extend.encodings.shaw import Shaw
 from rope_extend.encodings.short_original import ShortOriginal
+from rope_extend.encodings.sinks import Sinks
 from rope_extend.encodings.sinusoidal import Sinusoidal
+from rope_extend.encodings.string import String
 from rope_extend.encodings.t5_bias import T5Bias
 from rope_extend.encodings.truncated import Truncated
 from rope_extend.encodings.xpos import XPos
@@ -71,12 +78,14 @@ __all__ = [
     "Clipped",
     "ComposedRope",
     "DroPE",
+    "DualChunk",
     "DynamicLinear",
     "DynamicNTK",
     "DynamicYaRN",
     "Effects",
     "Encoding",
     "GrowingRope",
+    "JetLong",
     "KernelEncoding",
     "Kerple",
     "Learned",
@@ -94,15 +103,20 @@ __all__ = [
     "PRoPE",
     "PlainRope",
     "Power",
+    "ReRoPE",
     "RelativeEncoding",
+    "RemapEncoding",
     "Resonance",
     "RopeEncoding",
     "RopeShape",
     "Sandwich",
     "ScaledRope",
+    "SelfExtend",
     "Shaw",
     "ShortOriginal",
+    "Sinks",
     "Sinusoidal",
+    "String",
     "T5Bias",
     "Truncated",
     "XPos",

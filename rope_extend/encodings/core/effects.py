@@ -22,6 +22,7 @@ class Effects:
         adds_bias: whether a bias is added to the attention logits, instead of RoPE.
         adds_vectors: whether vectors are added to the token embeddings, instead of RoPE.
         replaces_softmax: whether attention is a sum that is carried from token to token.
+        remaps: whether distant pairs of a query and a key are given other positions.
     """
 
     depends_on_length: bool = False
@@ -34,6 +35,7 @@ class Effects:
     adds_bias: bool = False
     adds_vectors: bool = False
     replaces_softmax: bool = False
+    remaps: bool = False
 
     @property
     def rotary(self) -> bool:
@@ -56,6 +58,8 @@ class Effects:
             return "it adds vectors to the token embeddings instead of rotating"
         if not self.rotary:
             return "it acts inside attention, with or instead of a rotation"
+        if self.remaps:
+            return "it gives distant pairs of tokens other positions, inside attention"
         if self.decays:
             return "the product of a query and a key shrinks with their distance"
         if self.scales_logits:

@@ -28,6 +28,8 @@ class RopeEncoding(Encoding):
     """Parameters with another name in `config.rope_parameters`: our name to the stock name."""
     start_tokens: int = 0
     """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
+    remaps: ClassVar[bool] = False
+    """Whether it gives distant pairs of tokens other positions, as SelfExtend does."""
 
     @property
     def rotates_in_attention(self) -> bool:
@@ -46,6 +48,7 @@ class RopeEncoding(Encoding):
             scales_by_position=scale is not None and bool(scale[0] != scale[1]),
             decays=self.decay(shape) is not None,
             start_tokens=self.start_tokens,
+            remaps=self.remaps,
         )
 
     def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
@@ -280,6 +283,11 @@ def inner_schedule(outer: Any) -> RopeEncoding:
         raise RopeExtendError(
             f"{outer.name}: inner must be a rotary schedule, such as encoding('yarn', factor=8.0), "
             f"got {outer.inner!r}"
+        )
+    if inner.remaps:
+        raise RopeExtendError(
+            f"{outer.name}: inner must be a schedule of frequencies, but {inner.name} changes positions and "
+            f"goes into no other method; use {inner.name} alone"
         )
     return inner
 

@@ -1,0 +1,278 @@
+"""Attention under changed positions in a few calls without a mask, in memory linear in the length.
+
+A text of T tokens is cut so that each part is plain causal or full attention:
+
+- pairs closer than W: blocks of W tokens, each causal; and each block with the one before, of which query i
+  sees the keys after i. With both in reverse order, and without one query and one key, that is causal too;
+- pairs from W on: the queries from W on, with the keys up to T - W, are a causal square;
+- chunks that are not neighbours: a tree. On each level, the second of two runs of chunks sees all of the
+  first.
+
+The parts are merged by their log-sum-exp in float32. No pair is computed twice, and blocks and chunks of
+equal size are one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rope_extend.attention.log_sum_exp import merge, partial_attention
+from rope_extend.encodings.core.remap import Bands, Borders, Chunks, StartAndWindow
+
+Result = tuple[Tensor, Tensor]
+"""Outputs `[batch, heads, n, value_dim]` and log-sum-exps `[batch, heads, n]`."""
+
+
+class Turn(Protocol):
+    """Rotates queries or keys `[batch, heads, n, head_dim]`, the first of which is the n-th of the text."""
+
+    def __call__(self, states: Tensor, start: int, region: int, length: int) -> Tensor:
+        """Rotate them for pairs of a region, for queries whose table has a length."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Rows of consecutive tokens without padding; the queries are the last of the keys.
+
+    Attributes:
+        query: `[batch, heads, Q, head_dim]`, not rotated.
+        key: `[batch, kv_heads, K, head_dim]`, not rotated.
+        value: `[batch, kv_heads, K, value_dim]`.
+        turn_query: rotates queries.
+        turn_key: rotates keys.
+        segments: the queries, cut where their table changes: first column, column after the last, length.
+        lowest: the position of column 0.
+        scale: the factor on the products of queries and keys.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    turn_query: Turn
+    turn_key: Turn
+    segments: Sequence[tuple[int, int, int]]
+    lowest: int
+    scale: float
+
+    @property
+    def first(self) -> int:
+        """The column of the first query."""
+        return self.key.shape[2] - self.query.shape[2]
+
+    def queries(self, start: int, stop: int, region: int, length: int) -> Tensor:
+        """The rotated queries of columns `start` to `stop`."""
+        states = self.query[:, :, start - self.first : stop - self.first]
+        return self.turn_query(states, start - self.first, region, length)
+
+    def keys(self, start: int, stop: int, region: int, length: int) -> Tensor:
+        """The rotated keys of columns `start` to `stop`."""
+        return self.turn_key(self.key[:, :, start:stop], start, region, length)
+
+
+def can_be_cut(borders: Borders, lowest: int, first: int) -> bool:
+    """Whether `attend` computes a text with column 0 at position `lowest` and the first query in `first`."""
+    if isinstance(borders, Chunks):
+        return lowest % borders.size == 0
+    if isinstance(borders, StartAndWindow):
+        return first == 0 or first >= borders.start - lowest
+    return True
+
+
+def attend(text: Text, borders: Borders) -> Tensor:
+    """Causal attention of a text under changed positions, `[batch, heads, Q, value_dim]`."""
+    if isinstance(borders, Bands):
+        return _bands(text, borders.window)
+    if isinstance(borders, Chunks):
+        return _chunks(text, borders.size)
+    return _start_and_window(text, borders)
+
+
+def _bands(text: Text, window: int) -> Tensor:
+    first, total = text.first, text.key.shape[2]
+    length = text.segments[0][2]
+    near, near_sums = _near(
+        text.queries(first, total, 0, length), text.keys(0, total, 0, length), text.value, window, text.scale
+    )
+    outputs = []
+    for start, stop, length in text.segments:
+        begin = max(start, window)  # the first query that has distant keys
+        split = begin - first
+        outputs.append(near[:, :, start - first : min(split, stop - first)])
+        if begin >= stop:
+            continue
+        query, key = text.queries(begin, stop, 1, length), text.keys(0, stop - window, 1, length)
+        value, all_see = text.value[:, :, : stop - window], begin - window
+        far = partial_attention(
+            query, key[:, :, all_see:], value[:, :, all_see:], causal=True, scale=text.scale
+        )
+        if all_see:
+            before = partial_attention(
+                query, key[:, :, :all_see], value[:, :, :all_see], causal=False, scale=text.scale
+            )
+            far = merge(*far, *before)
+        rows = slice(split, stop - first)
+        outputs.append(merge(near[:, :, rows], near_sums[:, :, rows], *far)[0])
+    return torch.cat(outputs, dim=2)
+
+
+def _start_and_window(text: Text, borders: StartAndWindow) -> Tensor:
+    first, total, length = text.first, text.key.shape[2], text.segments[0][2]
+    start = min(max(0, borders.start - text.lowest), total)  # the columns of the first tokens
+    begin = max(first, start)
+    query, key, value = text.queries(begin, total, 0, length), text.keys(0, total, 0, length), text.value
+    near = _near(query, key[:, :, start:], value[:, :, start:], borders.window, text.scale)
+    sinks = partial_attention(
+        text.queries(begin, total, 1, length), text.keys(0, start, 1, length), value[:, :, :start],
+        causal=False, scale=text.scale,
+    )  # fmt: skip
+    output, _ = merge(*near, *sinks)
+    if begin == first:
+        return output
+    head, _ = partial_attention(
+        text.queries(0, start, 0, length), key[:, :, :start], value[:, :, :start], causal=True,
+        scale=text.scale,
+    )  # fmt: skip
+    return torch.cat([head.to(output.dtype), output], dim=2)
+
+
+def _near(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Result:
+    """Attention of rotated queries, the last of the keys, to keys closer than `window`, in float32."""
+    total = key.shape[2]
+    first, more = total - query.shape[2], -total % window
+    block = first // window  # the first block that has a query; queries before it are padding
+    query = functional.pad(query, (0, 0, first - block * window, more))
+    if not query.numel():
+        return query.float(), query.new_zeros(query.shape[:3], dtype=torch.float32)
+    key, value = (functional.pad(part, (0, 0, 0, more)) for part in (key, value))
+    own = slice(block * window, None)
+    queries = _folded(query, window)
+    output, sums = partial_attention(
+        queries, _folded(key[:, :, own], window), _folded(value[:, :, own], window), causal=True, scale=scale
+    )
+    batch = len(query)
+    output, sums = _unfolded(output, batch), _unfolded(sums[..., None], batch)[..., 0]
+    output = output.to(sums.dtype)
+    skipped = window if block == 0 else 0  # the first block of a text has none before it
+    if output.shape[2] > skipped and window > 1:
+        before = slice(max(0, block - 1) * window, total + more - window)
+        queries = _folded(query[:, :, skipped:], window).flip(2)[:, :, 1:]
+        keys, values = (_folded(part[:, :, before], window).flip(2)[:, :, :-1] for part in (key, value))
+        other, other_sums = partial_attention(queries, keys, values, causal=True, scale=scale)
+        other = functional.pad(other.flip(2), (0, 0, 0, 1))  # the last query of a block sees none of them
+        other_sums = functional.pad(other_sums.flip(2), (0, 1), value=-math.inf)
+        other, other_sums = _unfolded(other, batch), _unfolded(other_sums[..., None], batch)[..., 0]
+        rest = merge(output[:, :, skipped:], sums[:, :, skipped:], other, other_sums)
+        output = torch.cat([output[:, :, :skipped], rest[0]], dim=2)
+        sums = torch.cat([sums[:, :, :skipped], rest[1]], dim=2)
+    rows = slice(first - block * window, output.shape[2] - more)
+    return output[:, :, rows], sums[:, :, rows]
+
+
+def _chunks(text: Text, size: int) -> Tensor:
+    first, total, length = text.first, text.key.shape[2], text.segments[0][2]
+    ahead, more, block = first % size, -total % size, first // size
+    key = functional.pad(text.keys(0, total, 0, length), (0, 0, 0, more))
+    value = functional.pad(text.value, (0, 0, 0, more))
+    query = functional.pad(text.queries(first, total, 0, length), (0, 0, ahead, more))
+    own = slice(block * size, None)
+    batch = len(query)
+    output, sums = partial_attention(
+        _folded(query, size), _folded(key[:, :, own], size), _folded(value[:, :, own], size), causal=True,
+        scale=text.scale,
+    )  # fmt: skip
+    output, sums = _unfolded(output, batch), _unfolded(sums[..., None], batch)[..., 0]
+    rows = slice(ahead, output.shape[2] - more)
+    result = output[:, :, rows].to(sums.dtype), sums[:, :, rows]
+    later = max(first, size)  # the first query that has a chunk before its own
+    if later >= total:
+        return result[0]
+    chunk = later // size
+    query = text.queries(later, total, 1, length)
+    query = functional.pad(query, (0, 0, later - chunk * size, more))
+    before = slice((chunk - 1) * size, total + more - size)
+    output, sums = partial_attention(
+        _folded(query, size), _folded(key[:, :, before], size), _folded(value[:, :, before], size),
+        causal=False, scale=text.scale,
+    )  # fmt: skip
+    output, sums = _unfolded(output, batch), _unfolded(sums[..., None], batch)[..., 0]
+    rows = slice(later - chunk * size, output.shape[2] - more)
+    result = _with(result, later - first, [(later - first, (output[:, :, rows], sums[:, :, rows]))])
+    begin = max(first, 2 * size)  # the first query that has two chunks before its own
+    if begin >= total:
+        return result[0]
+    query = text.queries(begin, total, 2, length)
+    for pairs in _tree(begin, total, size):
+        found = []
+        for group in pairs:
+            parts = [
+                (query[:, :, q[0] - begin : q[1] - begin], key[:, :, slice(*k)], value[:, :, slice(*k)])
+                for q, k in group
+            ]
+            stacked = [torch.cat(states) for states in zip(*parts, strict=True)]
+            output, sums = partial_attention(*stacked, causal=False, scale=text.scale)
+            for index, (q, _) in enumerate(group):
+                which = slice(index * batch, (index + 1) * batch)
+                found.append((q[0] - first, (output[which], sums[which])))
+        result = _with(result, begin - first, sorted(found, key=lambda each: each[0]))
+    return result[0]
+
+
+Range = tuple[int, int]
+Rectangle = tuple[Range, Range]
+"""Columns of queries, and of the keys that all of them see."""
+
+
+def _tree(begin: int, total: int, size: int) -> Iterable[list[list[Rectangle]]]:
+    """The pairs of chunks with at least one chunk between them, cut into rectangles, level by level.
+
+    For each level, groups of rectangles of equal size: columns of queries, from `begin` on, and of keys.
+    """
+    chunks = -(-total // size) - 1  # queries count from the second chunk: then they see all chunks below
+    run = 1
+    while run < chunks:
+        whole: list[Rectangle] = []
+        rest: list[Rectangle] = []
+        for start in range(0, chunks, 2 * run):
+            queries = max(begin, (start + run + 1) * size), min(total, (start + 2 * run + 1) * size)
+            if queries[0] < queries[1]:
+                complete = queries[1] - queries[0] == run * size
+                (whole if complete else rest).append((queries, (start * size, (start + run) * size)))
+        yield [group for group in (whole, *([each] for each in rest)) if group]
+        run *= 2
+
+
+def _with(result: Result, start: int, found: Iterable[tuple[int, Result]]) -> Result:
+    """A result, with those of other keys for some of the rows from `start` on, each at its first row."""
+    outputs, sums = [], []
+    row = start
+    total = result[0].shape[2]
+    for begin, (output, part) in [*found, (total, (result[0][:, :, :0], result[1][:, :, :0]))]:
+        outputs += [result[0].new_zeros(*output.shape[:2], begin - row, output.shape[3]), output]
+        sums += [part.new_full((*part.shape[:2], begin - row), -math.inf), part]
+        row = begin + output.shape[2]
+    merged = merge(
+        result[0][:, :, start:], result[1][:, :, start:], torch.cat(outputs, dim=2), torch.cat(sums, dim=2)
+    )
+    return (
+        torch.cat([result[0][:, :, :start], merged[0]], dim=2),
+        torch.cat([result[1][:, :, :start], merged[1]], dim=2),
+    )
+
+
+def _folded(states: Tensor, size: int) -> Tensor:
+    """`[batch, heads, n * size, d]` as `[batch * n, heads, size, d]`."""
+    batch, heads, _, width = states.shape
+    return states.reshape(batch, heads, -1, size, width).transpose(1, 2).flatten(0, 1)
+
+
+def _unfolded(states: Tensor, batch: int) -> Tensor:
+    """The inverse of `_folded`."""
+    folded, heads, _, width = states.shape
+    return states.reshape(batch, folded // batch, heads, -1, width).transpose(1, 2).flatten(2, 3)

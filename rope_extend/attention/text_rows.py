@@ -1,0 +1,93 @@
+"""Which columns of a batch hold the text of each row, if all else is padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.masks import MASK_ROWS
+from rope_extend.attention.positions import Forward
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Rows of a batch whose text is in the same columns, at the same positions, without gaps.
+
+    Attributes:
+        rows: their indices; None for all rows.
+        start: the first column of the text, of all keys.
+        stop: the column after the last.
+        lowest: the position of the first column.
+    """
+
+    rows: tuple[int, ...] | None
+    start: int
+    stop: int
+    lowest: int
+
+
+def text_rows(call: AttentionCall, forward: Forward) -> list[TextRows] | None:
+    """The rows of a call, if attention is causal within one text in each of them; otherwise None.
+
+    The call has a key for each position of the forward. Computed once for all layers that share a mask.
+    """
+    if call.mask is None:
+        if not call.is_causal:
+            return None
+        return _of_columns(forward, None)
+    if not isinstance(call.mask, Tensor):
+        return None
+    name = ("text rows", id(call.mask))
+    if name not in forward.tables:  # with the mask, so that no other one gets its id
+        forward.tables[name] = call.mask, _of_mask(call.mask, forward)
+    found: list[TextRows] | None = forward.tables[name][1]
+    return found
+
+
+def _of_mask(mask: Tensor, forward: Forward) -> list[TextRows] | None:
+    if mask.is_meta:  # in a dry run, the mask is causal
+        return _of_columns(forward, None)
+    flat = mask.dim() == 2  # of flash attention, which is causal in addition
+    if not flat and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1):
+        return None
+    shown = mask.bool() if flat else mask[:, 0, -1]
+    keys = shown.shape[1]
+    columns = torch.arange(keys, device=mask.device)
+    start = torch.where(shown, columns, keys).amin(dim=1)
+    stop = torch.where(shown, columns, -1).amax(dim=1) + 1
+    visible = (columns >= start[:, None]) & (columns < stop[:, None])
+    same = (visible == shown).all() & (stop > start).all()
+    new = forward.queries.shape[1]
+    if not flat:
+        for first in range(0, new, MASK_ROWS):
+            part = mask[:, 0, first : first + MASK_ROWS]
+            own = torch.arange(keys - new + first, keys - new + first + part.shape[1], device=mask.device)
+            expected = visible[:, None] & (columns <= own[:, None])
+            # Padding sees nothing, everything, or as much as a token there.
+            text = (own >= start[:, None]) & (own < stop[:, None])
+            nothing_or_all = ~part.any(dim=-1) | part.all(dim=-1)
+            same = same & ((part == expected).all(dim=-1) | ~text & nothing_or_all).all()
+    if not bool(same):
+        return None
+    return _of_columns(forward, list(zip(start.tolist(), stop.tolist(), strict=True)))
+
+
+def _of_columns(forward: Forward, columns: list[tuple[int, int]] | None) -> list[TextRows] | None:
+    """The rows, grouped by their columns and first positions; None if positions have gaps."""
+    positions = forward.keys
+    count = max(len(positions), len(columns or ()))
+    columns = columns or [(0, positions.shape[1])]
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for row in range(count):
+        start, stop = columns[row % len(columns)]
+        own = positions[row % len(positions), start:stop]
+        if not bool((own.diff() == 1).all()):
+            return None
+        groups.setdefault((start, stop, int(own[0])), []).append(row)
+    if len(groups) == 1:
+        (only,) = groups
+        return [TextRows(None, *only)]
+    return [TextRows(tuple(rows), *key) for key, rows in groups.items()]

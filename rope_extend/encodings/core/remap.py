@@ -1,0 +1,192 @@
+"""Encodings that give queries and keys other positions, by how far apart they are.
+
+A model that never saw distant tokens does well with near ones. So near pairs keep their distance, and distant
+pairs are given one that occurred in training. Nothing is trained.
+
+Such a method is data: the borders between regions of pairs, and for each region the positions that its
+queries and keys are rotated to. `rope_extend/attention/remaps.py` computes attention for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rope_extend.encodings.core.checks import check_length
+from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.errors import RopeExtendError
+
+DROPPED = -1
+"""The region of pairs that do not attend."""
+
+PositionMap = Callable[[Tensor], Tensor]
+"""From positions `[...]`, float64 whole tokens, to the positions that are used for rotation."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Pairs of a query and a key whose distance is computed in the same way.
+
+    Attributes:
+        query: the position that a query is rotated to.
+        key: the position that a key is rotated to.
+        schedule: the static schedule of the rotation; None for plain RoPE.
+    """
+
+    query: PositionMap
+    key: PositionMap
+    schedule: RopeEncoding | None = None
+
+
+def _same(positions: Tensor) -> Tensor:
+    return positions
+
+
+NEAR = Region(_same, _same)
+"""The region of pairs that keep their own positions; it is the first of every method."""
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Region 0 holds pairs closer than `window` tokens, region 1 all others."""
+
+    window: int
+
+    def region(self, query: Tensor, key: Tensor) -> Tensor:
+        """The region of each pair, int64, for positions that broadcast; a later key is near."""
+        return (query - key >= self.window).to(torch.int64)
+
+    def is_plain(self, lowest: int, highest: int) -> bool:
+        """Whether all pairs of positions from `lowest` to `highest` are in region 0."""
+        return highest - lowest < self.window
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Positions are cut into chunks. Region 0 is a pair of one chunk, 1 of neighbours, 2 of all others."""
+
+    size: int
+
+    def region(self, query: Tensor, key: Tensor) -> Tensor:
+        """The region of each pair, int64, for positions that broadcast; no key may be later."""
+        return (query // self.size - key // self.size).clamp(0, 2).to(torch.int64)
+
+    def is_plain(self, lowest: int, highest: int) -> bool:
+        """Whether all pairs of positions from `lowest` to `highest` are in region 0."""
+        return highest // self.size == lowest // self.size
+
+
+@dataclass(frozen=True)
+class StartAndWindow:
+    """Keys below position `start` are region 1, others closer than `window` region 0, the rest is dropped."""
+
+    start: int
+    window: int
+
+    def region(self, query: Tensor, key: Tensor) -> Tensor:
+        """The region of each pair, int64, or DROPPED, for positions that broadcast; a later key is near."""
+        near = torch.where(query - key < self.window, 0, DROPPED)
+        return torch.where((key < self.start) & (key <= query), 1, near)
+
+    def is_plain(self, lowest: int, highest: int) -> bool:
+        """Whether all pairs of positions from `lowest` to `highest` keep their own distance."""
+        return highest - lowest < self.window
+
+
+Borders = Bands | Chunks | StartAndWindow
+
+
+class RemapEncoding(RopeEncoding):
+    """A method that changes the positions of distant pairs, and needs no training.
+
+    Frequencies are plain RoPE's. Caches hold keys that are not rotated.
+    """
+
+    remaps = True
+
+    @property
+    def rotates_in_attention(self) -> bool:
+        """Always: the position of a key depends on the query."""
+        return True
+
+    @property
+    @abstractmethod
+    def borders(self) -> Borders:
+        """Which pairs belong to which region."""
+
+    @abstractmethod
+    def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
+        """The regions, in the order in which `borders` counts them.
+
+        `length` is the result of `table_length` for the query; the regions of most methods are the same for
+        all lengths.
+        """
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """Plain RoPE's, `[dim/2]` float64, radians per token."""
+        return shape.inv_freq()
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """The longest text with given distances below the trained length; None if there is none."""
+        return None
+
+    def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
+        """Whether a text with positions from `lowest` to `highest` is processed as by plain RoPE."""
+        return self.borders.is_plain(lowest, highest)
+
+    def distance(self, shape: RopeShape, query: Tensor, key: Tensor) -> Tensor:
+        """The distance that pairs are given, float64; NaN for pairs that do not attend.
+
+        `query` and `key` are positions, int64, of shapes that broadcast.
+        """
+        both = (query - key).shape
+        query, key = query.expand(both), key.expand(both)
+        region, lengths = self.borders.region(query, key), self.table_length(shape, query + 1)
+        given = torch.full(both, math.nan, dtype=torch.float64, device=query.device)
+        for length in sorted(set(lengths.flatten().tolist())):
+            for index, each in enumerate(self.regions(shape, length)):
+                here = (region == index) & (lengths == length)
+                given[here] = each.query(query[here].double()) - each.key(key[here].double())
+        return given
+
+    def _check_whole(self, *fields: str) -> None:
+        """Refuse parameters that are no whole number of tokens above 0."""
+        for field in fields:
+            object.__setattr__(self, field, check_length(self.name, field, getattr(self, field)))
+
+    def _check_flag(self, field: str) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, bool):
+            raise RopeExtendError(f"{self.name}: {field} must be true or false, got {value!r}")
+
+    @classmethod
+    def _check_window(cls, shape: RopeShape, field: str, value: int) -> None:
+        """Refuse a region of near pairs that the model was not trained for.
+
+        Raises:
+            RopeExtendError: it exceeds the trained window.
+        """
+        if value > shape.trained_length:
+            raise RopeExtendError(
+                f"{cls.name}: {field}={value} exceeds the {shape.trained_length} tokens that the model was "
+                f"trained on; use {field}={shape.trained_length} or less"
+            )
+
+
+def log_n_scale(shape: RopeShape, position_ids: Tensor) -> Tensor:
+    """`max(1, ln(p+1) / ln L)` at position p, float64, like `position_ids` (Su 2021).
+
+    Raises:
+        RopeExtendError: the trained window is one token, for which the formula has no value.
+    """
+    if shape.trained_length == 1:
+        raise RopeExtendError(
+            "log-n scaling needs a model trained on 2 or more tokens, this one has a window of 1; turn it off"
+        )
+    return (torch.log1p(position_ids.to(torch.float64)) / math.log(shape.trained_length)).clamp(min=1)

@@ -1,0 +1,418 @@
+"""Methods that change positions: equal to their published maps, in any batch, under any cache."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from batches import LENGTH, ONE_BY_ONE, batch, gradients, in_parts, logits, same, tokens
+from cases import FAMILIES, PARTIAL, REMAPS, TARGET, TRAINED, EncodingCase, FamilyCase, llama, tiny_model
+from covering import few
+from hypothesis import given
+from hypothesis import strategies as st
+from test_attention import PLAIN, naive_llama
+from tolerances import assert_same_but_rounding, rounding
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+import rope_extend as rx
+from rope_extend.attention import remap_parts
+from rope_extend.encodings import RemapEncoding, RopeShape
+from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.models.families import adapter_for
+from rope_extend.models.view import shape_of
+
+Map = Callable[[int, int], float | None]
+"""The distance that a query at i and a key at j are given; None if they do not attend."""
+
+
+def self_extend(group: int, window: int) -> Map:
+    return lambda i, j: i - j if i - j < window else i // group + window - window / group - j // group
+
+
+def rerope(window: int, leak: float = math.inf, log_n: bool = True) -> Map:
+    return lambda i, j: i - j if i - j < window else window + (i - j - window) / leak
+
+
+def string(shift: int, local: int) -> Map:
+    return lambda i, j: i - j if i - j < shift else i - j - shift + local
+
+
+def jet_long(near: int, window: int) -> Map:
+    def given_distance(i: int, j: int) -> float:
+        group = math.ceil((i + 1) / window)
+        return i - j if i - j <= near else i // group - j // group
+
+    return given_distance
+
+
+def sinks(sinks: int, window: int) -> Map:
+    def given_distance(i: int, j: int) -> float | None:
+        if j < sinks:
+            return min(i, sinks + window - 1) - j
+        return i - j if i - j < window else None
+
+    return given_distance
+
+
+def dual_chunk(chunk: int, local: int) -> Map:
+    largest = chunk + local
+
+    def given_distance(i: int, j: int) -> float:
+        if i // chunk == j // chunk:
+            return i - j
+        if i // chunk == j // chunk + 1:
+            return min(i % chunk + chunk, largest) - j % chunk
+        return min(2 * chunk - 1, largest) - j % chunk
+
+    return given_distance
+
+
+MAPS: dict[str, Callable[..., Map]] = {
+    "self_extend": self_extend,
+    "rerope": rerope,
+    "string": string,
+    "jet_long": jet_long,
+    "sinks": sinks,
+    "dual_chunk": dual_chunk,
+}
+"""The maps of the papers and of the authors' code, for whole positions."""
+
+
+def map_of(case: EncodingCase) -> Map:
+    assert not callable(case.parameters)
+    return MAPS[case.name](**case.parameters)
+
+
+def patched(model: PreTrainedModel, case: EncodingCase) -> rx.Patch:
+    return rx.patch_model(model, case.build(shape_of(model)), target_length=TARGET)
+
+
+@cache
+def written_out(method: str, length: int = 40) -> Tensor:
+    """Logits of Llama in float64, one query at a time, with the map of a method."""
+    case = next(each for each in REMAPS if str(each) == method)
+    distance = map_of(case)
+
+    def rotation(query: int, position: int) -> tuple[list[float], float]:
+        given = distance(query, position) or 0.0
+        sharpened = case.name == "rerope" and not str(case).endswith("leak")
+        scale = max(1.0, math.log(query + 1, TRAINED)) if sharpened else 1.0
+        return [-given * frequency for frequency in PLAIN], math.sqrt(scale)  # on query and key
+
+    seen = [[j <= i and distance(i, j) is not None for j in range(length)] for i in range(length)]
+    return naive_llama(llama(head_dim=16), tokens(1, length)[0], rotation, allowed=torch.tensor(seen))
+
+
+each_method = pytest.mark.parametrize("case", REMAPS, ids=str)
+
+
+@pytest.mark.parametrize("implementation", few(["sdpa", "flex_attention", "eager"], 2))
+@each_method
+def test_logits_equal_the_map_written_out(case: EncodingCase, implementation: str) -> None:
+    """In parts without a mask (sdpa), and by regions (the others)."""
+    model = llama(head_dim=16, attn_implementation=implementation)
+    with patched(model, case):
+        found = logits(model, tokens(1, 40))[0].double()
+    assert_same_but_rounding(found, written_out(str(case)))
+
+
+@each_method
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_parts_tokens_and_padding_equal_one_forward(case: EncodingCase, implementation: str) -> None:
+    model, data = llama(head_dim=16, attn_implementation=implementation), batch()
+    with patched(model, case):
+        whole = logits(model, **data)
+        for stops in (ONE_BY_ONE, [20, 50, LENGTH], [31, 32, 33, LENGTH]):
+            same(in_parts(model, data, stops), whole, data)
+        for row, width in enumerate((0, 17, 59)):
+            same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
+
+
+@each_method
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_texts_within_the_window_are_those_of_the_model_bit_for_bit(
+    case: EncodingCase, dtype: torch.dtype
+) -> None:
+    """In one forward and token by token; the plan of a method says how long such a text is."""
+    for model in (llama(), tiny_model(FamilyCase("gpt_neox", {**PARTIAL, "hidden_size": 64}))):
+        model = model.to(dtype)
+        encoding = case.build(shape_of(model))
+        assert isinstance(encoding, RemapEncoding)
+        length = max(n for n in range(1, 30) if encoding.is_plain(shape_of(model), 0, n - 1))
+        assert length >= 5
+        input_ids = tokens(2, length)
+        expected = logits(model, input_ids), steps(model, input_ids)
+        with patched(model, case):
+            assert torch.equal(logits(model, input_ids), expected[0])
+            assert torch.equal(steps(model, input_ids), expected[1])
+
+
+@torch.no_grad()
+def steps(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """Logits of a text, token by token."""
+    cache = DynamicCache(config=model.config)
+    parts = [model(part, past_key_values=cache).logits for part in input_ids.split(1, dim=1)]
+    return torch.cat(parts, dim=1)
+
+
+@each_method
+def test_static_caches_beams_and_continued_texts_equal_one_forward(case: EncodingCase) -> None:
+    model, data = llama(head_dim=16), batch()
+    with patched(model, case):
+        whole = logits(model, **data)
+        for stops in (ONE_BY_ONE, [20, 50, LENGTH]):
+            static = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
+            same(in_parts(model, data, stops, static), whole, data)
+        prompt = {"input_ids": tokens(2, 30)}
+        found = model.generate(
+            **prompt, max_new_tokens=12, num_beams=3, do_sample=False, use_cache=True, pad_token_id=0
+        )
+        expected = model.generate(
+            **prompt, max_new_tokens=12, num_beams=3, do_sample=False, use_cache=False, pad_token_id=0
+        )
+    assert torch.equal(found, expected)
+
+
+@each_method
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_packed_documents_equal_rows_of_their_own(case: EncodingCase, implementation: str) -> None:
+    model, lengths = llama(head_dim=16, attn_implementation=implementation), (37, 12, 29)
+    input_ids = tokens(1, sum(lengths))
+    document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    allowed = (document[:, None] == document) & torch.ones(78, 78, dtype=torch.bool).tril()
+    mask = allowed[None, None]
+    if implementation == "eager":
+        mask = torch.zeros(1, 1, 78, 78).masked_fill(~mask, torch.finfo(torch.float32).min)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with patched(model, case):
+        packed = logits(model, input_ids, attention_mask=mask, position_ids=positions)
+        parts = zip(packed.split(lengths, dim=1), input_ids.split(lengths, dim=1), strict=True)
+        for found, ids in parts:
+            same(found, logits(model, ids))
+
+
+@each_method
+def test_gradients_equal_those_by_regions(case: EncodingCase) -> None:
+    """In parts without a mask and with a mask, which share no code; also if layers run again."""
+    expected = None
+    for implementation, checkpointing in (("eager", False), ("sdpa", False), ("sdpa", True)):
+        model = llama(head_dim=16, attn_implementation=implementation)
+        with patched(model, case):
+            found = gradients(model, 40, checkpointing=checkpointing)
+        expected = expected or found
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            assert_same_but_rounding(gradient, expected[name])
+
+
+class Recorder(TorchDispatchMode):
+    """The sizes of all results, and of each attention by a kernel: rows, queries, keys, causal or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self.calls: list[tuple[int, int, int, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(each, Tensor):
+                self.largest = max(self.largest, each.numel())
+        if "flash_attention_for_cpu" in str(func):
+            query, key = args[:2]
+            self.calls.append((len(query), query.shape[2], key.shape[2], len(args) > 4 and bool(args[4])))
+        return result
+
+    @property
+    def pairs(self) -> int:
+        return sum(
+            rows * (queries * (queries + 1) // 2 if causal else queries * keys)
+            for rows, queries, keys, causal in self.calls
+        )
+
+
+LONG = 1200
+
+
+@each_method
+def test_a_prefill_takes_few_calls_linear_memory_and_little_more_work(case: EncodingCase) -> None:
+    """At most three calls a layer, or two and two for each level of the tree; no table of all pairs."""
+    model = llama(head_dim=16, num_hidden_layers=1)
+    recorders = []
+    for length in (LONG // 2, LONG):
+        recorders.append(Recorder())
+        with patched(model, case), torch.no_grad(), recorders[-1]:
+            model(tokens(1, length), use_cache=False)
+    calls, pairs = len(recorders[1].calls), recorders[1].pairs
+    half, whole = recorders[0].largest, recorders[1].largest
+    assert whole <= 2 * half
+    assert whole < LONG * LONG / 8
+    causal = LONG * (LONG + 1) // 2
+    if case.name == "dual_chunk":
+        assert calls <= 2 + 2 * math.ceil(math.log2(LONG / 10))
+    elif case.name == "jet_long":  # the groups change every 16 tokens here, and far keys are cut there
+        assert calls <= 2 + 2 * LONG / 16
+    else:
+        assert calls == 3 + (case.name == "sinks")
+    assert pairs <= 1.05 * causal
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> tuple[Any, ...]:
+    """A method with any parameters, its map, and the sizes of a text."""
+    kind = draw(st.sampled_from(["self_extend", "string", "sinks", "dual_chunk", "jet_long", "rerope"]))
+    one, two = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    parameters: dict[str, Any] = {
+        "self_extend": {"group": one, "window": two},
+        "string": {"shift": one + two, "local": one},
+        "sinks": {"sinks": one, "window": two},
+        "dual_chunk": {"chunk": one, "local": two},
+        "jet_long": {"near": one, "window": one + two},
+        "rerope": {"window": one, "leak": float(two), "log_n": False},
+    }[kind]
+    total = draw(st.integers(1, 45))
+    first = draw(st.integers(0, total - 1))
+    heads, kv_heads = draw(st.sampled_from([(1, 1), (4, 2), (3, 1)]))
+    return kind, parameters, total, first, heads, kv_heads, draw(st.integers(1, 3))
+
+
+@given(texts(), st.sampled_from([0, 0, 7, 12]))
+def test_parts_without_a_mask_equal_attention_pair_by_pair(case: tuple[Any, ...], lowest: int) -> None:
+    """In float64, for any parameters, lengths, tokens in a cache, groups of heads and first positions."""
+    kind, parameters, total, first, heads, kv_heads, rows = case
+    encoding, distance = rx.encoding(kind, **parameters), MAPS[kind](**parameters)
+    assert isinstance(encoding, RemapEncoding)
+    if not remap_parts.can_be_cut(encoding.borders, lowest, first):
+        return
+    make = torch.Generator().manual_seed(total)
+    sizes = ((heads, total), (kv_heads, total), (kv_heads, total))
+    query, key, value = (torch.randn(rows, *size, 4, dtype=torch.float64, generator=make) for size in sizes)
+    shape = RopeShape(4, 100.0, 64)
+    frequencies = shape.inv_freq()
+
+    def turn(states: Tensor, positions: Tensor) -> Tensor:
+        a, b = states.chunk(2, dim=-1)
+        angles = positions[:, None] * frequencies
+        return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+
+    def turner(of: str, offset: int) -> Any:
+        def turned(states: Tensor, start: int, region: int, length: int) -> Tensor:
+            positions = lowest + offset + start + torch.arange(states.shape[2]).double()
+            return turn(states, getattr(encoding.regions(shape, length)[region], of)(positions))
+
+        return turned
+
+    lengths = encoding.table_length(shape, lowest + torch.arange(first, total) + 1)
+    cuts = [0, *((lengths.diff() != 0).nonzero().flatten() + 1).tolist(), total - first]
+    segments = [(first + a, first + b, int(lengths[a])) for a, b in itertools.pairwise(cuts)]
+    text = remap_parts.Text(
+        query[:, :, first:], key, value, turner("query", first), turner("key", 0), segments, lowest, 0.5
+    )
+    found = remap_parts.attend(text, encoding.borders)
+
+    expected = torch.zeros_like(query)
+    for i in range(first, total):
+        seen = [j for j in range(i + 1) if distance(lowest + i, lowest + j) is not None]
+        given_distances = torch.tensor(
+            [-float(distance(lowest + i, lowest + j) or 0) for j in seen], dtype=torch.float64
+        )
+        keys, values = (part[:, :, seen].repeat_interleave(heads // kv_heads, dim=1) for part in (key, value))
+        scores = 0.5 * (query[:, :, i : i + 1] * turn(keys, given_distances)).sum(-1)
+        expected[:, :, i] = (scores.softmax(-1)[..., None] * values).sum(2)
+    bound = rounding(torch.float64, 4 * total, max(1.0, float(value.abs().max())))
+    torch.testing.assert_close(found, expected[:, :, first:], rtol=0, atol=4 * bound)
+
+
+@given(
+    st.lists(st.integers(0, LENGTH - 2), min_size=1, max_size=3),
+    st.lists(st.integers(1, LENGTH - 1), max_size=3, unique=True),
+    st.sampled_from(REMAPS),
+)
+def test_any_padding_and_any_parts_equal_one_forward(
+    padding: list[int], stops: list[int], case: EncodingCase
+) -> None:
+    """With sdpa in parts against eager attention by regions in one forward."""
+    data = batch(tuple(padding))
+    with patched(FAST, case):
+        found = in_parts(FAST, data, [*sorted(stops), LENGTH])
+    with patched(DENSE, case):
+        same(found, logits(DENSE, **data), data)
+
+
+FAST, DENSE = (llama(head_dim=16, attn_implementation=name) for name in ("sdpa", "eager"))
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    few([(family, REMAPS[index % len(REMAPS)]) for index, family in enumerate(FAMILIES)], 6),
+    ids=str,
+)
+def test_every_family_decodes_and_pads_exactly(family: FamilyCase, case: EncodingCase) -> None:
+    model = tiny_model(family)
+    if adapter_for(family.model_type).unreachable:
+        with pytest.raises(UnsupportedModelError, match="acts inside attention"):
+            patched(model, case)
+        return
+    data = batch()
+    with patched(model, case):
+        whole = logits(model, **data)
+        if "padding" not in family.limits:
+            for row, width in enumerate((0, 17, 59)):
+                same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
+        if "cache" not in family.limits:
+            one = data.rows([0])
+            same(in_parts(model, one, [30, 31, 32, 78, 79, LENGTH]), logits(model, **one))
+
+
+def test_layers_with_a_short_window_are_left_alone() -> None:
+    """Gemma 2 rotates in both kinds of layers; the short window never has a distant pair."""
+    case = REMAPS[0]
+    sliding = tiny_model(FamilyCase("mistral", {"head_dim": 16, "sliding_window": 24}))
+    before, config = logits(sliding, tokens(1, LENGTH)), sliding.config.to_dict()
+    with pytest.raises(UnsupportedModelError, match="only sees the last 24 tokens; it needs no extension"):
+        patched(sliding, case)
+    assert torch.equal(logits(sliding, tokens(1, LENGTH)), before)
+    assert sliding.config.to_dict() == config
+    both = tiny_model(FamilyCase("gemma2", {"head_dim": 16, "sliding_window": 24}))
+    data = batch()
+    with patched(both, case):
+        whole = logits(both, **data)
+        same(in_parts(both, data, ONE_BY_ONE), whole, data)
+        same(whole[1:2, 17:], logits(both, data["input_ids"][1:2, 17:]))
+
+
+def test_chunks_refuse_masks_that_look_ahead() -> None:
+    model, prefix = llama(), torch.ones(48, 48, dtype=torch.bool).tril() | (torch.arange(48) < 40)
+    case = next(each for each in REMAPS if each.name == "dual_chunk")
+    with patched(model, case), pytest.raises(PatchError, match=r"dual_chunk.*later ones.*use causal"):
+        logits(model, tokens(1, 48), attention_mask=prefix[None, None])
+
+
+def test_a_prefix_keeps_the_distance_of_later_tokens() -> None:
+    """Written out for one method of the others: a later key is as near as it is."""
+    case, prefix = REMAPS[0], torch.ones(40, 40, dtype=torch.bool).tril() | (torch.arange(40) < 20)
+    distance, model = map_of(case), llama(head_dim=16)
+
+    def rotation(query: int, position: int) -> tuple[list[float], float]:
+        return [-float(distance(query, position) or 0) * frequency for frequency in PLAIN], 1.0
+
+    expected = naive_llama(model, tokens(1, 40)[0], rotation, allowed=prefix)
+    with patched(model, case):
+        found = logits(model, tokens(1, 40), attention_mask=prefix[None, None])[0].double()
+    assert_same_but_rounding(found, expected)
+
+
+def test_annealing_and_other_methods_around_are_refused() -> None:
+    model = llama()
+    with patched(model, REMAPS[0]) as patch, pytest.raises(PatchError, match="cannot anneal"):
+        patch.mix(0.5)
+    for outer in ("resonance", "logn", "short_original", "xpos"):
+        with pytest.raises(rx.RopeExtendError, match=rf"{outer}: inner must be.*use self_extend alone"):
+            rx.extend(model, TARGET, f"{outer}(self_extend)")
