@@ -77,3 +77,10 @@ def depths(text: str) -> int | list[float]:
         raise RopeExtendError(
             f"a number of depths, or depths from 0 to 1 such as 0,0.5,1: {text!r}"
         ) from error
+
+
+@argument
+def one_method(text: str) -> str:
+    """The name of a method, or a composition such as `resonance(yarn)`."""
+    check_method_name(text)
+    return text

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from rope_extend import __version__
-from rope_extend.cli import advise, discover, draw, measure, search, ship, train
+from rope_extend.cli import advise, discover, doctor, draw, generate, measure, recipes, search, ship, train
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.processes import is_main_process
 
@@ -55,9 +55,21 @@ GROUPS: dict[str, dict[str, Command]] = {
                 f"advise {_8B} --target-length 32k --gpu 24GB --engine vllm",
             ),
         ),
+        "recipes": Command(
+            recipes.recipes_arguments, recipes.recipes,
+            ("recipes", "recipes copy llama3_8b_32k_yarn --output recipe.yaml"),
+        ),
         "info": Command(
             discover.info_arguments, discover.info, (f"info {_8B}", f"info {_8B} --target-length 32k --json")
         ),
+        "generate": Command(
+            generate.generate_arguments, generate.generate,
+            (
+                'generate runs/yarn --file book.txt --ask "Who is the captain?"',
+                f'generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"',
+            ),
+        ),
+        "doctor": Command(doctor.doctor_arguments, doctor.doctor, ("doctor", "doctor --json")),
         "methods": Command(discover.methods_arguments, discover.methods, ("methods", "methods --json")),
         "families": Command(discover.families_arguments, discover.families, ("families",)),
     },

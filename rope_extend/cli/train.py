@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
+from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import size
 from rope_extend.training.recipe import add_recipe_arguments, recipe_from_arguments
 
 
 def finetune_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a recipe, and those of the command."""
-    add_recipe_arguments(parser)
+    add_recipe_arguments(parser, find_recipe)
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument(
         "--resume",

@@ -247,7 +247,7 @@ def plan(recipe: Recipe, *, limit_memory: int | None = None, elsewhere: bool = F
     """
     device = LoadOptions().torch_device
     absent = limit_memory is not None and (elsewhere or device.type == "cpu")
-    planned_gpu = torch.device("cuda") if absent else None  # without an index, so it is no GPU of this machine
+    planned_gpu = torch.device("cuda") if absent else None  # it has no index, unlike those of this machine
     dtype = torch.bfloat16 if planned_gpu and recipe.dtype == "auto" else _dtype(recipe, device)
     shape, reach = _check_model(recipe, None, dtype, Sharding())
     load_options = LoadOptions(dtype=dtype, quantize=recipe.quantize, limit_memory=limit_memory)

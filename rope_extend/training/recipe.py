@@ -6,7 +6,7 @@ The module imports neither torch nor transformers, so that `rope-extend finetune
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field
 from typing import Annotated, Any, ClassVar
 
@@ -441,9 +441,17 @@ class Recipe(Config):
         return f"{usual}; {replaced} for encodings that replace RoPE" if usual != replaced else str(usual)
 
 
-def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the recipe to a command: an optional YAML file as `config`, and one `--flag` per field."""
-    parser.add_argument("config", nargs="?", help="YAML file of a recipe, such as those in configs/")
+def add_recipe_arguments(parser: argparse.ArgumentParser, find: Callable[[str], str] = str) -> None:
+    """Add the recipe to a command: an optional YAML file as `config`, and one `--flag` per field.
+
+    Args:
+        parser: where they go.
+        find: the path of the YAML file, from what the user writes.
+    """
+    parser.add_argument(
+        "config", nargs="?", type=find,
+        help="YAML file of a recipe, or the name of one that `rope-extend recipes` lists",
+    )  # fmt: skip
     add_flags(parser, Recipe)
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import rope_extend as rx
+from rope_extend.advice.shipped import shipped_names
 from rope_extend.cli.main import parse
 from rope_extend.models.families import REFUSED
 from rope_extend.training.recipe import recipe_from_arguments
@@ -21,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 CARD = "rope_extend/demo/README.md"
 MOST_LINES, MOST_WORDS = 180, 1500
+HUB_OWNERS = ("meta-llama/", "Qwen/")
+"""Owners of models on the hub that pages name; their commands need a network."""
 
 
 class Block(NamedTuple):
@@ -69,6 +72,7 @@ def runs_here(words: list[str]) -> bool:
     recipes = [word for word in words if word.startswith("configs/") and word.endswith(".yaml")]
     models = [str(yaml.safe_load((ROOT / recipe).read_text()).get("model")) for recipe in recipes]
     local = all(model.startswith("rope_extend/") for model in models)
+    local &= not any(word in shipped_names() or word.startswith(HUB_OWNERS) for word in words)
     return words[0] == "rope-extend" and local and not any(word.startswith("path/to/") for word in words)
 
 

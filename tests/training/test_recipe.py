@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rope_extend import RopeExtendError
+from rope_extend.advice.shipped import FOLDER
 from rope_extend.data.choices import SAMPLED
 from rope_extend.data.sampled_positions import SAMPLERS
 from rope_extend.encodings import encoding_names
@@ -20,7 +21,7 @@ from rope_extend.training.recipe import Recipe, add_recipe_arguments, recipe_fro
 REQUIRED = {"model": "some/model", "data": "books/", "output_dir": "runs/one", "target_length": 32768}
 CONFIGS = [
     path
-    for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    for path in sorted([*(Path(__file__).parents[2] / "configs").glob("*.yaml"), *FOLDER.glob("*.yaml")])
     if not path.name.startswith("pretrain_")  # a configuration of another script
 ]
 

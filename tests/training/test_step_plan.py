@@ -16,6 +16,7 @@ from covering import few
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from rope_extend import RopeExtendError, finetune
+from rope_extend.advice.shipped import FOLDER
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR as MODEL
 from rope_extend.data.documents import Document
@@ -32,7 +33,7 @@ from rope_extend.training.resume import RunState, read_state
 from rope_extend.training.step_plan import TrainingPlan, plan_training, resumed_options
 
 CPU = LoadOptions(device="cpu", dtype=torch.float32)
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted([*(Path(__file__).parents[2] / "configs").glob("*.yaml"), *FOLDER.glob("*.yaml")])
 CANDIDATES = [MemoryOptions(), MemoryOptions(True), MemoryOptions(True, TILE)]
 
 
@@ -586,7 +587,7 @@ SHAPES_OF_CONFIGS = {
 def test_the_memory_in_the_comments_of_recipes_is_the_estimate(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(path.parents[1])
+    monkeypatch.chdir(Path(__file__).parents[2])
     comment = re.search(r"^# A step needs ([\d.]+) GB", path.read_text(), re.MULTILINE)
     assert comment is not None
     shape = next((shape for name, shape in SHAPES_OF_CONFIGS.items() if path.stem.startswith(name)), None)

@@ -1,0 +1,101 @@
+"""The recipes that come with the package: listed, found by name, and copied. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import yaml
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_text
+
+FOLDER = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """A recipe that comes with the package.
+
+    Attributes:
+        name: its name.
+        title: what it does, in a sentence.
+        model: the hub id of its model.
+        memory: for a GPU's memory in GB: what a step needs there, as a sentence; an estimate.
+    """
+
+    name: str
+    title: str
+    model: str
+    memory: dict[int, str]
+
+
+def shipped_names() -> list[str]:
+    """The names of the recipes, sorted."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """All recipes, by name."""
+    recipes = []
+    for name in shipped_names():
+        text = shipped_path(name).read_text(encoding="utf-8")
+        memory = {int(size): said for size, said in re.findall(r"^# On (\d+) GB: (.*)$", text, re.MULTILINE)}
+        title = text.splitlines()[0].removeprefix("# ")
+        recipes.append(ShippedRecipe(name, title, yaml.safe_load(text)["model"], memory))
+    return recipes
+
+
+def shipped_path(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        RopeExtendError: no recipe has that name; the message has the nearest.
+    """
+    names = shipped_names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise RopeExtendError(f"no recipe is named {name!r}.{hint} `rope-extend recipes` lists them")
+    return FOLDER / f"{name}.yaml"
+
+
+def find_recipe(text: str) -> str:
+    """The file of a recipe, from a path or from the name of one that comes with the package.
+
+    A file comes first, so a name never hides one.
+    """
+    if not Path(text).exists() and text in shipped_names():
+        return str(shipped_path(text))
+    return text
+
+
+def copy_recipe(
+    name: str, output: str | PathLike[str], *, model: str | None = None, overwrite: bool = False
+) -> Path:
+    """Copy a recipe to a file of your own, to edit it; returns the file.
+
+    Args:
+        name: the recipe.
+        output: the new file.
+        model: another model of the same family, such as the Instruct version.
+        overwrite: replace the file.
+
+    Raises:
+        RopeExtendError: no such recipe, the file exists, or it cannot be written.
+    """
+    text = shipped_path(name).read_text(encoding="utf-8")
+    file = Path(output)
+    if file.exists() and not overwrite:
+        raise RopeExtendError(f"{file} exists; choose another output, or overwrite=True")
+    if model is not None:
+        line = yaml.safe_dump({"model": model}, width=1000, allow_unicode=True).strip()
+        text = re.sub(r"^model: \S+", lambda _: line, text, count=1, flags=re.MULTILINE)
+    try:
+        write_text(file, text)
+    except OSError as error:
+        raise RopeExtendError(f"cannot write {file}: {error}; choose another output") from error
+    return file

@@ -1,0 +1,116 @@
+"""What this machine offers: versions, devices, attention, optional packages, memory and disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rope_extend.report.versions import package_version, versions
+from rope_extend.units import format_bytes
+
+OPTIONAL = {
+    "bitsandbytes": ("quantize: 4bit", "pip install 'rope_extend[quantize]'"),
+    "flash_attn": ("--attn flash_attention_2", "pip install flash-attn"),
+    "deepspeed": ("sequences over several GPUs (sp_size)", "pip install 'rope_extend[ulysses]'"),
+    "gguf": ("export --to llama.cpp", "pip install 'rope_extend[gguf]'"),
+    "tensorboard": ("tensorboard: true", "pip install 'rope_extend[tensorboard]'"),
+}
+"""Optional packages: what needs each, and how to install it."""
+LITTLE_DISK = 20 * 10**9
+"""Bytes of free disk below which a warning appears: a model of 7B parameters takes 14 GB in bfloat16."""
+
+
+class Finding(NamedTuple):
+    """One line of the check: its subject, the result, and what to do; `advice` is empty if all is well."""
+
+    subject: str
+    result: str
+    advice: str = ""
+
+
+def examine(
+    environment: Mapping[str, str] = os.environ,
+    *,
+    installed: Callable[[str], bool] = lambda name: importlib.util.find_spec(name) is not None,
+    free_disk: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+) -> list[Finding]:
+    """Check everything that a run depends on. Nothing is downloaded, and no memory is taken.
+
+    Args:
+        environment: the environment variables.
+        installed: whether a package can be imported.
+        free_disk: free bytes of the disk of an existing directory.
+    """
+    return [
+        *(Finding(name, version) for name, version in versions().items()),
+        *(Finding(name, package_version(name)) for name in ("peft", "accelerate", "datasets")),
+        *_devices(),
+        *_optional(installed),
+        *_disks(environment, free_disk),
+    ]
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding(
+            "GPU", "none found by torch",
+            f"runs use the CPU in float32. This torch is {torch.__version__}: if the machine has a GPU, "
+            "install a build for it",
+        )  # fmt: skip
+        if torch.backends.mps.is_available():
+            yield Finding("mps", "available", "give --device mps; fine-tuning on it is not tested")
+        yield Finding("CPU threads", str(torch.get_num_threads()))
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        yield Finding(
+            f"GPU {index}", f"{properties.name}, {format_bytes(free)} of {format_bytes(total)} free",
+            "" if free > 0.8 * total else "another process uses much of its memory",
+        )  # fmt: skip
+    bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    yield Finding(
+        "bfloat16", "supported" if bfloat16 else "not supported by this GPU",
+        "" if bfloat16 else "weights are loaded in float32, which takes twice the memory",
+    )  # fmt: skip
+    backends: dict[str, Any] = {
+        "flash": torch.backends.cuda.flash_sdp_enabled,
+        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+        "cuDNN": torch.backends.cuda.cudnn_sdp_enabled,
+    }
+    names = [name for name, enabled in backends.items() if enabled()]
+    yield Finding(
+        "sdpa backends", ", ".join(names) or "math only", "" if names else "long windows will not fit"
+    )
+
+
+def _optional(installed: Callable[[str], bool]) -> Iterator[Finding]:
+    for name, (use, command) in OPTIONAL.items():
+        if installed(name):
+            yield Finding(name, package_version(name))
+        else:
+            yield Finding(name, f"not installed; only for {use}: {command}")
+
+
+def _disks(environment: Mapping[str, str], free_disk: Callable[[Path], int]) -> Iterator[Finding]:
+    home = Path(environment.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    for subject, path in (("hub cache", home), ("this directory", Path.cwd())):
+        existing = next(part for part in (path, *path.parents) if part.exists())
+        try:
+            free = free_disk(existing)
+        except OSError as error:
+            yield Finding(subject, f"{path}: unknown ({error})")
+            continue
+        little = free < LITTLE_DISK
+        yield Finding(
+            subject, f"{path}: {format_bytes(free)} free",
+            "a model of 7B parameters takes 14 GB; free some space, or set HF_HOME" if little else "",
+        )  # fmt: skip
+    if environment.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "on", "yes"):
+        yield Finding("hub", "offline, by HF_HUB_OFFLINE", "only models and data in the cache can be loaded")

@@ -1,0 +1,113 @@
+"""The recipes of the package: they load, they are found by name, and their figures are those of the plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from known_models import write_config
+
+import rope_extend as rx
+from rope_extend.advice.shipped import copy_recipe, find_recipe, shipped_names, shipped_path, shipped_recipes
+from rope_extend.cli.main import main
+from rope_extend.training.finetune import plan
+from rope_extend.training.recipe import Recipe
+
+MODELS = {
+    "gemma2_9b_32k_yarn": "gemma2-9b", "llama3_8b_128k_yarn": "llama3-8b", "llama3_8b_32k_yarn": "llama3-8b",
+    "llama_7b_32k_linear": "llama2-7b", "llama_7b_32k_yarn": "llama2-7b",
+    "mistral_7b_128k_yarn": "mistral-7b-v0.3", "phi2_3b_16k_yarn": "phi-2", "phi4_14b_64k_yarn": "phi4",
+    "qwen2.5_3b_128k_yarn": "qwen25-3b", "qwen2.5_math_7b_32k_yarn": "qwen25-math-7b",
+    "qwen3_1.7b_128k_yarn": "qwen3-1.7b-base", "smollm2_1.7b_32k_yarn": "smollm2-1.7b",
+    "tinyllama_1b_32k_yarn": "tinyllama-1b",
+}  # fmt: skip
+"""The config of each recipe's model."""
+SIZES = (24, 48, 80)
+
+
+def test_every_recipe_has_a_model_and_its_memory() -> None:
+    assert shipped_names() == sorted(MODELS)
+    for recipe in shipped_recipes():
+        assert tuple(recipe.memory) == SIZES, recipe.name
+        assert Recipe.from_yaml(shipped_path(recipe.name)).output_dir == f"runs/{recipe.name}"
+
+
+def figures(name: str, directory: Path, sizes: tuple[int, ...]) -> None:
+    """Compare the comments of a recipe with the plan; each names the memory and what to add."""
+    model = write_config(directory, MODELS[name])
+    recipe = Recipe.from_yaml(shipped_path(name), {"model": str(model)})
+    memory = {shipped.name: shipped.memory for shipped in shipped_recipes()}[name]
+    for size in sizes:
+        estimate = plan(recipe, limit_memory=size * 10**9, elsewhere=True)
+        said = memory[size]
+        if "too long" in said:
+            assert not estimate.fits(estimate.chosen)
+            assert f"up to {estimate.longest_block:,} tokens" in said
+            continue
+        quantized = "--quantize 4bit" in said
+        step = estimate.quantized if quantized else estimate.chosen
+        assert quantized == (not estimate.fits(estimate.chosen))
+        assert step is not None
+        assert estimate.fits(step)
+        shown = re.match(r"([\d.]+) GB", said)
+        assert shown is not None
+        assert step.total / 1e9 == pytest.approx(float(shown[1]), abs=0.051, rel=0.01)
+        assert str(step.memory_options) in said
+
+
+def test_the_memory_of_one_recipe(tmp_path: Path) -> None:
+    figures("tinyllama_1b_32k_yarn", tmp_path, (24,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi2_3b_16k_yarn", "llama3_8b_32k_yarn"])
+def test_the_memory_of_recipes(name: str, tmp_path: Path) -> None:
+    figures(name, tmp_path, (24, 80))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_the_memory_of_all_recipes(name: str, tmp_path: Path) -> None:
+    figures(name, tmp_path, SIZES)
+
+
+def test_a_copy_has_another_model_and_is_never_overwritten_unasked(tmp_path: Path) -> None:
+    file = copy_recipe("llama3_8b_32k_yarn", tmp_path / "mine.yaml", model="my/llama: 3 #1")
+    copied, original = Recipe.from_yaml(file), Recipe.from_yaml(shipped_path("llama3_8b_32k_yarn"))
+    assert copied.model == "my/llama: 3 #1"
+    assert {**copied.to_dict(), "model": ""} == {**original.to_dict(), "model": ""}
+    with pytest.raises(rx.RopeExtendError, match="overwrite=True"):
+        copy_recipe("llama3_8b_32k_yarn", file)
+    copy_recipe("llama_7b_32k_yarn", file, overwrite=True)
+    assert file.read_text() == shipped_path("llama_7b_32k_yarn").read_text()
+    with pytest.raises(rx.RopeExtendError, match="Did you mean 'llama_7b_32k_yarn'"):
+        copy_recipe("llama_7b_32k_yran", tmp_path / "other.yaml")
+    with pytest.raises(rx.RopeExtendError, match="cannot write"):
+        copy_recipe("llama_7b_32k_yarn", tmp_path / "no" / "such" / "mine.yaml")
+
+
+def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe("llama_7b_32k_yarn") == str(shipped_path("llama_7b_32k_yarn"))
+    (tmp_path / "llama_7b_32k_yarn").write_text("model: mine")
+    assert find_recipe("llama_7b_32k_yarn") == "llama_7b_32k_yarn"
+    assert find_recipe("nonsense.yaml") == "nonsense.yaml"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["recipes"])
+    text = capsys.readouterr().out
+    assert all(name in text for name in MODELS)
+    main(["recipes", "copy", "phi2_3b_16k_yarn", "--output", str(tmp_path / "phi.yaml")])
+    assert "written" in capsys.readouterr().out
+    for line, message in (
+        (["recipes", "copy"], "needs the name"),
+        (["recipes", "copy", "phi"], "no recipe is named 'phi'"),
+        (["recipes", "list", "phi2_3b_16k_yarn"], "recipes copy phi2_3b_16k_yarn"),
+        (["recipes", "copy", "phi2_3b_16k_yarn", "--output", str(tmp_path / "phi.yaml")], "--overwrite"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            main(line)
+        assert error.value.code == 2
+        assert message in capsys.readouterr().err
