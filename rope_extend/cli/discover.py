@@ -21,12 +21,19 @@ START_HERE = {
 def methods_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `methods`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--tables", action="store_true",
+        help="list the published tables of divisors, which longrope takes by name",
+    )  # fmt: skip
 
 
 def methods(arguments: argparse.Namespace) -> None:
     """List the position encodings, with their parameters and sources, and the ones to try first."""
     from rope_extend.encodings import encoding_class, encoding_names
 
+    if arguments.tables:
+        _tables(arguments.json)
+        return
     classes = {name: encoding_class(name) for name in encoding_names()}
     if arguments.json:
         rows = [
@@ -51,6 +58,28 @@ def methods(arguments: argparse.Namespace) -> None:
             if _group(cls) == group:
                 print(f"  {name}\n      {cls.summary()}")
                 print(f"      parameters: {', '.join(cls.parameters()) or 'none'}; source: {cls.paper}")
+
+
+def _tables(as_json: bool) -> None:
+    """Print the published tables of divisors."""
+    from dataclasses import asdict
+
+    from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES
+    from rope_extend.units import format_length
+
+    if as_json:
+        print(json.dumps([asdict(table) for table in PUBLISHED_TABLES.values()], indent=2))
+        return
+    for table in PUBLISHED_TABLES.values():
+        divisors = table.divisors
+        window = format_length(table.target_length)
+        print(f"{table.name}: {table.parameter} of {table.model} for {window}, texts up to "
+              f"{format_length(table.length)}")  # fmt: skip
+        print(f"      divisors {divisors[0]:g} ... {divisors[-1]:g}, {len(divisors)} pairs; {table.source}, "
+              f"{table.licence}")  # fmt: skip
+        if table.note:
+            print(f"      note: {table.note}")
+    print("\nUse one: --method longrope --method-parameters long_factor=NAME,short_factor=NAME")
 
 
 def _group(cls: type[Any]) -> str:
@@ -122,6 +151,7 @@ def info(arguments: argparse.Namespace) -> None:
     check_checkpoint(arguments.model)  # before torch is imported
 
     from rope_extend.checkpoint.info import info as inspect_model
+    from rope_extend.encodings.core.critical import critical_range
     from rope_extend.units import format_length
 
     model = inspect_model(arguments.model, trained_length=arguments.trained_length)
@@ -129,7 +159,8 @@ def info(arguments: argparse.Namespace) -> None:
     effects = model.effects(target)
     if arguments.json:
         rows = [asdict(effect) for effect in effects]
-        print(json.dumps({**model.to_dict(), "target_length": target, "effects": rows}, indent=2))
+        values = {**model.to_dict(), "critical_pairs": critical_range(model.shape), "target_length": target}
+        print(json.dumps({**values, "effects": rows}, indent=2))
         return
     shape = model.shape
     print(f"family          {model.model_type}")
@@ -140,6 +171,9 @@ def info(arguments: argparse.Namespace) -> None:
     print(
         f"slow channels   {model.slow_channels} of {shape.dim // 2} pairs never completed a turn in training"
     )
+    if shape.dim >= 4:
+        first, last = critical_range(shape)
+        print(f"critical pair   {last} in theory; LongRoPE2 searches from {first} to {last}")
     if model.record:
         print(f"extended by rope_extend to {model.record['target_length']} tokens")
     print(f"\nat {format_length(target)} tokens, {target / shape.trained_length:g}x the trained window:")

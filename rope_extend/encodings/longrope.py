@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from numbers import Integral
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from rope_extend.encodings.core.checks import (
     check_length,
     check_number,
 )
+from rope_extend.encodings.core.published_tables import published_divisors
 from rope_extend.encodings.core.rope import LengthDependent, RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
@@ -34,7 +35,8 @@ class LongRoPE(ScaledRope, LengthDependent):
 
     Attributes:
         factor: `s = target_length / trained_length`, which sets the attention factor.
-        long_factor: the divisor of each channel pair's frequency beyond the trained length, fastest first.
+        long_factor: the divisor of each channel pair's frequency beyond the trained length, fastest first; in
+            `extend` and recipes also the name of a published table.
         short_factor: the same up to and including the trained length; all 1 by default.
         start_tokens: n-hat: positions below this keep plain RoPE's angles.
         attention_scale: replaces the factor `sqrt(1 + ln s / ln L)` on cos and sin; `attention_factor` in
@@ -78,6 +80,11 @@ class LongRoPE(ScaledRope, LengthDependent):
 
     def _divisors(self, field: str) -> tuple[float, ...]:
         values = getattr(self, field)
+        if isinstance(values, str):
+            raise RopeExtendError(
+                f"longrope: {field} is the name of a table, {values!r}, and no model is given to check it "
+                f"against; use extend(model, target_length, 'longrope', {field}={values!r})"
+            )
         if not isinstance(values, list | tuple) or not values:
             raise RopeExtendError(
                 f"longrope: {field} must be a list of numbers, one for each channel pair, got {values!r}"
@@ -88,6 +95,21 @@ class LongRoPE(ScaledRope, LengthDependent):
             else check_number("longrope", f"{field}[{i}]", value, minimum=0, maximum=MAX_FACTOR, above=True)
             for i, value in enumerate(values)
         )
+
+    @classmethod
+    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
+        """The encoding for a window; `long_factor` and `short_factor` may be names of published tables.
+
+        `rope-extend methods --tables` lists them.
+
+        Raises:
+            RopeExtendError: as `ScaledRope`, or no such table, or it belongs to another model or window.
+        """
+        for field in ("long_factor", "short_factor"):
+            if isinstance(parameters.get(field), str):
+                values = published_divisors(parameters[field], field, shape, target_length)
+                parameters = {**parameters, field: values}
+        return super().for_target(shape, target_length, **parameters)
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`theta_i / lambda_i`, with the long divisors beyond the trained length, else the short ones.

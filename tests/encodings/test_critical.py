@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_extend as rx
+from rope_extend.cli.main import main
 from rope_extend.encodings import NTK, YaRN
 from rope_extend.encodings.core.critical import critical_range
 
@@ -112,3 +115,11 @@ def test_a_critical_pair_excludes_the_other_ends_of_the_ramp() -> None:
             rx.encoding("yarn", factor=4.0, critical=30, **options)
     with pytest.raises(rx.RopeExtendError, match=r"0 to 63; the theoretical critical pair is 35"):
         NTK(4.0, critical=64).inv_freq(LLAMA3)
+
+
+def test_info_prints_both_ends_of_the_range(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """32 tokens and base 10,000: pair 1.41 has one turn, and no pair has ten."""
+    main(["info", str(work / "model")])
+    assert "critical pair   2 in theory; LongRoPE2 searches from 1 to 2" in capsys.readouterr().out
+    main(["info", str(work / "model"), "--json"])
+    assert json.loads(capsys.readouterr().out)["critical_pairs"] == [1, 2]
