@@ -177,6 +177,8 @@ class Config:
     """What the settings are called in errors."""
     examples: ClassVar[str] = "configs/"
     """Where a user finds YAML files to start from."""
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Headings of help, each with its fields; the fields of no group come first, under `label`."""
 
     def __post_init__(self) -> None:
         left_out = []
@@ -320,10 +322,13 @@ def add_flags(
         title: heading of the group in help; `cls.label` by default.
         skip: fields that get no flag.
     """
-    group = parser.add_argument_group(title or cls.label, "each flag replaces the value of the YAML file")
+    first = parser.add_argument_group(title or cls.label, "each flag replaces the value of the YAML file")
+    headings = {name: heading for heading, names in cls.groups.items() for name in names}
+    others = {heading: parser.add_argument_group(heading) for heading in cls.groups}
     for item in fields(cls):
         if item.name in skip:
             continue
+        group = others[headings[item.name]] if item.name in headings else first
         kind, text = field_hints(cls)[item.name]
         default = cls.default_text(item)
         text = (text if default is None else f"{text} (default: {default})").replace("%", "%%")

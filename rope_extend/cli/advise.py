@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rope_extend.advice.gpus import Gpu, find_gpu
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.cli.arguments import argument, checkpoint, length
+from rope_extend.cli.arguments import argument, checkpoint, export_target, length
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_text
 from rope_extend.models.locating import check_checkpoint
@@ -50,7 +50,7 @@ def advise_arguments(parser: argparse.ArgumentParser) -> None:
         "--hours", type=hours, metavar="N", help="longest training time; needs --gpu with a name"
     )
     parser.add_argument(
-        "--engine", choices=TARGETS, metavar="ENGINE",
+        "--engine", type=export_target, metavar="ENGINE",
         help=f"add how to serve the result: {', '.join(TARGETS)}",
     )  # fmt: skip
     parser.add_argument(

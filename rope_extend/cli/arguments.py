@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
 
+from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import check_method_name
 from rope_extend.models.locating import check_path
@@ -83,4 +84,13 @@ def depths(text: str) -> int | list[float]:
 def one_method(text: str) -> str:
     """The name of a method, or a composition such as `resonance(yarn)`."""
     check_method_name(text)
+    return text
+
+
+@argument
+def export_target(text: str) -> str:
+    """The name of an engine for which checkpoints are exported."""
+    if text not in TARGETS:
+        hint = ". Ollama loads the GGUF files of llama.cpp" if text.lower() == "ollama" else ""
+        raise RopeExtendError(f"must be one of {', '.join(TARGETS)}, got {text!r}{hint}")
     return text

@@ -129,6 +129,8 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
 }  # fmt: skip
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+MOST_IN_USAGE = 16
+"""Number of arguments above which the usage line does not list them."""
 _FLAGS = {"attention": "--attn", "max_documents": "--documents", "load_dtype": "--dtype"}
 """Flags that are not called as the library's argument is."""
 
@@ -192,6 +194,11 @@ def command_parser(name: str) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_arguments(parser)
+    if len(parser._actions) > MOST_IN_USAGE:  # all flags in one paragraph help nobody
+        positional = [action for action in parser._actions if not action.option_strings]
+        words = [(str(action.metavar or action.dest), action.nargs) for action in positional]
+        names = " ".join(f"[{word}]" if nargs else word for word, nargs in words)
+        parser.usage = f"{parser.prog} {names} [--flag VALUE ...]"
     examples = "examples:\n" + "\n".join(f"  rope-extend {line}" for line in command.examples)
     parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
     return parser
@@ -214,10 +221,11 @@ def in_flags(message: str, flags: set[str]) -> str:
             return match[0]
         return long if value in (None, "", "True") else f"{long} {value.strip(chr(39))}"
 
-    # Some errors name the flag as well, `overwrite=True (--overwrite)`. The parameters of an encoding, as in
-    # yarn(factor=8), follow a bracket and stay as they are.
-    pattern = r"(?<![\w(.-])(?P<name>[a-z][a-z_]*)=(?P<value>'[^']*'|[\w.]*\w|)(?: \(--[a-z-]+\))?"
-    return re.sub(pattern, flag, message)
+    # Some errors name the flag as well, `overwrite=True (--overwrite)`. What is in the brackets of a call, as
+    # in yarn(factor=8), stays as it is.
+    argument = r"(?<![\w(.-])(?P<name>[a-z][a-z_]*)=(?P<value>'[^']*'|[\w.]*\w|)(?: \(--[a-z-]+\))?"
+    parts = re.split(r"(\w\([^()]*\))", message)
+    return "".join(part if index % 2 else re.sub(argument, flag, part) for index, part in enumerate(parts))
 
 
 def _check_flags(parser: Parser, words: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.cli.arguments import checkpoint, length, size
+from rope_extend.cli.arguments import checkpoint, export_target, length, size
 from rope_extend.errors import RopeExtendError
 
 _BASE_MODEL = "base model of the adapter (default: the one in rope_extend.json)"
@@ -167,7 +167,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         help="an adapter, which is merged first, or a full checkpoint",
     )
     parser.add_argument(
-        "--to", choices=TARGETS, default="transformers", metavar="TARGET",
+        "--to", type=export_target, default="transformers", metavar="TARGET",
         help=f"{', '.join(TARGETS)} (default: transformers)",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", help="directory of the export")

@@ -100,8 +100,8 @@ def load_documents(
         longest = max(lengths, key=lambda name: lengths[name])
         raise RopeExtendError(
             f"no document of at least {min_tokens:,} tokens in {described}: the longest of {len(lengths)}, "
-            f"{longest!r}, has {lengths[longest]:,}. Lower min_tokens to {lengths[longest]} or less, or give "
-            "longer texts; a recipe can use short texts with packing"
+            f"{longest!r}, has {lengths[longest]:,}. Give longer texts, or use windows or blocks of at most "
+            f"{lengths[longest]:,} tokens; in a recipe, packing=restart uses short texts"
         )
     if len(documents) < len(lengths):
         logger.info("%s: %d of %d documents are empty or shorter than %d tokens",

@@ -341,8 +341,8 @@ def _starting_point(
     if resume is False:
         if present and not overwrite:
             raise RopeExtendError(
-                f"{directory} already holds a run ({present[0]}); resume it, overwrite it, or choose another "
-                "output_dir"
+                f"{directory} already holds a run ({present[0]}); resume=True continues it, overwrite=True "
+                "replaces it, or choose another output_dir"
             )
         return None
     if resume is not True:
@@ -364,7 +364,7 @@ def _starting_point(
         logger.warning("%s holds no checkpoint yet; the run starts at step 0", directory)
         return None
     else:
-        raise RopeExtendError(f"nothing to resume in {directory}; leave resume out to start a run there")
+        raise RopeExtendError(f"nothing to resume in {directory}; leave resume=True out to start a run there")
     check_continues(read_state(checkpoint), recipe)
     return checkpoint
 

@@ -115,6 +115,28 @@ class Recipe(Config):
     """
 
     label: ClassVar[str] = "recipe"
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "method": ("method", "method_parameters", "trained_length", "anneal_steps"),
+        "data and blocks": (
+            "block_length", "curriculum", "positions", "packing", "text_column", "split", "data_weights",
+            "streaming", "max_documents", "max_tokens",
+        ),
+        "optimization": (
+            "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "weight_decay",
+            "betas", "max_grad_norm", "max_skipped", "seed",
+        ),
+        "LoRA and what is trained": (
+            "lora_rank", "lora_alpha", "rslora", "dora", "lora_dropout", "lora_targets", "train_norm_embed",
+        ),
+        "memory": (
+            "dtype", "quantize", "gradient_checkpointing", "mlp_tiles", "offload_checkpoints",
+            "shifted_sparse", "expandable_segments",
+        ),
+        "evaluation": ("eval_data", "eval_lengths", "eval_every", "eval_documents", "eval_split"),
+        "checkpoints and logs": (
+            "save_every", "keep_checkpoints", "log_every", "tensorboard", "trackers", "peak_flops",
+        ),
+    }  # fmt: skip
 
     model: Annotated[str, TEXT, "pretrained model: a local directory or a hub id"]
     data: Annotated[

@@ -413,7 +413,7 @@ def test_the_command_exports_or_says_why(tmp_path: Path, capsys: pytest.CaptureF
     assert_same_but_rounding(logits(stock), expected)
     for arguments, message in (
         ([str(directory), "--output", str(output)], "already holds a checkpoint"),
-        ([str(directory), "--output", str(tmp_path / "new"), "--to", "ollama"], "invalid choice: 'ollama'"),
+        ([str(directory), "--output", str(tmp_path / "new"), "--to", "ollama"], "GGUF files of llama.cpp"),
         ([str(directory)], "needs a checkpoint's directory and --output, or --support"),
     ):
         with pytest.raises(SystemExit, match="2"):

@@ -198,7 +198,7 @@ def test_a_changed_file_is_read_again(load: Load, tmp_path: Path) -> None:
         ("library/rows.jsonl", {"text_column": "body"}, r"'body' does not exist .* \['text', 'id'\]"),
         ("library/rows.jsonl", {"text_column": "id"}, r"'id' holds no text .* are \['text'\]"),
         ("library/empty.txt", {}, r"is empty \(1 read\)"),
-        ("library", {"min_tokens": 1000}, r"'a\[1\].txt', has 91.* Lower min_tokens to 91"),
+        ("library", {"min_tokens": 1000}, r"'a\[1\].txt', has 91.* at most 91 tokens"),
         ("library", {"max_documents": 0}, "max_documents must be at least 1"),
         ("library", {"max_tokens": -1}, "max_tokens must be at least 1"),
         ("nobody/no-such-dataset", {}, "'owner/name'"),

@@ -188,7 +188,11 @@ def test_an_unknown_key_in_a_recipe_names_the_nearest(
         ("quantize='4bit' needs bitsandbytes", "--quantize 4bit needs bitsandbytes"),
         ("attention='flash' needs a GPU", "--attn flash needs a GPU"),
         ("set cropped=False", "set --no-cropped"),
-        ("yarn(factor=8, overwrite=True)", "yarn(factor=8, --overwrite)"),
+        ("yarn(factor=8, overwrite=True)", "yarn(factor=8, overwrite=True)"),
+        (
+            "RopeShape(dim=8, base_model=1); give base_model='m'",
+            "RopeShape(dim=8, base_model=1); give --base-model m",
+        ),
         ("rope_parameters=None and other=True", "rope_parameters=None and other=True"),
         ("overwrite=None", "overwrite=None"),
     ],

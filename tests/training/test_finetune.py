@@ -774,7 +774,7 @@ def test_an_output_directory_with_a_run_is_refused_and_left_alone(recipe: Recipe
     finetune(recipe)
     files = {path: path.read_bytes() for path in Path(recipe.output_dir).rglob("*") if path.is_file()}
     with pytest.raises(
-        RopeExtendError, match=r"already holds a run \(recipe\.yaml\); resume it, overwrite it"
+        RopeExtendError, match=r"already holds a run \(recipe\.yaml\); resume=True continues it, overwrite="
     ):
         finetune(recipe)
     assert files == {path: path.read_bytes() for path in Path(recipe.output_dir).rglob("*") if path.is_file()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,14 @@ def test_help_documents_every_field() -> None:
     flags = {name for action in parser._actions for name in action.option_strings if action.help}
     assert {"--" + name.replace("_", "-") for name in Recipe(**REQUIRED).to_dict()} <= flags  # type: ignore[arg-type]
     assert "yarn" in parser.format_help()
+
+
+def test_each_flag_has_one_heading_in_help() -> None:
+    grouped = [name for names in Recipe.groups.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    fields = {item.name for item in dataclasses.fields(Recipe)}
+    assert fields - set(grouped) == {"model", "data", "output_dir", "target_length"}
+    assert set(grouped) <= fields
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

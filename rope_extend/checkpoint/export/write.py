@@ -51,7 +51,7 @@ from rope_extend.checkpoint.restoring import checked_record, load
 from rope_extend.checkpoint.saving import save
 from rope_extend.checkpoint.staging import CHAT_TEMPLATES, refuse_base_model, staged
 from rope_extend.checkpoint.verifying import verify as verify_checkpoint
-from rope_extend.encodings import RopeEncoding
+from rope_extend.encodings import RopeEncoding, encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
 from rope_extend.models.families import adapter_for
@@ -186,6 +186,12 @@ def _refusal(record: Record, form: Support) -> RopeExtendError:
         if support(record.encoding, record.shape, target, record.model_type).possible
     ]
     instead = f"it can be exported to {', '.join(targets)}" if targets else "load it with rope_extend.load"
+    static = encoding("yarn", factor=2.0)
+    if (
+        isinstance(record.encoding, RopeEncoding)
+        and support(static, record.shape, form.target, record.model_type).possible
+    ):
+        instead += f", or extend with a method that has one table, such as {static.name}"
     return RopeExtendError(
         f"{record.encoding} of a {record.model_type} model cannot be exported to {form.target}: "
         f"{form.reason}; {instead}"
