@@ -21,8 +21,11 @@ def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation on meta tensors, or allocate what it returned for arguments of the same layouts.
 
     The layers of a model are alike, so most calls have been made before. Remembered are operations that
-    return new tensors, not those that return views of their arguments or write to them.
+    return new tensors, not those that return views of their arguments or write to them. An operation in place
+    returns its first argument, whose layout it keeps.
     """
+    if _keeps_the_layout(function) and args[0].is_meta:
+        return args[0]
     if not _returns_new_tensors(function):
         return function(*args, **kwargs)
     try:
@@ -64,6 +67,17 @@ def _returns_new_tensors(function: Any) -> bool:
     return bool(schema.returns) and not any(
         each.alias_info is not None for each in (*schema.arguments, *schema.returns)
     )
+
+
+@cache
+def _keeps_the_layout(function: Any) -> bool:
+    """Whether an operation only writes values to its first argument, and returns that."""
+    schema = function._schema
+    aliases = [each.alias_info for each in (*schema.arguments, *schema.returns)]
+    if len(schema.returns) != 1 or None in (aliases[0], aliases[-1]) or any(aliases[1:-1]):
+        return False
+    same = aliases[0].is_write and aliases[0].before_set == aliases[-1].before_set
+    return same and torch.Tag.inplace_view not in function.tags
 
 
 def _description(value: Any) -> Hashable:

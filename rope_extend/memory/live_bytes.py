@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self.call(function, args, kwargs or {})
         self.operations += 1
-        for tensor in tree_leaves(out):
+        for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self.add(tensor)
         return out

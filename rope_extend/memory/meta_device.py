@@ -75,21 +75,14 @@ class MetaBytes(LiveBytes):  # type: ignore[no-untyped-call]
         super().__init__()
         self.scored = scored
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do an operation, or allocate what it returned before."""
         if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # the answer to whether all tokens belong to one text
         if self.scored and function is torch.ops.aten.nonzero.default and args[0].is_meta:
-            out = args[0].new_empty((min(args[0].numel(), self.scored), args[0].ndim), dtype=torch.int64)
-            self.add(out)
-            return out
+            return args[0].new_empty((min(args[0].numel(), self.scored), args[0].ndim), dtype=torch.int64)
         if function is torch.ops.aten._grouped_mm.default and args[0].is_meta:
-            out = args[0].new_empty(args[0].shape[0], args[1].shape[-1])
-            self.add(out)
-            return out
-        return super().__torch_dispatch__(function, types, args, kwargs)
-
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an operation, or allocate what it returned before."""
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
         return known_shapes.call(function, args, kwargs)
 
 

@@ -60,6 +60,36 @@ def test_views_and_writes_return_the_memory_of_their_argument(function: Any) -> 
     assert known_shapes.remembered() == 0
 
 
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (aten.add_.Tensor, (torch.ones(2, 3), torch.ones(3))),
+        (aten.lerp_.Scalar, (torch.ones(2, 3).t(), torch.ones(3, 2), 0.5)),
+        (aten.copy_.default, (torch.ones(2, 3, dtype=torch.int64), torch.ones(3))),
+        (aten.masked_fill_.Scalar, (torch.ones(2, 3), torch.ones(2, 1, dtype=torch.bool), 0.0)),
+        (aten.mul.out, (torch.ones(3), 2, torch.ones(3))),
+        (aten.transpose_.default, (torch.ones(2, 3), 0, 1)),
+        (aten.unsqueeze_.default, (torch.ones(2, 3), 0)),
+        (aten.resize_.default, (torch.ones(2, 3), [5, 7])),
+        (aten.set_.source_Tensor, (torch.ones(2, 3), torch.ones(4, 5))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_writes_in_place_leave_the_layout_that_a_cpu_leaves(function: Any, args: tuple[Any, ...]) -> None:
+    """Also if the operation changes the layout of its argument."""
+    known_shapes.forget()
+
+    def run(values: tuple[Any, ...], call: Any) -> list[Any]:
+        written = values[-1 if function is aten.mul.out else 0]
+        if function is aten.mul.out:
+            return layouts([call(function, values[:-1], {"out": written}), written])
+        return layouts([call(function, values, {}), written])
+
+    copies = tuple(each.clone() if isinstance(each, Tensor) else each for each in args)
+    real = run(copies, lambda function, args, kwargs: function(*args, **kwargs))
+    assert run(tuple(map(to_meta, args)), known_shapes.call) == real
+
+
 def test_results_that_share_memory_though_their_schema_does_not_say_so_are_not_remembered() -> None:
     known_shapes.forget()
     for _ in range(2):
