@@ -61,13 +61,21 @@ class Evaluator:
         self.log, self.bar = log, bar
         self.requested: set[tuple[Table, str]] = set()
         """What this search has asked for. Unlike the log, it is the same in a resumed search."""
+        self.other_passes = 0
+        """Passes of this search that are not those of `requested`, such as gradients."""
         self.curve: list[tuple[int, float]] = []
         """Passes over documents, and the best score on all documents so far, each time that it improves."""
 
     @property
     def passes(self) -> int:
         """Documents that this search has asked for, each counted once for each candidate."""
-        return len(self.requested)
+        return len(self.requested) + self.other_passes
+
+    def count(self, passes: int) -> None:
+        """Count passes that are not those of `scores` and `held_out`."""
+        self.other_passes += passes
+        if self.bar is not None:
+            self.bar.update(passes)
 
     def scores(self, space: Space, tables: Sequence[Table], documents: int | None = None) -> list[float]:
         """The fitness of candidates on the first documents to search on, by default on all.

@@ -25,13 +25,14 @@ from rope_extend.memory.segments import expand_segments
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.view import shape_of
-from rope_extend.searching import critical_genetic, genetic, race
+from rope_extend.searching import critical_genetic, genetic, gradient, race
 from rope_extend.searching.closed_forms import published
 from rope_extend.searching.evaluations import Evaluator, score
 from rope_extend.searching.fitness import Fitness, needle_windows
 from rope_extend.searching.search_config import (
     GENETIC,
     GENETIC_2,
+    GRADIENT,
     HELD_OUT_TABLES,
     LOAD_FIELDS,
     RACE,
@@ -49,6 +50,7 @@ STRATEGIES: dict[str, Strategy] = {
     RACE: race.STRATEGY,
     GENETIC: genetic.STRATEGY,
     GENETIC_2: critical_genetic.STRATEGY,
+    GRADIENT: gradient.STRATEGY,
 }
 """The strategies by name."""
 

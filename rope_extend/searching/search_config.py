@@ -33,8 +33,8 @@ from rope_extend.models.locating import check_path
 if TYPE_CHECKING:
     from rope_extend.models.load_options import LoadOptions
 
-RACE, GENETIC, GENETIC_2 = "race", "longrope", "longrope2"
-STRATEGIES = (RACE, GENETIC, GENETIC_2)
+RACE, GENETIC, GENETIC_2, GRADIENT = "race", "longrope", "longrope2", "gradient"
+STRATEGIES = (RACE, GENETIC, GENETIC_2, GRADIENT)
 """The strategies by name, the default first."""
 
 SAME, ORIGINAL = "same", "original"
@@ -60,8 +60,8 @@ _DEPTHS = Kind("a number of depths, or a list of depths between 0 and 1", depths
 class SearchConfig(Config):
     """Settings of a search for frequency divisors: `rope_extend.search` and `rope-extend search`.
 
-    The values of `population` to `probability` are LongRoPE's (2402.13753, table 8), and only its strategies
-    `longrope` and `longrope2` use them.
+    The values of `population` to `probability` are LongRoPE's (2402.13753, table 8). Only `longrope` and
+    `longrope2` use them, and `gradient` takes as many steps as there are `iterations`.
 
     Raises:
         RopeExtendError: a value of the wrong type or outside its range, or two fields that contradict each
@@ -113,7 +113,7 @@ class SearchConfig(Config):
     attention_factor: Annotated[
         float | None,
         optional(number(0, above=True, below=100)),
-        "fixed factor on cos and sin (default: race searches it, longrope and longrope2 use LongRoPE's)",
+        "fixed factor on cos and sin (default: race and gradient search it, the others use LongRoPE's)",
     ] = None
     seed: Annotated[int, COUNT, "random seed; the same seed gives the same result"] = 0
     population: Annotated[int | None, optional(whole(4)), "first candidates (default: 64)"] = None
@@ -122,7 +122,7 @@ class SearchConfig(Config):
         int | None, optional(POSITIVE_COUNT), "crossovers of an iteration (default: 16)"
     ] = None
     parents: Annotated[int | None, optional(whole(2)), "best candidates that are kept (default: 32)"] = None
-    iterations: Annotated[int, COUNT, "iterations of the search"] = 40
+    iterations: Annotated[int, COUNT, "iterations of longrope and longrope2, steps of gradient"] = 40
     probability: Annotated[float, number(0, above=True, below=1), "probability that a gene mutates"] = 0.3
     trained_length: Annotated[
         int | None, optional(LENGTH), "pretrained window in tokens, if the config has none or a wrong one"

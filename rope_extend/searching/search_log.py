@@ -25,6 +25,8 @@ LOG = "evaluations.jsonl"
 """Name of the file."""
 IDENTITY = "search"
 """Key of the first line: what the evaluations depend on."""
+GRADIENT_AT = "at"
+"""Key of a line with a gradient: the point and the document that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class SearchLog:
     def __init__(self, file: Path | None, identity: Identity) -> None:
         self.file, self.identity = file, identity
         self.losses: dict[tuple[Table, str], Losses] = {}
+        self.gradients: dict[str, list[float]] = {}
+        """Gradients by the text of the point and document that they belong to."""
         self.cost = Cost()
         if file is not None and file.exists():
             self._read(file)
@@ -129,8 +133,12 @@ class SearchLog:
             advice="give the settings of that search, use another directory, or overwrite=True",
         )
         for number, line in enumerate(lines, start=2):
+            values = self._parsed(file, number, line)
             try:
-                evaluation = Evaluation.from_dict(self._parsed(file, number, line))
+                if GRADIENT_AT in values:
+                    self._keep_gradient(values)
+                    continue
+                evaluation = Evaluation.from_dict(values)
             except (KeyError, TypeError, ValueError) as error:
                 raise RopeExtendError(
                     f"line {number} of {str(file)!r} is not an evaluation ({error}); delete the line"
@@ -152,6 +160,23 @@ class SearchLog:
             self.losses[evaluation.table, name] = losses
         self.cost = self.cost.plus(evaluation.cost)
 
+    def _keep_gradient(self, values: Mapping[str, Any]) -> None:
+        gradient = [math.nan if value is None else float(value) for value in values["gradient"]]
+        self.gradients[str(values[GRADIENT_AT])] = gradient
+        self.cost = self.cost.plus(Cost(*(values[name] for name in Cost.__dataclass_fields__)))
+
+    def add_gradient(self, key: str, gradient: Sequence[float], cost: Cost) -> None:
+        """Add a gradient, and write its line.
+
+        Args:
+            key: the point and the document, as text.
+            gradient: its values; what is not finite is kept as NaN.
+            cost: what it cost.
+        """
+        values = {GRADIENT_AT: key, "gradient": list(map(or_none, gradient)), **vars(cost)}
+        self._write(values)
+        self._keep_gradient(values)
+
     def add(self, table: Table, names: Sequence[str], losses: Sequence[Losses], cost: Cost) -> None:
         """Add an evaluation, and write its line.
 
@@ -164,10 +189,15 @@ class SearchLog:
         evaluation = Evaluation(table, dict(zip(names, losses, strict=True)), replace(cost, evaluations=1))
         # As it will be read again: what is not finite is infinity.
         evaluation = Evaluation.from_dict(json.loads(json.dumps(evaluation.to_dict())))
-        if self.file is not None:
-            if not self.file.exists() or not self.file.stat().st_size:  # cut within the first line
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                self.file.write_text(json.dumps({IDENTITY: self.identity}) + "\n", encoding="utf-8")
-            with self.file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(evaluation.to_dict()) + "\n")
+        self._write(evaluation.to_dict())
         self._keep(evaluation)
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        """Write a line; the first one makes the file, with the identity before it."""
+        if self.file is None:
+            return
+        if not self.file.exists() or not self.file.stat().st_size:  # cut within the first line
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps({IDENTITY: self.identity}) + "\n", encoding="utf-8")
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(values) + "\n")

@@ -1,0 +1,215 @@
+"""Gradient steps on the divisors of the upper pairs and on the attention factor, with frozen weights.
+
+The loss is smooth only in pairs with few turns within the target. So the pairs from the one with ten periods
+in the trained window on are moved, and faster pairs stay as in the closed form that the steps start from.
+The logarithm of a divisor is a sum of softplus terms, which keeps the divisors in order.
+
+No paper has measured whether this works for a longer window without training; docs/search.md has our figures.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from rope_extend.encodings.core.critical import critical_range
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_mode import evaluation_mode
+from rope_extend.loss import next_token_loss
+from rope_extend.memory.meta_device import quiet_patching
+from rope_extend.models.families import adapter_for
+from rope_extend.models.rotary import ExtendedRotaryEmbedding, expand_cos_sin, has_float64
+from rope_extend.models.view import unwrap
+from rope_extend.patching import patch_model
+from rope_extend.searching.closed_forms import published, with_moved_critical_pair
+from rope_extend.searching.fitness import NEEDLE
+from rope_extend.searching.search_config import SearchConfig
+from rope_extend.searching.search_log import Cost
+from rope_extend.searching.space import Space, Table
+from rope_extend.searching.strategies import FINALISTS, Context, Strategy
+
+HEAD_ROOM = 2.0
+"""The largest divisor, divided by the factor."""
+RATE = 0.08
+"""Learning rate of Adam at the first step; it falls to zero on a line."""
+LEAST_RISE = 1e-2
+"""The smallest difference of two logarithms of divisors at the start: a smaller one has no gradient."""
+EVERY = 5
+"""Steps between two candidates that are measured on all documents."""
+CLOSED_FORMS = 12
+"""The largest number of closed forms that are compared first."""
+PASSES_OF_A_STEP = 3
+"""A backward pass counts as two forward passes."""
+
+
+class Point:
+    """The numbers that are moved: one for each upper pair, and the logarithm of the attention factor.
+
+    Args:
+        start: the table that the steps start from.
+        first: the first pair that is moved.
+    """
+
+    def __init__(self, start: Table, first: int) -> None:
+        logs = torch.tensor(start.divisors, dtype=torch.float64).log()
+        self.lower = logs[:first]
+        rises = logs[first:].diff(prepend=logs[first - 1 : first]).clamp(min=LEAST_RISE)
+        self.rises = rises.expm1().log().requires_grad_()  # inverse of softplus
+        self.attention = torch.tensor(start.attention_factor, dtype=torch.float64).log().requires_grad_()
+
+    def divisors(self) -> Tensor:
+        """The divisor of each pair, float64 `[dim/2]`, non-decreasing."""
+        upper = self.lower[-1] + softplus(self.rises).cumsum(0)
+        return torch.cat((self.lower, upper)).exp()
+
+    def table(self, space: Space) -> Table:
+        """The nearest candidate."""
+        with torch.no_grad():
+            return space.table(self.divisors().tolist(), float(self.attention.exp()))
+
+
+@contextmanager
+def differentiable_rotation(model: nn.Module, divisors: Tensor, attention_factor: Tensor) -> Iterator[None]:
+    """Let cos and sin of a patched model have gradients with respect to a table.
+
+    Args:
+        model: a model that is patched by a static table.
+        divisors: float64 `[dim/2]`.
+        attention_factor: the factor on cos and sin.
+
+    Raises:
+        RopeExtendError: the device has no float64.
+    """
+    base = unwrap(model)
+    modules: list[Any] = list(adapter_for(base.config.model_type).rotary_modules(base.base_model).values())
+
+    def forward(
+        module: ExtendedRotaryEmbedding, x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    ) -> Any:
+        if layer_type != module.layer_type:
+            assert module.original is not None
+            return module.original(x, position_ids, layer_type)
+        if not has_float64(x.device):
+            raise RopeExtendError(f"gradient needs float64, which {x.device} does not have; use race")
+        positions = position_ids[0] if position_ids.dim() == 3 else position_ids  # text has equal parts
+        table = (module.shape.inv_freq() / divisors).to(x.device)
+        angles = module.pad_unrotated(positions[..., None].to(torch.float64) * table)
+        factor, dtype = attention_factor.to(x.device), module.dtype or x.dtype
+        return expand_cos_sin(
+            (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype), module.layout
+        )
+
+    try:
+        for module in modules:
+            module.forward = partial(forward, module)
+        yield
+    finally:
+        for module in modules:
+            module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No weight has a gradient."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def gradient_of_document(context: Context, point: Point, start: Table, number: int) -> list[float]:
+    """The gradient of a document's fitness: for each rise of the divisors, and last for the attention factor.
+
+    It is read from the log, if an earlier run has computed it.
+    """
+    evaluator, space = context.evaluator, context.space
+    leaves = (point.rises, point.attention)
+    key = json.dumps([*point.rises.tolist(), point.attention.item(), number])
+    evaluator.count(PASSES_OF_A_STEP * len(evaluator.weights))
+    if key in evaluator.log.gradients:
+        return evaluator.log.gradients[key]
+    began, model, fitness = perf_counter(), evaluator.model, evaluator.fitness
+    encoding = start.encoding(space.factor)
+    with (
+        quiet_patching(),
+        patch_model(
+            model, encoding, trained_length=space.shape.trained_length, target_length=space.target_length
+        ),
+        evaluation_mode(model) as device,
+        _frozen(model),
+        torch.enable_grad(),
+        differentiable_rotation(model, point.divisors(), point.attention.exp()),
+    ):
+        total, tokens = [torch.zeros_like(leaf) for leaf in leaves], 0
+        for part, weight in evaluator.weights.items():
+            if part == NEEDLE:
+                window = fitness.needles[number]
+                ids, scored = window.input_ids, window.answer
+            else:
+                ids = fitness.documents[number].input_ids[: int(part)]
+                scored = len(ids) - 1
+            labels = ids.clone()
+            labels[: len(ids) - scored] = -100
+            loss = weight * next_token_loss(model, ids[None].to(device), labels[None].to(device))
+            # The divisors are computed once for all parts, so their graph is kept.
+            parts = torch.autograd.grad(loss, leaves, retain_graph=True)
+            total = [old + new.to(old.device) for old, new in zip(total, parts, strict=True)]
+            tokens += len(ids)
+    values = [*total[0].tolist(), total[1].item()]
+    passes = PASSES_OF_A_STEP * len(evaluator.weights)
+    cost = Cost(1, passes, PASSES_OF_A_STEP * tokens, perf_counter() - began)
+    evaluator.log.add_gradient(key, values, cost)
+    return values
+
+
+def run(context: Context) -> list[Table]:
+    """Search, and return the best candidates.
+
+    Raises:
+        RopeExtendError: the model rotates a single pair, or the device has no float64.
+    """
+    config, space = context.config, context.space
+    if space.pairs < 2:
+        raise RopeExtendError("gradient needs 2 or more rotated channel pairs; use linear")
+    closed = [*published(space).values(), *with_moved_critical_pair(space).values()]
+    if config.attention_factor is not None:
+        closed = [space.table(table.divisors, config.attention_factor) for table in closed]
+    start = context.ranked(context.ranked(closed, 1)[:FINALISTS])[0]
+    point = Point(start, critical_range(space.shape)[0])
+    optimizer = torch.optim.Adam([point.rises, point.attention], lr=RATE)
+    found = [start, point.table(space)]
+    for step in range(config.iterations):
+        values = gradient_of_document(context, point, start, step % config.documents)
+        if all(map(math.isfinite, values)):
+            point.rises.grad = torch.tensor(values[:-1], dtype=torch.float64)
+            fixed = config.attention_factor is not None
+            point.attention.grad = None if fixed else torch.tensor(values[-1], dtype=torch.float64)
+            optimizer.param_groups[0]["lr"] = RATE * (1 - step / config.iterations)
+            optimizer.step()
+        if step % EVERY == EVERY - 1 or step == config.iterations - 1:
+            found.append(point.table(space))
+            context.scores(found[-1:])
+    return context.ranked(found)[:FINALISTS]
+
+
+def passes(config: SearchConfig) -> int:
+    """The closed forms, the steps with their backward passes, and the candidates between them."""
+    candidates = 2 + config.iterations // EVERY + 1
+    steps = PASSES_OF_A_STEP * config.iterations * len(config.weights())
+    return CLOSED_FORMS + (FINALISTS + candidates) * config.documents + steps
+
+
+STRATEGY = Strategy(HEAD_ROOM, passes, run)

@@ -1,0 +1,150 @@
+"""The gradient strategy: derivatives against differences, candidates in their space, resuming, descent."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import TRAINED, tiny_llama
+from tolerances import assert_same_but_rounding, logit_tolerance
+
+import rope_extend as rx
+from rope_extend.encodings.core.critical import critical_range
+from rope_extend.searching import gradient
+from rope_extend.searching.closed_forms import published
+from rope_extend.searching.evaluations import Evaluator
+from rope_extend.searching.fitness import Fitness, NeedleWindow
+from rope_extend.searching.search_log import SearchLog
+from rope_extend.searching.space import Space, Table
+from rope_extend.searching.strategies import Context
+
+TARGET = 4 * TRAINED
+
+
+def context(log: SearchLog | None = None, dtype: torch.dtype = torch.float32, **values: Any) -> Context:
+    generator = torch.Generator().manual_seed(0)
+    texts = [rx.Document(f"d{n}", torch.randint(1, 90, (TARGET,), generator=generator)) for n in range(3)]
+    settings = rx.SearchConfig(
+        **{
+            "model": "m/m", "target_length": TARGET, "strategy": "gradient", "documents": 2, "holdout": 1,
+            "lengths": (40, TARGET), "needle_weight": 0.25, "iterations": 6, **values,
+        }
+    )  # fmt: skip
+    model = tiny_llama().eval().to(dtype)
+    needles = [NeedleWindow(document.input_ids.flip(0), 5, slice(0, 0)) for document in texts]
+    space = Space(rx.info(model).shape, TARGET, gradient.HEAD_ROOM)
+    fitness = Fitness(texts, [40, TARGET], needles)
+    evaluator = Evaluator(model, fitness, settings.weights(), 2, log=log or SearchLog(None, {}))
+    return Context(settings, space, evaluator, random.Random(0))
+
+
+def start_of(space: Space) -> Table:
+    return space.table([1 + 3 * pair / (space.pairs - 1) for pair in range(space.pairs)], 1.1)
+
+
+def encoding_of(point: gradient.Point) -> rx.Encoding:
+    divisors = point.divisors().tolist()
+    return rx.encoding(
+        "longrope", factor=4.0, long_factor=divisors, short_factor=divisors,
+        attention_scale=float(point.attention.exp()),
+    )  # fmt: skip
+
+
+def test_the_rotation_with_gradients_is_that_of_the_encoding() -> None:
+    """At any table, not only at that of the patch; and the patch's own rotation is back afterwards."""
+    found = context()
+    model, ids = found.evaluator.model, found.evaluator.fitness.documents[0].input_ids[None]
+    start = start_of(found.space)
+    point = gradient.Point(start, 1)
+    with torch.no_grad():
+        point.rises += torch.randn(len(point.rises), generator=torch.Generator().manual_seed(1))
+        point.attention += 0.1
+        with rx.patch_model(model, encoding_of(point), target_length=TARGET):
+            expected = model(ids).logits
+        with rx.patch_model(model, start.encoding(4.0), target_length=TARGET):
+            before = model(ids).logits
+            with gradient.differentiable_rotation(model, point.divisors(), point.attention.exp()):
+                actual = model(ids).logits
+            assert torch.equal(model(ids).logits, before)
+    assert_same_but_rounding(actual, expected)
+    assert not torch.allclose(actual, before, atol=10 * logit_tolerance(expected))
+
+
+def test_the_gradient_is_that_of_the_naive_loss() -> None:
+    """Two lengths and a needle, by torch from the logits of whole texts.
+
+    Not by differences of losses: norms are float32 in a float64 model, and their noise is too large.
+    """
+    found = context(dtype=torch.float64)
+    start, first = start_of(found.space), critical_range(found.space.shape)[0]
+    point = gradient.Point(start, first)
+    values = gradient.gradient_of_document(found, point, start, 1)
+    model, fitness = found.evaluator.model, found.evaluator.fitness
+    with (
+        rx.patch_model(model, start.encoding(4.0), target_length=TARGET),
+        gradient.differentiable_rotation(model, point.divisors(), point.attention.exp()),
+    ):
+        rows = []
+        for tokens in (fitness.documents[1].input_ids, fitness.needles[1].input_ids):
+            logits = model(tokens[None]).logits[0, :-1]
+            rows.append(-torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0])
+        loss = 0.375 * rows[0][:39].mean() + 0.375 * rows[0].mean() + 0.25 * rows[1][-5:].mean()
+        expected = torch.autograd.grad(loss, (point.rises, point.attention))
+    norm = max(map(abs, values))
+    assert values == pytest.approx([*expected[0].tolist(), expected[1].item()], rel=0, abs=1e-4 * norm)
+    assert norm > 1e-5
+
+
+def test_weights_and_rotation_are_left_as_they_were() -> None:
+    found = context()
+    model, start = found.evaluator.model, start_of(found.space)
+    before = torch.randint(1, 90, (1, 40), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        logits = model(before).logits
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    gradient.gradient_of_document(found, gradient.Point(start, 1), start, 0)
+    assert [p for p in model.parameters() if not p.requires_grad] == [frozen]
+    assert all(p.grad is None for p in model.parameters())
+    assert rx.current_patch(model) is None
+    with torch.no_grad():
+        assert torch.equal(model(before).logits, logits)
+
+
+def test_a_point_begins_near_its_table_and_stays_in_order() -> None:
+    space = context().space
+    start = start_of(space)
+    point = gradient.Point(start, 1)
+    for old, new in zip(start.divisors, point.table(space).divisors, strict=True):
+        assert old <= new + 0.005 <= old * 1.011**space.pairs + 0.01
+    with torch.no_grad():
+        point.rises.copy_(torch.randn(len(point.rises), generator=torch.Generator().manual_seed(0)) * 9)
+    space.check(point.table(space))
+
+
+def test_the_search_descends_and_resumes_to_the_same_table(tmp_path: Path) -> None:
+    whole = context(SearchLog(tmp_path / "whole.jsonl", {}))
+    finalists = gradient.run(whole)
+    for table in finalists:
+        whole.space.check(table)
+    assert whole.evaluator.passes <= gradient.passes(whole.config)
+    content, curve = (tmp_path / "whole.jsonl").read_bytes(), list(whole.evaluator.curve)
+    scores = whole.scores(finalists)
+    closed = whole.evaluator.scores(whole.space, list(published(whole.space).values()))
+    assert scores == sorted(scores)
+    assert scores[0] <= min(closed)
+    assert whole.evaluator.log.cost.passes >= 6 * 3 * 3
+    for cut in (len(content) // 3, 2 * len(content) // 3):
+        file = tmp_path / f"{cut}.jsonl"
+        file.write_bytes(content[:cut])
+        again = context(SearchLog(file, {}))
+        assert gradient.run(again) == finalists
+        assert again.evaluator.curve == curve
+
+
+def test_a_fixed_attention_factor_does_not_move() -> None:
+    found = context(attention_factor=1.05, iterations=5)
+    assert {table.attention_factor for table in gradient.run(found)} == {1.05}
