@@ -15,7 +15,14 @@ from torch import nn
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.peft_models import tuner_layers
 from rope_extend.checkpoint.record import ADAPTER_MARK, read_record
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, methods_from_length, rotary_method
+from rope_extend.encodings import (
+    Encoding,
+    RemapEncoding,
+    RopeEncoding,
+    RopeShape,
+    methods_from_length,
+    rotary_method,
+)
 from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import adapter_for
@@ -83,7 +90,10 @@ class ModelInfo:
         shape, plain = self.shape, self.shape.inv_freq()
         table = encoding.inv_freq(shape, target_length)
         slow = shape.trained_length * plain < 2 * math.pi
-        angle_ratios = (target_length * table) / (shape.trained_length * plain)
+        longest: float = target_length
+        if isinstance(encoding, RemapEncoding):
+            longest = encoding.largest_distance(shape, target_length) + 1
+        angle_ratios = (longest * table) / (shape.trained_length * plain)
         try:
             native = str(encoding.rope_parameters(shape)["rope_type"])
         except RopeExtendError:

@@ -117,11 +117,13 @@ def _plot_run(arguments: argparse.Namespace, output: Path, options: dict[str, An
 
 def _plot_frequencies(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
     from rope_extend.checkpoint.info import info
-    from rope_extend.encodings import methods_from_length, rotary_method
+    from rope_extend.encodings import RemapEncoding, encoding_class, methods_from_length, rotary_method
     from rope_extend.plots.frequencies import plot_frequencies
 
     shape = info(arguments.model).shape
     target = arguments.target_length or 8 * shape.trained_length
-    method_names = arguments.methods or methods_from_length()
+    # Methods that change positions have the frequencies of plain RoPE.
+    static = [name for name in methods_from_length() if not issubclass(encoding_class(name), RemapEncoding)]
+    method_names = arguments.methods or static
     encodings = [rotary_method(name).for_target(shape, target) for name in method_names]
     plot_frequencies(encodings, shape, output, seq_len=target, **options)

@@ -149,6 +149,11 @@ def check_packing(packing: str, encoding: Encoding, shape: RopeShape, config: An
             "its table depends on the length of the whole row, and the documents in a row have different "
             "lengths; with per='query' it can be packed"
         )
+    elif packing == CONTINUE and effects.remaps:
+        reason = (
+            "it groups and drops tokens by their positions, and continuing positions count those of other "
+            "documents; use packing restart"
+        )
     elif packing == CONTINUE and effects.scales_by_position:
         reason = (
             "it scales attention by the number of tokens that a query can see, and continuing positions "

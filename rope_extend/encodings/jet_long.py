@@ -22,7 +22,7 @@ class JetLong(RemapEncoding):
     Here the text of a query ends with it. So a token does not depend on later ones, and rows of a batch do
     not depend on each other. The authors' code uses the longest row of the batch.
 
-    For a trained length L, the window is L, and `near` is `L // 16`, as in the paper (2,048 of 32,768).
+    For a trained length L, the window is L, and `near` is 2,048 as in the paper, or `L // 4` if that is less.
 
     Attributes:
         near: the largest distance that is not changed.
@@ -48,7 +48,7 @@ class JetLong(RemapEncoding):
             RopeExtendError: unknown or invalid parameters, or more than the trained window.
         """
         trained = shape.trained_length
-        built = cls._build({"near": max(1, trained // 16), "window": trained, **parameters})
+        built = cls._build({"near": max(1, min(2048, trained // 4)), "window": trained, **parameters})
         for field in ("near", "window"):
             cls._check_window(shape, field, getattr(built, field))
         return built
@@ -60,6 +60,11 @@ class JetLong(RemapEncoding):
     def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
         """Whether the text is within the window, or all its pairs are near."""
         return highest < self.window or super().is_plain(shape, lowest, highest)
+
+    def largest_distance(self, shape: RopeShape, length: int) -> float:
+        """The largest distance in a text: at its end, or where the group grew last."""
+        ends = {length, length // self.window * self.window or length}
+        return max(super(JetLong, self).largest_distance(shape, end) for end in ends)
 
     @property
     def borders(self) -> Bands:

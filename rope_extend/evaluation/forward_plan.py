@@ -210,7 +210,7 @@ def _memory_class(encoding: Encoding | None) -> Any:
     """Equal for encodings that need the same memory: rotation inside attention, per row, or of one class."""
     if encoding is None:
         return False, False
-    if isinstance(encoding, RopeEncoding):
+    if isinstance(encoding, RopeEncoding) and not encoding.remaps:
         return encoding.rotates_in_attention, encoding.per_row
     return type(encoding)
 

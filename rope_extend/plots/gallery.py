@@ -22,6 +22,7 @@ from rope_extend.encodings import (
     AbsoluteEncoding,
     BiasEncoding,
     ModelShape,
+    RemapEncoding,
     RopeEncoding,
     RopeShape,
     encoding,
@@ -279,6 +280,29 @@ def _frequencies(names: Sequence[str], title: str) -> Callable[[Path], Path]:
     return draw
 
 
+_REMAPS = ("self_extend", "rerope", "jet_long", "dual_chunk", "sinks", "string")
+
+
+def draw_distances(path: Path, names: Sequence[str] = _REMAPS) -> Path:
+    """The distance that each method gives to the last token of a text and all tokens before it."""
+    figure, panels = _figure("Distances given to distant tokens", columns=3, rows=2, height=4.8)
+    for axes, name, colour in zip(panels, names, PALETTE, strict=False):
+        length = 3 * ROTARY.trained_length // 2 if name == "string" else TARGET  # its reach is shorter
+        method = rotary_method(name).for_target(ROTARY, length)
+        assert isinstance(method, RemapEncoding)
+        given = method.distance(ROTARY, torch.tensor(length - 1), torch.arange(length)).flip(0)
+        axes.plot(np.arange(length), given.numpy(), color=colour, linewidth=1.8)
+        axes.axhline(ROTARY.trained_length, color=QUIET, linewidth=1, linestyle=(0, (4, 2)))
+        axes.set_ylim(0, 1.15 * ROTARY.trained_length)
+        axes.set_title(name, fontsize=9.5, color=INK)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    panels[0].set_ylabel("distance given", color=INK)
+    panels[3].set_ylabel("distance given", color=INK)
+    for axes in panels[3:]:
+        axes.set_xlabel("true distance, tokens", color=INK)
+    return _save(figure, path)
+
+
 _SLOWED = ("none", "linear", "ntk", "ntk_by_parts", "ntk_mixed", "yarn", "llama3")
 _CUT = ("none", "p_rope", "clipped", "power", "truncated", "resonance")
 
@@ -317,6 +341,13 @@ EXHIBITS = (
         "less than one turn in that window. An extension moves strokes to the left: all of them equally, or "
         "only the slow ones.",
         ("none", "linear", "ntk", "yarn", "llama3"), draw_spectra,
+    ),
+    Exhibit(
+        "distances", "Distances given to distant tokens",
+        "These methods need no training. Near tokens keep their distance, and distant ones are given one "
+        "that occurred in training, below the dashed line. The pictures show the last token of a text and "
+        "all tokens before it. Attention sinks drop the tokens in the gap.",
+        _REMAPS, draw_distances,
     ),
     Exhibit(
         "alibi", "ALiBi's bias",

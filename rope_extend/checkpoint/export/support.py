@@ -10,7 +10,14 @@ from typing import Any
 
 from rope_extend.checkpoint.export.gguf import architecture_of, schedule
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, encoding_names, method_named
+from rope_extend.encodings import (
+    Encoding,
+    RemapEncoding,
+    RopeEncoding,
+    RopeShape,
+    encoding_names,
+    method_named,
+)
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter, find_adapter
 
@@ -72,6 +79,13 @@ def support(
         raise RopeExtendError(f"export supports {', '.join(TARGETS)}, got {target!r}")
     effects = encoding.effects(shape)
     obstacle = effects.reason()
+    if target in ("vllm", "sglang") and isinstance(encoding, RemapEncoding) and encoding.served_as():
+        return Support(
+            target,
+            PLUGIN,
+            f"SGLang and vLLM up to 0.10 compute it from {encoding.served_as()}, which no export here could "
+            f"verify; vLLM from 0.11 on ignores that key",
+        )
     if obstacle and not (target == "transformers" and effects.per_row):
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
@@ -230,7 +244,10 @@ def examples(shape: RopeShape, target_length: int) -> Iterator[Encoding]:
             options["long_factor"] = [1.0 + i for i in range(shape.dim // 2)]
             if options.pop("short", False):
                 options["short_factor"] = options["long_factor"]
-        yield method_named(name).for_target(shape, target_length, **options)
+        length = target_length
+        if name == "string":  # its reach is less than twice the trained window
+            length = min(length, 3 * shape.trained_length // 2)
+        yield method_named(name).for_target(shape, length, **options)
     for name in encoding_names():
         if name not in rotary:
             yield method_named(name).for_target(shape, target_length)

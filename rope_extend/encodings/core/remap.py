@@ -66,6 +66,10 @@ class Bands:
         """Whether all pairs of positions from `lowest` to `highest` are in region 0."""
         return highest - lowest < self.window
 
+    def widest(self, length: int) -> list[tuple[int, int]]:
+        """Queries and keys in a text of `length` tokens, one of which has the largest distance given."""
+        return [(length - 1, 0), (length - 1, max(0, length - self.window))]
+
 
 @dataclass(frozen=True)
 class Chunks:
@@ -80,6 +84,10 @@ class Chunks:
     def is_plain(self, lowest: int, highest: int) -> bool:
         """Whether all pairs of positions from `lowest` to `highest` are in region 0."""
         return highest // self.size == lowest // self.size
+
+    def widest(self, length: int) -> list[tuple[int, int]]:
+        """Queries and keys in a text of `length` tokens, one of which has the largest distance given."""
+        return [(min(length, each) - 1, 0) for each in (self.size, 2 * self.size, length)]
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,10 @@ class StartAndWindow:
     def is_plain(self, lowest: int, highest: int) -> bool:
         """Whether all pairs of positions from `lowest` to `highest` keep their own distance."""
         return highest - lowest < self.window
+
+    def widest(self, length: int) -> list[tuple[int, int]]:
+        """Queries and keys in a text of `length` tokens, one of which has the largest distance given."""
+        return [(length - 1, 0), (length - 1, max(0, length - self.window))]
 
 
 Borders = Bands | Chunks | StartAndWindow
@@ -139,6 +151,15 @@ class RemapEncoding(RopeEncoding):
     def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
         """Whether a text with positions from `lowest` to `highest` is processed as by plain RoPE."""
         return self.borders.is_plain(lowest, highest)
+
+    def served_as(self) -> str:
+        """The keys in `config.json` from which SGLang, and vLLM up to 0.10, compute the map; or empty."""
+        return ""
+
+    def largest_distance(self, shape: RopeShape, length: int) -> float:
+        """The largest distance that is given to a pair in a text of `length` tokens."""
+        queries, keys = torch.tensor(self.borders.widest(length), device="cpu").T
+        return float(self.distance(shape, queries, keys).nan_to_num(0).max())
 
     def distance(self, shape: RopeShape, query: Tensor, key: Tensor) -> Tensor:
         """The distance that pairs are given, float64; NaN for pairs that do not attend.

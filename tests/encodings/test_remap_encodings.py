@@ -1,0 +1,106 @@
+"""Methods that change positions: parameters from the lengths, and the distances that they give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rope_extend as rx
+from rope_extend.encodings import RemapEncoding, RopeShape, rotary_method
+
+NAMES = ("self_extend", "rerope", "string", "jet_long", "sinks", "dual_chunk")
+
+
+def shape(trained: int) -> RopeShape:
+    return RopeShape(16, 10_000.0, trained)
+
+
+def for_target(name: str, trained: int, target: int, **parameters: Any) -> RemapEncoding:
+    method = rotary_method(name).for_target(shape(trained), target, **parameters)
+    assert isinstance(method, RemapEncoding)
+    return method
+
+
+@given(st.sampled_from(NAMES), st.integers(2, 300), st.floats(1.01, 12))
+def test_no_pair_is_farther_apart_than_in_training(name: str, trained: int, factor: float) -> None:
+    """With the parameters that follow from the lengths; and the widest pair is the widest of all."""
+    target = max(trained + 1, int(trained * factor))
+    if name == "string":
+        target = min(target, 2 * trained - max(1, min(128, trained // 16)))
+    method = for_target(name, trained, target)
+    queries = torch.arange(target)[:, None] if target < 600 else torch.arange(0, target, 7)[:, None]
+    given_distances = method.distance(shape(trained), queries, torch.arange(target))
+    causal = torch.arange(target) <= queries
+    largest = given_distances[causal].nan_to_num(0).max()
+    assert largest < trained
+    assert given_distances[causal].nan_to_num(0).min() >= 0
+    if target < 600:
+        assert float(largest) <= method.largest_distance(shape(trained), target) < trained
+
+
+@given(st.integers(2, 5000), st.integers(1, 64))
+def test_the_group_is_the_smallest_that_the_authors_advise(trained: int, factor: int) -> None:
+    target = factor * trained + 1
+    method = for_target("self_extend", trained, target)
+    assert isinstance(method, rx.encodings.SelfExtend)
+    assert method.target_length(shape(trained)) >= target
+    if trained >= 8:
+        window, advised = trained // 4, 2 * trained / 3
+        assert method.window == window
+        assert window + (target - window) / method.group <= advised * (1 + 1e-12)
+        assert method.group <= 2 or window + (target - window) / (method.group - 1) > advised * (1 - 1e-12)
+
+
+def test_a_reach_is_the_longest_text_with_trained_distances() -> None:
+    for name, parameters in (
+        ("self_extend", {"group": 3, "window": 8}), ("rerope", {"window": 8, "leak": 2.5}),
+        ("string", {"shift": 20, "local": 4}),
+    ):  # fmt: skip
+        method = rx.encoding(name, **parameters)
+        assert isinstance(method, RemapEncoding)
+        reach = method.target_length(shape(32))
+        assert reach is not None
+        assert method.largest_distance(shape(32), reach) < 32 <= method.largest_distance(shape(32), reach + 3)
+
+
+MISTAKES: list[tuple[str, dict[str, Any], str]] = [
+    ("self_extend", {"group": 2}, r"group=2 with window=8 reaches 56 tokens, not 256; use group=11 or more"),
+    ("self_extend", {"window": 64}, r"window=64 exceeds the 32 tokens .*; use window=32 or less"),
+    ("self_extend", {"window": 32}, r"no distance is left.*such as window=8"),
+    ("self_extend", {"group": 0}, r"group must be between 1 and"),
+    ("self_extend", {"group": 2.5}, r"group must be a whole number"),
+    ("self_extend", {"log_n": 1}, r"log_n must be true or false, got 1"),
+    ("rerope", {"window": 33}, r"window=33 exceeds the 32 tokens"),
+    ("rerope", {"leak": 3.0}, r"leak=3 with window=8 reaches 80 tokens, not 256; use leak=11 or more"),
+    ("rerope", {"leak": 0.5}, r"leak must be a finite number at least 1"),
+    ("string", {}, r"reaches 62 tokens, not 256; its largest reach is 62.*use self_extend"),
+    ("string", {"shift": 3, "local": 4}, r"local=4 exceeds shift=3.*use local=3 or less"),
+    ("jet_long", {"window": 40}, r"window=40 exceeds the 32 tokens"),
+    ("sinks", {"window": 32}, r"sinks \+ window=36 exceeds the 32 tokens"),
+    ("dual_chunk", {"chunk": 32}, r"chunk \+ local=36 exceeds the 32 tokens"),
+    ("dual_chunk", {"size": 3}, r"unknown parameter 'size'; it takes chunk, local"),
+]
+
+
+@pytest.mark.parametrize(("name", "parameters", "message"), MISTAKES)
+def test_mistakes_name_the_nearest_that_works(name: str, parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(rx.RopeExtendError, match=message):
+        for_target(name, 32, 256, **parameters)
+
+
+def test_the_nearest_shift_reaches_the_target() -> None:
+    with pytest.raises(rx.RopeExtendError, match=r"reaches 40 tokens, not 60; use shift=30 or more"):
+        for_target("string", 32, 60, shift=10)
+    assert for_target("string", 32, 60, shift=30).target_length(shape(32)) == 60
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_is_stored_and_read_exactly(name: str) -> None:
+    method = for_target(name, 32, 60)
+    assert rx.Encoding.from_dict(method.to_dict()) == method
+    assert method.effects(shape(32)).remaps
+    assert not method.effects(shape(32)).is_one_table
