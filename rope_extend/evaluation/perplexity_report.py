@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.controls import regressions
+from rope_extend.evaluation.controls import against_cropped, regressions
 from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.output_directory import (
     FILES,
@@ -33,9 +34,10 @@ from rope_extend.evaluation.report_sections import (
     position_section,
 )
 from rope_extend.evaluation.results import EvaluationRow, file_name, or_none
+from rope_extend.evaluation.verdicts import verdict_sentences
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.html import Picture, page
-from rope_extend.report.tables import public_name
+from rope_extend.report.tables import Sentences, public_name
 from rope_extend.report.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -164,8 +166,10 @@ def perplexity_table(rows: Sequence[EvaluationRow]) -> str:
 
 
 def markdown_report(rows: Sequence[EvaluationRow]) -> str:
-    """The table of perplexity, and the controls: cropped context, and the trained window."""
-    parts = [perplexity_table(rows).rstrip("\n"), *(section.markdown() for section in control_sections(rows))]
+    """The verdicts, the table of perplexity, and the controls: cropped context, and the trained window."""
+    said = verdict_sentences(rows)
+    parts = [] if said is None else [said.markdown()]
+    parts += [perplexity_table(rows).rstrip("\n"), *(part.markdown() for part in control_sections(rows))]
     return "\n\n".join(parts) + "\n"
 
 
@@ -182,12 +186,38 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
 
 def _page(rows: Sequence[EvaluationRow], title: str, pictures: Sequence[Path]) -> str:
     """The HTML page of an evaluation."""
+    with TemporaryDirectory() as directory:
+        return _page_of(rows, title, pictures, _answers(rows, Path(directory)))
+
+
+def _answers(rows: Sequence[EvaluationRow], directory: Path) -> list[Sentences | Picture]:
+    """What a reader wants to know first: the verdicts, and the ratios to the cropped context."""
+    from rope_extend.plots.curves import MOST_RATIO, plot_ratio
+
+    answers: list[Sentences | Picture] = []
+    if (said := verdict_sentences(rows)) is not None:
+        answers.append(said)
+    # Plain RoPE fails beyond its window; next to it the others could not be told apart.
+    near = [gain for gain in against_cropped(rows) if gain.differences[-1].ratio <= MOST_RATIO]
+    if near:
+        drawn = plot_ratio(near, directory / "ratio.png")
+        answers.append(Picture(drawn, "Perplexity divided by that of the cropped context, by length"))
+    return answers
+
+
+def _page_of(
+    rows: Sequence[EvaluationRow],
+    title: str,
+    pictures: Sequence[Path],
+    answers: Sequence[Sentences | Picture],
+) -> str:
     first, *sections = perplexity_section(rows), *control_sections(rows)
     descriptions = ("Perplexity against length", "Loss by position")
     return page(
         title,
         ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))],
         [
+            *answers,
             first,
             "Small: 95 % interval, by bootstrap over documents. To compare two rows, use their difference on "
             "the same documents, which is far more precise: rope-extend compare.",

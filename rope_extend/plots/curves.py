@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -124,6 +125,53 @@ def plot_comparison(
     mark_window(upper, trained_length)
     name_ends(upper, ends)
     return canvas.save()
+
+
+def plot_ratio(comparisons: Sequence[ComparedRows], path: str | Path) -> Path:
+    """Draw the perplexity of rows divided by that of a control on the same targets, by length.
+
+    The bars are 95 % intervals over documents. Below 1, the longer context helps. Ratios above 2 lie outside
+    the picture, so that those near 1 can be told apart.
+
+    Args:
+        comparisons: the rows, each with the control first.
+        path: the output file; the suffix gives the format: .png, .svg or .pdf.
+
+    Raises:
+        RopeExtendError: there is nothing to draw, or the format is unknown.
+    """
+    if not comparisons:
+        raise RopeExtendError("nothing to draw: no pairs of rows")
+    rows = {id(pair.second): pair for pair in comparisons}
+    subtitle = f"below 1 is better than {comparisons[0].first.label}; bars: 95 % interval over documents"
+    canvas = Canvas(path, "Perplexity divided by that of the cropped context", subtitle, room=16)
+    axes, ends = canvas.axes, []
+    for row, style in line_styles([pair.second for pair in rows.values()], _is_cropped):
+        changes = sorted(rows[id(row)].differences, key=lambda change: change.length)
+        lengths = np.array([change.length for change in changes], dtype=np.float64)
+        with np.errstate(over="ignore"):
+            ratios = np.exp(np.array([change.nats for change in changes]))
+        shown = ratios <= MOST_RATIO  # False for NaN
+        if not shown.any():
+            continue
+        ends += draw_line(axes, lengths[shown], ratios[shown], row.label, markersize=5.5, **style)
+        bars = [
+            (change.length, math.exp(change.low), math.exp(min(change.high, math.log(MOST_RATIO))))
+            for change, inside in zip(changes, shown, strict=True)
+            if inside and change.low is not None and change.high is not None
+        ]
+        if bars:
+            axes.vlines(*zip(*bars, strict=True), color=style["color"], linewidth=1.2, alpha=0.7)
+    axes.axhline(1, color=INK, linewidth=1.2, zorder=1)
+    axes.set_ylabel("ratio of perplexities (lower is better)", color=INK)
+    measured = sorted({change.length for pair in comparisons for change in pair.differences})
+    length_axis(axes, measured, "length, tokens")
+    name_ends(axes, ends)
+    return canvas.save()
+
+
+MOST_RATIO = 2.0
+"""The largest ratio that `plot_ratio` shows."""
 
 
 def _mean(losses: Floats) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from rope_extend.report.tables import Line, Section, TwoLines
+from rope_extend.report.tables import Line, Section, Sentences, TwoLines
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -38,7 +38,7 @@ class Picture:
 def page(
     title: str,
     lead: Sequence[str],
-    parts: Sequence[Section | Picture | str],
+    parts: Sequence[Section | Sentences | Picture | str],
     versions: Mapping[str, str],
 ) -> str:
     """Write the page as HTML.
@@ -60,9 +60,12 @@ def page(
     )
 
 
-def _part(part: Section | Picture | str) -> str:
+def _part(part: Section | Sentences | Picture | str) -> str:
     if isinstance(part, str):
         return _paragraph(part)
+    if isinstance(part, Sentences):
+        items = "".join(f"<li>{escape(item)}</li>" for item in part.items)
+        return f"<h2>{escape(part.heading)}</h2>\n<ul>{items}</ul>"
     if isinstance(part, Picture):
         return f'<p><img alt="{escape(part.description)}" src="{_data(part.path)}"></p>'
     head = "".join(f'<th scope="col">{_cell(cell)}</th>' for cell in part.lines[0])

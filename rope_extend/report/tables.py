@@ -42,6 +42,18 @@ class Section:
         return "\n\n".join(parts)
 
 
+@dataclass(frozen=True)
+class Sentences:
+    """A list of sentences with a heading."""
+
+    heading: str
+    items: Sequence[str]
+
+    def markdown(self) -> str:
+        """The heading with a colon, and the sentences as a list."""
+        return "\n".join([f"{self.heading}:", "", *(f"- {item}" for item in self.items)])
+
+
 def markdown_table(lines: Sequence[Line]) -> str:
     """A Markdown table with aligned columns: names to the left, numbers to the right."""
     texts = [[cell.text if isinstance(cell, TwoLines) else cell for cell in line] for line in lines]

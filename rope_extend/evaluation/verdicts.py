@@ -1,0 +1,120 @@
+"""What an evaluation says about each row in a sentence: what the longer context gives, and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rope_extend.evaluation.controls import Regression, against_cropped, regressions
+from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.evaluation.statistics import Difference, ppl
+from rope_extend.report.tables import Sentences
+from rope_extend.units import format_length
+
+LEAST_FOUND = 0.9
+"""Share of passkeys that a row must find at every depth, at the longest length."""
+MOST_COST = 1.02
+"""Perplexity within the trained window that a row may have, divided by that of plain RoPE."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was measured of a row, in words, and whether that is a success.
+
+    Attributes:
+        label: the row.
+        gain: the longest length, compared with a cropped context.
+        found: passkeys, or other tasks, at the longest length.
+        cost: perplexity within the trained window.
+        success: whether all three criteria are met; None if one was not measured.
+    """
+
+    label: str
+    gain: str
+    found: str
+    cost: str
+    success: bool | None
+
+    def __str__(self) -> str:
+        outcome = {True: "Success.", False: "No success yet.", None: "Not decided: measure what is missing."}
+        return f"{self.label}: {self.gain}; {self.found}; {self.cost}. {outcome[self.success]}"
+
+
+def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
+    """A verdict on each row that is compared with a cropped context; empty without that control."""
+    costs = {id(regression.row): regression for regression in regressions(rows)}
+    found = []
+    for comparison in against_cropped(rows):
+        row = comparison.second
+        longest = max(comparison.differences, key=lambda change: change.length)
+        if row.adapter is None and row.method == "none":
+            continue  # plain RoPE is what the others are measured against
+        gain, used = _gain(longest)
+        task, finds = _found(row, longest.length)
+        cost, cheap = _cost(costs.get(id(row)))
+        parts = (used, finds, cheap)
+        success = False if False in parts else None if None in parts else True
+        found.append(Verdict(row.label, gain, task, cost, success))
+    return found
+
+
+def verdict_sentences(rows: Sequence[EvaluationRow]) -> Sentences | None:
+    """The verdicts as the first part of a report; None if there are none."""
+    said = [str(verdict) for verdict in verdicts(rows)]
+    if not said:
+        return None
+    note = (
+        "Success: better than the cropped context with the whole interval, at least "
+        f"{LEAST_FOUND:.0%} of the passkeys at every depth at the longest length, and at most "
+        f"{MOST_COST - 1:.0%} more perplexity within the trained window."
+    )
+    return Sentences("In short", [*said, note])
+
+
+def _gain(change: Difference) -> tuple[str, bool | None]:
+    """The perplexity compared with a cropped context, and whether it is below with the whole interval."""
+    at = f"at {format_length(change.length)}"
+    if not math.isfinite(change.ratio):
+        return f"{at}, perplexity is not finite", False
+    percent = 100 * (1 - change.ratio)
+    words = f"{abs(percent):.1f} % {'better' if percent >= 0 else 'worse'} than cropping"
+    if change.low is None or change.high is None:
+        return f"{at}, {words} (one document, so no interval)", None
+    ends = sorted(100 * (1 - ppl(nats)) for nats in (change.low, change.high))
+    if percent < 0:
+        ends = sorted(-end for end in ends)
+    used = change.high < 0
+    unclear = "" if change.clear else ", which may be chance"
+    return f"{at}, {words} ({ends[0]:.1f} to {ends[1]:.1f}){unclear}", used
+
+
+def _found(row: EvaluationRow, length: int) -> tuple[str, bool | None]:
+    """What the row retrieves at a length, and whether it finds enough at every depth."""
+    retrieval = row.retrieval
+    tasks = (
+        [] if retrieval is None else [task for task in retrieval.tasks if length in retrieval.lengths(task)]
+    )
+    if retrieval is None or not tasks:
+        return f"passkeys at {format_length(length)} not measured", None
+    words, enough = [], True
+    for task in tasks:
+        whole = retrieval.rate(task, length)
+        rates = [retrieval.rate(task, length, depth) for depth in retrieval.depths(task)] or [whole]
+        shares = [rate.mean for rate in rates if rate is not None]
+        assert whole is not None
+        worst = f", {min(shares):.0%} at the worst depth" if len(shares) > 1 else ""
+        words.append(f"{task} {whole.mean:.0%}{worst}")
+        enough &= min(shares) >= LEAST_FOUND
+    return ", ".join(words), enough
+
+
+def _cost(regression: Regression | None) -> tuple[str, bool | None]:
+    """The perplexity within the trained window compared with plain RoPE, and whether it is small enough."""
+    if regression is None or not math.isfinite(regression.ratio):
+        return "texts within the old window not measured", None
+    percent = 100 * (regression.ratio - 1)
+    return (
+        f"texts within {format_length(regression.length)} {percent:+.1f} % perplexity",
+        regression.ratio <= MOST_COST,
+    )

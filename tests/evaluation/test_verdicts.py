@@ -1,0 +1,157 @@
+"""A verdict says what the numbers of its row say."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from test_report_and_plots import row
+
+from rope_extend.evaluation.controls import against_cropped
+from rope_extend.evaluation.perplexity_report import markdown_report, write_report
+from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
+from rope_extend.evaluation.statistics import Difference
+from rope_extend.evaluation.verdicts import Verdict, _gain, verdicts
+from rope_extend.plots.curves import plot_ratio
+
+TRAINED = 32
+
+
+def retrieval(rates: dict[float, float], length: int = 64) -> RetrievalResult:
+    """Passkeys at depths, ten trials each, of which a share is solved."""
+    cells = tuple(
+        Cell("passkey", length, depth, 5, tuple(float(n < round(10 * rate)) for n in range(10)))
+        for depth, rate in rates.items()
+    )
+    return RetrievalResult("row", cells, None, "m", None, TRAINED)
+
+
+def measured(
+    label: str, method: str, level: float, adapter: str | None = None, **changes: Any
+) -> EvaluationRow:
+    """A row with a mean loss of `level` nats in three documents, one easier and one harder."""
+    sums = {n: [(level + offset) * (n - 1) for offset in (-0.2, 0.0, 0.2)] for n in (32, 64)}
+    terms = {n: [n - 1] * 3 for n in (32, 64)}
+    ppl = {n: math.exp(level) for n in (32, 64)}
+    found = row(
+        label, method, level, adapter, lengths=(32, 64), ppl=ppl, document_nll=sums, document_terms=terms,
+        **changes,
+    )  # fmt: skip
+    return replace(found, trained_length=TRAINED)
+
+
+def rows(level: float, found: RetrievalResult | None = None) -> list[EvaluationRow]:
+    """Plain RoPE, the cropped control, and a fine-tuned row; they differ by the same in every document."""
+    return [
+        measured("none", "none", 3.0),
+        measured("none, cropped to 32", "none", 3.0, protocol="cropped", window=TRAINED),
+        replace(measured("yarn + LoRA", "yarn", level, "runs/yarn"), retrieval=found),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "used"),
+    [
+        # 1 - exp(-0.1) = 9.5 %, and 18.1 and 1.0 % at the ends.
+        (
+            Difference(64, -0.1, -0.2, -0.01, math.exp(-0.1), 9),
+            "9.5 % better than cropping (1.0 to 18.1)",
+            True,
+        ),
+        (Difference(64, 0.1, 0.05, 0.2, math.exp(0.1), 9), "10.5 % worse than cropping (5.1 to 22.1)", False),
+        (Difference(64, -0.1, -0.3, 0.1, math.exp(-0.1), 9), "(-10.5 to 25.9), which may be chance", False),
+        (Difference(64, -0.1, None, None, math.exp(-0.1), 1), "no interval", None),
+        (Difference(64, math.inf, None, None, math.inf, 9), "not finite", False),
+    ],
+)
+def test_the_gain_over_a_cropped_context(change: Difference, text: str, used: bool | None) -> None:
+    words, found = _gain(change)
+    assert words.startswith("at 64, ")
+    assert text in words
+    assert found is used
+
+
+@given(st.floats(-5, 5), st.floats(0, 5), st.floats(0, 5))
+def test_the_interval_contains_the_gain_and_decides(nats: float, below: float, above: float) -> None:
+    change = Difference(64, nats, nats - below, nats + above, math.exp(nats), 9)
+    words, used = _gain(change)
+    gain, low, high = map(float, re.findall(r"-?\d+\.\d", words))
+    assert low - 0.06 <= gain <= high + 0.06  # each is rounded to 0.1
+    assert used == (nats + above < 0)
+    assert ("chance" in words) == (nats - below <= 0 <= nats + above)
+
+
+def test_a_verdict_has_the_gain_the_passkeys_and_the_cost() -> None:
+    level = 2.9
+    (verdict,) = verdicts(rows(level, retrieval({0.0: 1.0, 0.5: 0.9, 1.0: 0.8})))
+    # Every loss is 0.1 nats less than that of plain RoPE and of the control.
+    assert verdict.gain == "at 64, 9.5 % better than cropping (9.5 to 9.5)"
+    assert verdict.found == "passkey 90%, 80% at the worst depth"
+    assert verdict.cost == "texts within 32 -9.5 % perplexity"
+    assert verdict.success is False  # one depth is below 90 %
+    assert str(verdict).endswith("No success yet.")
+
+
+def test_what_is_not_measured_leaves_the_verdict_open() -> None:
+    (verdict,) = verdicts(rows(2.9))
+    assert verdict.found == "passkeys at 64 not measured"
+    assert verdict.success is None
+    elsewhere = verdicts(rows(2.9, retrieval({0.5: 1.0}, length=32)))[0]
+    assert elsewhere.found == "passkeys at 64 not measured"  # those within the old window do not count
+    # But a row that fails a criterion is no success, whatever is missing.
+    (costly,) = verdicts(rows(3.1))
+    assert costly.success is False
+    assert "+10.5 % perplexity" in costly.cost
+
+
+def test_all_three_criteria_are_a_success() -> None:
+    (verdict,) = verdicts(rows(2.9, retrieval({0.0: 0.9, 1.0: 1.0})))
+    assert verdict.success is True
+    assert str(Verdict("yarn", "a", "b", "c", True)) == "yarn: a; b; c. Success."
+    # 2.02 % more within the window is too much, and 1.98 % is not; the gain is at 64.
+    for ratio, success in ((1.0202, False), (1.0198, True)):
+        found = rows(2.9, retrieval({0.5: 1.0}))
+        nll = {**found[2].result.document_nll, 32: [(3 + math.log(ratio) + d) * 31 for d in (-0.2, 0.0, 0.2)]}
+        ppl = {**found[2].result.ppl, 32: math.exp(3) * ratio}
+        found[2] = replace(found[2], result=replace(found[2].result, document_nll=nll, ppl=ppl))
+        assert verdicts(found)[0].success is success
+
+
+def test_the_report_begins_with_the_verdicts(tmp_path: Path) -> None:
+    text = markdown_report(rows(2.9))
+    assert text.startswith("In short:\n\n- yarn + LoRA: at 64, ")
+    write_report(rows(2.9), tmp_path, trained_length=TRAINED)
+    page = (tmp_path / "report.html").read_text()
+    assert (
+        page.index("<h2>In short</h2>")
+        < page.index("divided by that of the cropped")
+        < page.index("<h2>Perplexity</h2>")
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["results.jsonl", "table.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html"]
+    )
+    # Without the control nothing is promised.
+    assert "In short" not in markdown_report([rows(2.9)[0], rows(2.9)[2]])
+
+
+def test_the_chart_of_ratios_shows_what_is_near_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[tuple[str, list[float]]] = []
+    plot = Axes.plot
+
+    def recorded(self: Axes, x: object, y: object, **style: object) -> object:
+        lines.append((str(style.get("label")), [float(value) for value in y]))  # type: ignore[attr-defined]
+        return plot(self, x, y, **style)
+
+    monkeypatch.setattr(Axes, "plot", recorded)
+    found = against_cropped([*rows(2.9), measured("far", "ntk", 4.5)])
+    assert plot_ratio(found, tmp_path / "ratio.png").stat().st_size > 1000
+    drawn = dict(lines)
+    assert drawn["yarn + LoRA"] == [pytest.approx(math.exp(-0.1))]
+    assert "far" not in drawn  # 4.5 times as high
