@@ -15,6 +15,7 @@ from rope_extend.checkpoint.auto_registration import register_when_imported
 if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and editors
     from rope_extend.advice.answer import Advice, advise
     from rope_extend.checkpoint.callback import SaveEncodingCallback
+    from rope_extend.checkpoint.converting import convert
     from rope_extend.checkpoint.export.write import export
     from rope_extend.checkpoint.info import info
     from rope_extend.checkpoint.merging import merge
@@ -62,6 +63,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "advise",
+    "convert",
     "current_patch",
     "encoding",
     "encoding_names",
@@ -86,6 +88,7 @@ __all__ = [
 _MODULES = {
     "advice.answer": ("Advice", "advise"),
     "checkpoint.callback": ("SaveEncodingCallback",),
+    "checkpoint.converting": ("convert",),
     "checkpoint.export.write": ("export",),
     "checkpoint.info": ("info",),
     "checkpoint.merging": ("merge",),

@@ -23,6 +23,6 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     use_source_tree()
-    from gpu.launch import main
+    from gpu.run_sections import main
 
     sys.exit(main())

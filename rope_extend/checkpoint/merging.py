@@ -47,6 +47,7 @@ from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.checkpoint.tied_weights import tied_names, untie, untie_changed
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
+from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.parameters import LEARNED_FILE
 from rope_extend.units import memory_size
@@ -127,6 +128,11 @@ def merge(
     if output.resolve() == adapter.resolve():
         raise RopeExtendError(f"{output} is the adapter itself; choose another directory")
     refuse_base_model(output, name)
+    if (path := gguf_file(name)) is not None:
+        raise RopeExtendError(
+            f"the base model is a GGUF file, and a merge reads and writes checkpoints of transformers. Write "
+            f"one with {CONVERT} {path} --output DIRECTORY, and give it as base_model="
+        )
     with staged(output, overwrite=overwrite) as directory:
         files = local_directory(name, "base model", "base_model=")
         if in_memory:

@@ -119,6 +119,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
     },
     "ship": {
+        "convert": Command(
+            ship.convert_arguments, ship.convert, ("convert model.gguf --output model --dtype bfloat16",)
+        ),
         "merge": Command(ship.merge_arguments, ship.merge, ("merge runs/yarn --output merged",)),
         "verify": Command(ship.verify_arguments, ship.verify, ("verify merged --reference runs/yarn",)),
         "card": Command(ship.card_arguments, ship.card, ("card merged --results report",)),

@@ -61,6 +61,35 @@ def merge(arguments: argparse.Namespace) -> None:
     print(f"verify it: rope-extend verify {path}")
 
 
+def convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `convert`."""
+    parser.add_argument("model", type=checkpoint, help="a GGUF file, or a directory with one")
+    parser.add_argument("--output", required=True, metavar="DIR", help="directory of the checkpoint")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
+        help="dtype of the weights (default: float32, which holds the dequantised values exactly)",
+    )  # fmt: skip
+    parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="maximum size of one weight file")
+    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Write a GGUF file as an ordinary checkpoint of transformers.
+
+    Other commands take a GGUF file as it is. A checkpoint is needed to merge an adapter into the model, to
+    load it in 4 bits, and for other tools.
+    """
+    import torch
+
+    from rope_extend.checkpoint.converting import convert as run
+
+    path = run(
+        arguments.model, arguments.output, dtype=getattr(torch, arguments.dtype),
+        max_shard_size=arguments.max_shard_size, overwrite=arguments.overwrite,
+    )  # fmt: skip
+    print("written:", path)
+
+
 def _above_zero(text: str) -> float:
     """A number above 0."""
     try:

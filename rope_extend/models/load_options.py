@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import adapter_for
+from rope_extend.models.gguf_checkpoint import gguf_file, no_second_quantization
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, QUANTIZED
 from rope_extend.models.loading import default_dtype, pretrained
 from rope_extend.models.processes import process_count
@@ -167,6 +168,8 @@ class LoadOptions:
         config = pretrained(AutoConfig, name)
         if self.quantize is not None and is_quantized(config):
             raise RopeExtendError(f"{name!r} is already quantised; leave quantize out")
+        if self.quantize is not None and (path := gguf_file(name)) is not None:
+            raise RopeExtendError(no_second_quantization(path))
         return config
 
     def _dtype(self, config: Any) -> torch.dtype | str:

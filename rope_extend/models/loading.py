@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import adapter_for
+from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
 from rope_extend.models.locating import ACCESS, check_checkpoint
 
 
@@ -21,7 +22,7 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
 
     Args:
         auto: `AutoConfig`, `AutoTokenizer`, `AutoModelForCausalLM` or `GenerationConfig`.
-        name: a checkpoint's directory or hub id.
+        name: a checkpoint's directory or hub id, or a GGUF file.
         hint: added to the error message.
         kwargs: as `from_pretrained` takes them.
 
@@ -37,7 +38,21 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
             check_checkpoint(str(name), **{key: kwargs[key] for key in ACCESS if key in kwargs})
         except RopeExtendError as error:
             raise RopeExtendError(f"{str(error).rstrip('.')}{hint}" if hint else str(error)) from error
+        if (path := gguf_file(name)) is not None:
+            return _from_gguf(auto, path, **kwargs)
         return auto.from_pretrained(name, **kwargs)
+
+
+def _from_gguf(auto: Any, path: Path, **kwargs: Any) -> Any:
+    if auto is AutoConfig:
+        return gguf_config(path)
+    if auto is AutoTokenizer:
+        from rope_extend.models.gguf_tokenizer import gguf_tokenizer
+
+        return gguf_tokenizer(path)
+    if auto is GenerationConfig:
+        return GenerationConfig.from_model_config(gguf_config(path))
+    return gguf_model(path, **kwargs)
 
 
 @contextmanager

@@ -21,12 +21,14 @@ def check_path(name: str) -> None:
         RopeExtendError: there is no such file or directory; the message names the nearest.
     """
     if is_path(name) and not Path(name).expanduser().exists():
-        raise RopeExtendError(f"no such directory: {name!r} (seen from {Path.cwd()}).{_nearest(name)}")
+        what = "file" if name.endswith(".gguf") else "directory"
+        raise RopeExtendError(f"no such {what}: {name!r} (seen from {Path.cwd()}).{_nearest(name)}")
 
 
 def is_path(name: str) -> bool:
-    """Whether a name cannot be a hub id, which is `NAME` or `OWNER/NAME`."""
-    return re.fullmatch(r"[\w.-]*\w[\w.-]*(/[\w.-]*\w[\w.-]*)?", name) is None or name.startswith(".")
+    """Whether a name cannot be a hub id, which is `NAME` or `OWNER/NAME` and no GGUF file's name."""
+    hub_id = re.fullmatch(r"[\w.-]*\w[\w.-]*(/[\w.-]*\w[\w.-]*)?", name) is not None
+    return not hub_id or name.startswith(".") or name.endswith(".gguf")
 
 
 def check_checkpoint(
@@ -82,7 +84,7 @@ def _nearest(name: str) -> str:
     """A hint at the most similar name in the same directory; empty if there is none."""
     path = Path(name).expanduser()
     try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf"]
     except OSError:
         return ""
     near = difflib.get_close_matches(path.name, names, n=1)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from cases import ENCODINGS, FACTOR, TARGET, TRAINED, EncodingCase, FamilyCase, divisors, llama, tiny_model
 from cases import plain as plain_table
+from gguf_writer import converted
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -50,68 +51,6 @@ LONG = EncodingCase(
 )
 """LongRoPE's long list, for texts of all lengths."""
 CARRIED = [c for c in (*ENCODINGS, LONG) if support(c.build(SHAPE), SHAPE, "llama.cpp").possible]
-
-
-def converted(model: Any, path: Path, **keys: Any) -> Path:
-    """The file that llama.cpp's converter writes for a Llama, Qwen3 or Phi-3 model without scaling.
-
-    The weights are float32. Llama's queries and keys are stored with the two channels of a pair side by side.
-    """
-    config = model.config
-    arch = config.model_type
-    heads, kv = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(TRAINED)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    if "rope.freq_base" not in keys:
-        writer.add_rope_freq_base(10_000.0)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
-    writer.add_token_scores([0.0] * config.vocab_size)
-    writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
-    for key, value in keys.items():
-        writer.add_key_value(
-            f"{arch}.{key}" if key[0] != "+" else key[1:],
-            value,
-            gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value),
-        )
-    names = {
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-        "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
-    }  # fmt: skip
-    for name, weight in model.state_dict().items():
-        data = weight.float().numpy()
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            count = heads if "q_proj" in name else kv
-            data = data.reshape(count, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
-        if name.startswith("model.layers."):
-            _, _, layer, inner = name.split(".", 3)
-            name = f"blk.{layer}.{names[inner.removesuffix('.weight')]}.weight"
-        else:
-            name = {
-                "model.embed_tokens.weight": "token_embd.weight",
-                "model.norm.weight": "output_norm.weight",
-                "lm_head.weight": "output.weight",
-            }[name]
-        writer.add_tensor(name, np.ascontiguousarray(data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu import launch
+from gpu import run_sections
 from gpu.gpu_record import GpuRecord, machine
 from gpu.steps import Figure, Setting, Step
 
@@ -36,7 +36,7 @@ def test_every_section_runs_with_few_packages_and_no_installation(tmp_path: Path
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     steps = json.loads((tmp_path / "gpu.json").read_text())["steps"]
-    sections = {name: launch._module(name) for name in launch.SECTIONS}
+    sections = {name: run_sections._module(name) for name in run_sections.SECTIONS}
     assert list(steps) == [f"{name}/{step.name}" for name, each in sections.items() for step in each.STEPS]
     assert all(step["error"] is None and step["figures"] for step in steps.values())
     text = (tmp_path / "gpu.md").read_text()
@@ -50,14 +50,16 @@ def test_without_cuda_one_line_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert launch.main(["--output", str(tmp_path)]) == launch.WRONG_USE
+    assert run_sections.main(["--output", str(tmp_path)]) == run_sections.WRONG_USE
     out, err = capsys.readouterr()
     assert not out
     assert len(err.splitlines()) == 1
     assert "finds no CUDA device" in err
     assert "DRY=1" in err
-    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None if name == "peft" else name)
-    assert launch.main(["--dry"]) == launch.WRONG_USE
+    monkeypatch.setattr(
+        run_sections.importlib.util, "find_spec", lambda name: None if name == "peft" else name
+    )
+    assert run_sections.main(["--dry"]) == run_sections.WRONG_USE
     assert "lacks peft;" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -67,7 +69,7 @@ def test_a_small_card_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (24 * 10**9, 24 * 10**9))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
-    assert launch.main(["--section", "kernels"]) == launch.WRONG_USE
+    assert run_sections.main(["--section", "kernels"]) == run_sections.WRONG_USE
     assert "a GPU has 24 GB free, but 78 GB are needed" in capsys.readouterr().err
 
 
@@ -82,7 +84,7 @@ class Sections:
         module = SimpleNamespace(
             SUBJECT="Two steps.", STEPS=(Step("one", self.one, 400), Step("two", self.two, 400))
         )
-        monkeypatch.setattr(launch, "_module", lambda name: module)
+        monkeypatch.setattr(run_sections, "_module", lambda name: module)
 
     def one(self, setting: Setting) -> Iterator[Figure]:
         self.ran.append("one")
@@ -95,7 +97,7 @@ class Sections:
             raise RuntimeError("no | luck\nat all")
 
     def run(self, *more: str) -> int:
-        return launch.main([*self.arguments, *more])
+        return run_sections.main([*self.arguments, *more])
 
     def steps(self) -> dict[str, Any]:
         return json.loads(self.file.read_text())["steps"]
@@ -116,7 +118,7 @@ def test_what_is_recorded_is_not_measured_again(sections: Sections) -> None:
 
 def test_a_failed_step_is_recorded_and_runs_again(sections: Sections) -> None:
     sections.broken = True
-    assert sections.run() == launch.FAILED
+    assert sections.run() == run_sections.FAILED
     assert sections.steps()["tests/two"]["error"] == "RuntimeError: no | luck at all"
     assert "**These steps failed: tests/two.**" in sections.page.read_text()
     assert "failed: RuntimeError: no / luck at all" in sections.page.read_text()
@@ -138,12 +140,12 @@ def test_a_step_that_is_killed_is_not_taken_for_a_whole_one(
         raise KillError
 
     module = SimpleNamespace(SUBJECT="", STEPS=(Step("one", killed, 1),))
-    monkeypatch.setattr(launch, "_module", lambda name: module)
+    monkeypatch.setattr(run_sections, "_module", lambda name: module)
     with pytest.raises(KillError):
         sections.run()
     step = sections.steps()["tests/one"]
     assert [figure["name"] for figure in step["figures"]] == ["half"]
-    assert step["error"] == launch.INTERRUPTED
+    assert step["error"] == run_sections.INTERRUPTED
     assert not GpuRecord(sections.file).is_done("tests/one")
 
 
@@ -151,8 +153,8 @@ def test_a_missed_target_fails_the_section(sections: Sections, monkeypatch: pyte
     module = SimpleNamespace(
         SUBJECT="", STEPS=(Step("one", lambda setting: iter([Figure("slow", 3.0, at_most=2.0)]), 1),)
     )
-    monkeypatch.setattr(launch, "_module", lambda name: module)
-    assert sections.run() == launch.FAILED
+    monkeypatch.setattr(run_sections, "_module", lambda name: module)
+    assert sections.run() == run_sections.FAILED
     assert "**0 of 1 targets are met.**" in sections.page.read_text()
     assert "**fail**" in sections.page.read_text()
 
@@ -162,13 +164,13 @@ def test_a_step_without_time_left_waits_for_the_next_start(
 ) -> None:
     """At full size; here on the CPU, with 400 seconds said of each step."""
     clock = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(launch.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(run_sections.time, "perf_counter", lambda: float(next(clock)))
     record = GpuRecord(sections.file)
     full = Setting("cpu", False, None, *[0] * 9)  # type: ignore[arg-type]
-    assert launch._section("tests", full, record, sections.page, False) == launch.UNFINISHED
+    assert run_sections._section("tests", full, record, sections.page, False) == run_sections.UNFINISHED
     assert sections.ran == ["one"]
     assert "run make gpu SECTION=tests once more" in capsys.readouterr().out
-    assert launch._section("tests", full, record, sections.page, False) == 0
+    assert run_sections._section("tests", full, record, sections.page, False) == 0
     assert sections.ran == ["one", "two"]
 
 
@@ -177,7 +179,7 @@ def test_another_file_is_not_written_to(
     content: str, sections: Sections, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sections.file.write_text(content)
-    assert sections.run() == launch.WRONG_USE
+    assert sections.run() == run_sections.WRONG_USE
     assert capsys.readouterr().err.startswith("make gpu: gpu.json ")
     assert sections.file.read_text() == content
     assert not sections.ran
@@ -191,7 +193,7 @@ def test_figures_of_two_machines_are_not_mixed(
     assert content["machine"] == machine("cpu")
     content["machine"]["torch"] = "1.0"
     sections.file.write_text(json.dumps(content))
-    assert sections.run("--again") == launch.WRONG_USE
+    assert sections.run("--again") == run_sections.WRONG_USE
     assert f"torch 1.0, now {torch.__version__}" in capsys.readouterr().err
     assert json.loads(sections.file.read_text()) == content
 
@@ -215,7 +217,7 @@ def test_targets(figure: Figure, expected: bool | None) -> None:
 def test_the_page_is_that_of_the_record(tmp_path: Path) -> None:
     """Without a record it says in its first line that nothing was measured, and so does the README."""
     record = GpuRecord(ROOT / "gpu.json")
-    launch.write_page(record, tmp_path / "gpu.md")
+    run_sections.write_page(record, tmp_path / "gpu.md")
     text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     assert text == (tmp_path / "gpu.md").read_text(encoding="utf-8")
     if not record.steps:

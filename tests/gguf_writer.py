@@ -1,0 +1,89 @@
+"""GGUF files of tiny models, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+
+def add_tokens(writer: Any, count: int) -> None:
+    """A vocabulary that splits no text."""
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([f"t{i}" for i in range(count)])
+    writer.add_token_scores([0.0] * count)
+    writer.add_token_types([gguf.TokenType.NORMAL] * count)
+
+
+def converted(
+    model: Any,
+    path: Path,
+    *,
+    quantized: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    tokenizer: Callable[[Any, int], None] = add_tokens,
+    **keys: Any,
+) -> Path:
+    """The file that llama.cpp's converter writes for a Llama, Qwen3 or Phi-3 model without scaling.
+
+    Vectors, and by default all weights, are float32. Llama's queries and keys are stored with the two
+    channels of a pair side by side. `tokenizer` adds the vocabulary.
+    """
+    config = model.config
+    arch = config.model_type
+    heads, kv = config.num_attention_heads, config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    if "rope.freq_base" not in keys:
+        writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    tokenizer(writer, config.vocab_size)
+    for key, value in keys.items():
+        writer.add_key_value(
+            f"{arch}.{key}" if key[0] != "+" else key[1:],
+            value,
+            gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value),
+        )
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+        "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up",
+    }  # fmt: skip
+    for name, weight in model.state_dict().items():
+        data = weight.float().numpy()
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            count = heads if "q_proj" in name else kv
+            data = data.reshape(count, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        if name.startswith("model.layers."):
+            _, _, layer, inner = name.split(".", 3)
+            name = f"blk.{layer}.{names[inner.removesuffix('.weight')]}.weight"
+        else:
+            name = {
+                "model.embed_tokens.weight": "token_embd.weight",
+                "model.norm.weight": "output_norm.weight",
+                "lm_head.weight": "output.weight",
+            }[name]
+        data = np.ascontiguousarray(data)
+        kind = quantized if data.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

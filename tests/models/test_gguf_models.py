@@ -1,0 +1,385 @@
+"""GGUF files where a model is named: weights, window and tokenizer, against formats written out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import ENCODINGS, TARGET, TRAINED, EncodingCase, llama, tiny_llama
+from gguf_writer import converted, gguf
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import SentencePieceBPETokenizer as SentencePiece
+from tolerances import assert_same_but_rounding
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+import rope_extend as rx
+from rope_extend.checkpoint.export.gguf import annotate
+from rope_extend.checkpoint.export.support import support
+from rope_extend.checkpoint.record import Record
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.gguf_checkpoint import Metadata, gguf_file, rope_scaling
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.loading import pretrained
+from rope_extend.models.view import shape_of
+
+SHAPE = rx.RopeShape(16, 10_000.0, TRAINED)
+CARRIED = [case for case in ENCODINGS if support(case.build(SHAPE), SHAPE, "llama.cpp").possible]
+TEXT = "It was 1984, wasn't it? She'd ÜBER-slept:\n\n  twice\tor 3 times...  日本語 naïve — end \r\n"
+
+
+def loaded(path: Path, **how: Any) -> Any:
+    return pretrained(AutoModelForCausalLM, str(path), **{"dtype": torch.float32, **how}).eval()
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+def test_weights_and_config_are_those_of_the_checkpoint(heads: tuple[int, int], tmp_path: Path) -> None:
+    model = llama(num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    found = loaded(converted(model, tmp_path / "tiny.gguf"))
+    for (name, weight), (ours, value) in zip(
+        sorted(model.state_dict().items()), sorted(found.state_dict().items()), strict=True
+    ):
+        assert name == ours
+        assert torch.equal(weight, value), name
+    assert found.config.name_or_path == str(tmp_path / "tiny.gguf")
+    assert shape_of(found) == shape_of(model)
+
+
+def half(data: np.ndarray) -> np.ndarray:
+    return data.view("<f2").astype(np.float32)
+
+
+def q8_0(rows: np.ndarray) -> np.ndarray:
+    """Blocks of 34 bytes: a scale in float16 and 32 numbers of 8 bits."""
+    blocks = rows.reshape(-1, 34)
+    return (half(blocks[:, :2].copy()) * blocks[:, 2:].view(np.int8)).reshape(len(rows), -1)
+
+
+def q4_1(rows: np.ndarray) -> np.ndarray:
+    """Blocks of 20 bytes: scale and minimum in float16; 16 bytes, the low halves of which come first."""
+    blocks = rows.reshape(-1, 20)
+    numbers = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1).astype(np.float32)
+    return (half(blocks[:, :2].copy()) * numbers + half(blocks[:, 2:4].copy())).reshape(len(rows), -1)
+
+
+@pytest.mark.parametrize(("kind", "decode"), [("Q8_0", q8_0), ("Q4_1", q4_1)])
+def test_weights_are_dequantised(kind: str, decode: Callable[..., np.ndarray], tmp_path: Path) -> None:
+    model = tiny_llama(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2)
+    path = converted(model, tmp_path / "tiny.gguf", quantized=gguf.GGMLQuantizationType[kind])
+    stored = {tensor.name: np.array(tensor.data) for tensor in gguf.GGUFReader(path).tensors}
+    found = loaded(path).state_dict()
+    expected = decode(stored["blk.1.ffn_down.weight"])
+    torch.testing.assert_close(
+        found["model.layers.1.mlp.down_proj.weight"], torch.tensor(expected), rtol=1e-6, atol=0
+    )
+    pairs = decode(stored["blk.0.attn_k.weight"]).reshape(2, 8, 2, 64)  # neighbours, as llama.cpp rotates
+    expected = pairs.swapaxes(1, 2).reshape(32, 64)  # halves, as transformers does
+    torch.testing.assert_close(
+        found["model.layers.0.self_attn.k_proj.weight"], torch.tensor(expected), rtol=1e-6, atol=0
+    )
+    step = (model.model.layers[1].mlp.down_proj.weight - found["model.layers.1.mlp.down_proj.weight"]).abs()
+    assert 0 < step.max() < 0.02  # the weights are drawn with 0.02
+    assert loaded(path, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def plain_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return converted(llama(), tmp_path_factory.mktemp("gguf") / "plain.gguf")
+
+
+@pytest.mark.parametrize("case", CARRIED, ids=str)
+def test_the_schedule_of_the_file_is_read(plain_file: Path, tmp_path: Path, case: EncodingCase) -> None:
+    """What `rope-extend export --to llama.cpp` wrote comes back, in a stock config."""
+    record = Record(case.build(SHAPE), SHAPE, TARGET, "llama", None)
+    config = pretrained(AutoConfig, str(annotate(plain_file, tmp_path / "ours.gguf", record)))
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    rotary = type(model.model.rotary_emb)(config)
+    rotary(torch.zeros(1), torch.arange(TARGET)[None])  # some types follow the length
+    table, factor = case.oracle(SHAPE, TARGET)
+    np.testing.assert_allclose(rotary.inv_freq.double().numpy(), table, rtol=2e-6, atol=1e-29)
+    assert rotary.attention_scaling == pytest.approx(factor, rel=1e-6)
+    assert config.max_position_embeddings == TARGET
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("keys", "tables", "expected"),
+    [
+        ({}, {}, {}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}, {}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, {}, {}),
+        ({"rope.scale_linear": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 32,
+            },
+            {},
+            {**YARN, "attention_factor": 1.1386294361119891, "beta_fast": 32.0, "beta_slow": 1.0},
+        ),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+            {"rope_freqs.weight": [1.0, 3.0]},
+            {
+                "rope_type": "longrope", "short_factor": [2.0, 6.0], "long_factor": [2.0, 6.0],
+                "original_max_position_embeddings": 128, "attention_factor": 1.0,
+            },
+        ),
+        (
+            {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.2},
+            {"rope_factors_long.weight": [2.0], "rope_factors_short.weight": [1.0]},
+            {
+                "rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0],
+                "original_max_position_embeddings": 32, "attention_factor": 1.2,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_scaling_is_read_as_llama_cpp_reads_it(
+    keys: dict[str, Any], tables: dict[str, list[float]], expected: dict[str, Any]
+) -> None:
+    known = {"general.architecture": "llama", "llama.context_length": 128}
+    assert rope_scaling(Metadata({**known, **{f"llama.{k}": v for k, v in keys.items()}}, tables)) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "tables", "message"),
+    [
+        ({"rope.scaling.type": "longrope"}, {}, "'longrope' has no form"),
+        ({"rope.scaling.attn_factor": 1.5}, {}, "attn_factor 1.5 without a table"),
+        ({"rope.scaling.type": "yarn"}, {"rope_freqs.weight": [1.0]}, "'yarn' has no form"),
+        ({}, {"rope_factors_long.weight": [1.0]}, "only one of"),
+    ],
+)  # fmt: skip
+def test_scaling_without_a_form_is_refused(
+    keys: dict[str, Any], tables: dict[str, list[float]], message: str
+) -> None:
+    known = {"general.architecture": "llama", "llama.context_length": 128}
+    with pytest.raises(RopeExtendError, match=message):
+        rope_scaling(Metadata({**known, **{f"llama.{k}": v for k, v in keys.items()}}, tables))
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+"""The pattern in Llama 3's tokenizer.json."""
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+WORDS = {
+    "gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "smollm": pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    ]),
+    "llama-bpe": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3), "isolated"), BYTES]),
+    "qwen2": pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"), BYTES
+    ]),
+}  # fmt: skip
+"""The words of each kind of tokenizer, as its tokenizer.json on the hub says it."""
+CHAT = "{% for message in messages %}<|im_start|>{{ message['content'] }}{% endfor %}"
+SPECIAL = ["<|endoftext|>", "<|im_start|>"]
+
+
+def byte_level(kind: str) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = WORDS[kind]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    return tokenizer
+
+
+def sentencepiece() -> Tokenizer:
+    trained = SentencePiece(add_prefix_space=True)
+    trained.train_from_iterator([TEXT] * 3, vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"])
+    return trained
+
+
+def merges_of(tokenizer: Any) -> list[tuple[str, str]]:
+    import json
+
+    return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def writes(tokenizer: Any, kind: str, **keys: Any) -> Callable[[Any, int], None]:
+    """Adds a tokenizer to a file, as llama.cpp's converter does."""
+    tokens = [tokenizer.id_to_token(index) for index in range(tokenizer.get_vocab_size())]
+
+    def write(writer: Any, _count: int) -> None:
+        writer.add_tokenizer_model(kind)
+        writer.add_token_list(tokens)
+        merges = merges_of(tokenizer)
+        control = gguf.TokenType.CONTROL
+        writer.add_token_types([control if t[0] == "<" and len(t) > 1 else 1 for t in tokens])
+        if kind == "gpt2":
+            writer.add_token_merges([" ".join(pair) for pair in merges])
+        else:
+            ranks = {left + right: rank for rank, (left, right) in reversed(list(enumerate(merges)))}
+            writer.add_token_scores([-float(ranks.get(token, -1)) for token in tokens])
+        for key, value in keys.items():
+            if isinstance(value, bool):
+                writer.add_bool(f"tokenizer.{key}", value)
+            elif isinstance(value, int):
+                writer.add_uint32(f"tokenizer.{key}", value)
+            else:
+                writer.add_string(f"tokenizer.{key}", value)
+
+    return write
+
+
+def file_with(path: Path, tokenizer: Any, kind: str, **keys: Any) -> Path:
+    model = llama(vocab_size=tokenizer.get_vocab_size())
+    return converted(model, path, tokenizer=writes(tokenizer, kind, **keys))
+
+
+@pytest.fixture(scope="module", params=WORDS)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A tokenizer, and the one that is read from a file with its lists."""
+    expected = byte_level(request.param)
+    path = tmp_path_factory.mktemp("words") / "words.gguf"
+    keys = {
+        "ggml.pre": request.param, "ggml.add_bos_token": False, "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 0, "chat_template": CHAT,
+    }  # fmt: skip
+    return expected, pretrained(AutoTokenizer, str(file_with(path, expected, "gpt2", **keys)))
+
+
+@given(text=st.text() | st.text(alphabet="aes't 19\n\r.ÜI"))
+def test_texts_are_split_as_by_the_tokenizer_itself(both: tuple[Any, Any], text: str) -> None:
+    expected, ours = both
+    for part in (text, TEXT):
+        ids = ours(part).input_ids
+        assert ids == expected.encode(part).ids
+        assert ours.decode(ids) == part
+
+
+def test_special_tokens_and_the_chat_template_are_kept(both: tuple[Any, Any]) -> None:
+    ours = both[1]
+    assert (ours.bos_token, ours.eos_token, ours.chat_template) == (SPECIAL[1], SPECIAL[0], CHAT)
+    assert ours("a<|im_start|>").input_ids[-1] == 1
+    assert ours.decode(ours("a<|im_start|>b").input_ids, skip_special_tokens=True) == "ab"
+    assert ours.apply_chat_template([{"role": "user", "content": "b"}], tokenize=False) == "<|im_start|>b"
+
+
+def test_scores_are_read_as_merges(tmp_path: Path) -> None:
+    expected = sentencepiece()
+    ids = {"ggml.unknown_token_id": 0, "ggml.bos_token_id": 1, "ggml.eos_token_id": 2}
+    ours = pretrained(AutoTokenizer, str(file_with(tmp_path / "words.gguf", expected, "llama", **ids)))
+    for text in (TEXT, "wasn't it twice? it was", "a  b", "Ende"):
+        words = expected.encode(text.replace("\n", " ").replace("\t", " ").replace("\r", " ")).ids
+        found = ours(text.replace("\n", " ").replace("\t", " ").replace("\r", " ")).input_ids
+        assert found == [1, *words]  # a Llama's texts begin with <s>
+
+
+def test_ends_of_texts_are_added_as_the_file_says(tmp_path: Path) -> None:
+    trained = byte_level("gpt-2")
+    ids = {"ggml.pre": "gpt-2", "ggml.bos_token_id": 1, "ggml.eos_token_id": 0}
+    ends = {"ggml.add_bos_token": True, "ggml.add_eos_token": True}
+    ours = pretrained(AutoTokenizer, str(file_with(tmp_path / "words.gguf", trained, "gpt2", **ids, **ends)))
+    first, second = trained.encode("a").ids, trained.encode("was").ids
+    assert ours("a").input_ids == [1, *first, 0]
+    assert ours("a", "was").input_ids == [1, *first, 0, 1, *second, 0]
+    assert pretrained(GenerationConfig, str(tmp_path / "words.gguf")).eos_token_id == 0
+
+
+@pytest.fixture(scope="module")
+def bundled_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, with its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    backend = tokenizer.backend_tokenizer
+    keys = {"ggml.pre": "gpt-2", "ggml.add_bos_token": False}
+    for name in ("bos", "eos"):
+        if (token := getattr(tokenizer, f"{name}_token_id")) is not None:
+            keys[f"ggml.{name}_token_id"] = token
+    path = tmp_path_factory.mktemp("bundled") / "bundled.gguf"
+    return converted(model, path, tokenizer=writes(backend, "gpt2", **keys))
+
+
+def test_it_is_converted_to_a_checkpoint(bundled_file: Path, tmp_path: Path) -> None:
+    directory = rx.convert(bundled_file, tmp_path / "out")
+    stock = AutoModelForCausalLM.from_pretrained(directory)
+    expected = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    tokenizer, original = AutoTokenizer.from_pretrained(directory), AutoTokenizer.from_pretrained(MODEL_DIR)
+    assert tokenizer(TEXT).input_ids == original(TEXT).input_ids
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(stock(ids).logits, expected(ids).logits)
+    for file in directory.glob("*.json"):
+        assert str(tmp_path) not in file.read_text(), file.name
+        assert str(bundled_file.parent) not in file.read_text(), file.name
+    with pytest.raises(RopeExtendError, match="overwrite"):
+        rx.convert(bundled_file, directory)
+
+
+@pytest.mark.usefixtures("no_plan")
+def test_a_run_starts_from_a_file(bundled_file: Path, tmp_path: Path) -> None:
+    """Extended, fine-tuned, saved, loaded and measured without a checkpoint."""
+    (tmp_path / "book.txt").write_text("The sea was calm and the ship lay still. " * 200)
+    recipe = rx.Recipe(
+        model=str(bundled_file), data=str(tmp_path / "book.txt"), output_dir=str(tmp_path / "run"),
+        target_length=512, block_length=64, steps=1, gradient_accumulation=1, lora_rank=2,
+    )  # fmt: skip
+    rx.finetune(recipe)
+    model = rx.load(tmp_path / "run")
+    assert model.peft_config["default"].base_model_name_or_path == str(bundled_file)
+    document = rx.Document("text", torch.arange(64))
+    assert rx.perplexity(model, [document], [64]).ppl[64] > 1
+    with pytest.raises(RopeExtendError, match=r"rope-extend convert .*bundled\.gguf"):
+        rx.merge(tmp_path / "run", tmp_path / "merged")
+    base = rx.convert(bundled_file, tmp_path / "base")
+    merged = rx.load(rx.merge(tmp_path / "run", tmp_path / "merged", base_model=str(base)))
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        assert_same_but_rounding(merged(ids).logits, model(ids).logits)
+
+
+def test_mistakes_are_named(tmp_path: Path, plain_file: Path) -> None:
+    with pytest.raises(RopeExtendError, match=r"no such file: .*plane\.gguf.*Did you mean '.*plain\.gguf'"):
+        pretrained(AutoConfig, str(plain_file.with_name("plane.gguf")))
+    with pytest.raises(RopeExtendError, match="cannot be quantised again"):
+        loaded(plain_file, quantization_config=object())
+    with pytest.raises(RopeExtendError, match=r"plain\.gguf .*rope-extend convert"):
+        LoadOptions(quantize="4bit").empty(str(plain_file))
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF, or is it?")
+    with pytest.raises(RopeExtendError, match=r"cannot read .*bad\.gguf as GGUF"):
+        pretrained(AutoConfig, str(tmp_path / "bad.gguf"))
+    with pytest.raises(RopeExtendError, match="nothing to convert"):
+        rx.convert(MODEL_DIR, tmp_path / "out")
+    part = converted(llama(), tmp_path / "part.gguf", **{"+split.count": 3})
+    with pytest.raises(RopeExtendError, match="split into 3 files"):
+        pretrained(AutoConfig, str(part))
+    part.unlink()
+    assert gguf_file(tmp_path) == tmp_path / "bad.gguf"
+    (tmp_path / "worse.gguf").touch()
+    with pytest.raises(RopeExtendError, match="holds 2 GGUF files"):
+        gguf_file(tmp_path)
+    assert gguf_file(MODEL_DIR) is None
+    assert gguf_file("meta-llama/Meta-Llama-3-8B") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "message"),
+    [
+        ("bert", {}, "kind 'bert'"),
+        ("gpt2", {"ggml.pre": "mystery"}, "pattern 'mystery'"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused(
+    kind: str, keys: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "words.gguf"
+    trained = byte_level("gpt-2")
+    converted(llama(vocab_size=trained.get_vocab_size()), path, tokenizer=writes(trained, kind, **keys))
+    with pytest.raises(RopeExtendError, match=message):
+        pretrained(AutoTokenizer, str(path))
