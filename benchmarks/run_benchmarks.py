@@ -20,6 +20,7 @@ from evaluator import evaluator_8b, evaluator_agreement, evaluator_memory, whole
 from interpolation import interpolation_curve
 from measuring import Row, device_name
 from patched_forward import patched_forward
+from remap_cost import changed_positions
 from training_cost import packed_documents, training_8b, training_loss, training_step
 
 from rope_extend.memory.segments import expand_segments
@@ -35,6 +36,7 @@ BENCHMARKS = {
     "training-8b": training_8b,
     "patched-forward": patched_forward,
     "dynamic-cache": dynamic_cache,
+    "changed-positions": changed_positions,
     "attention-biases": attention_biases,
     "linear-attention": linear_attention,
     "interpolation-curve": interpolation_curve,
