@@ -31,7 +31,7 @@ STEPS = 8
 
 
 def dynamic_cache(repetitions: int) -> Iterator[Row]:
-    """Decoding with keys that are cached unrotated and rotated on use, compared with the unpatched model.
+    """Decoding with keys that are cached unrotated and kept rotated too, compared with the unpatched model.
 
     Decodes one token at a time after a cached context. The smallest context is the trained window: its first
     new token uses another table than the tokens before.
@@ -66,6 +66,7 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
         for context in CONTEXTS:
             ours, theirs = prefill(lm, context), prefill(stock, context)
             where, peer = f"{method}: %s at {context} tokens", "stock cache, unpatched"
+            decode(lm, ours, context)  # keeps rotated keys
             yield row(where % "cache", peer, "B", tensors_of(ours), tensors_of(theirs))
             if context < CONTEXTS[-1]:  # check the result against one forward over the whole text
                 with torch.no_grad():

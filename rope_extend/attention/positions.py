@@ -31,6 +31,7 @@ from rope_extend.attention.functions import (
     handled_implementation,
 )
 from rope_extend.attention.registry import never_compiled
+from rope_extend.attention.rotated_keys import KEPT
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
@@ -50,7 +51,8 @@ class _Tracked:
 
     def __reduce__(self) -> tuple[Any, ...]:
         _, cls, *_ = type(self).__mro__[1:]
-        return _new_tracked, (cls,), vars(self)  # the class itself cannot be found by its name
+        state = {name: value for name, value in vars(self).items() if name != KEPT}
+        return _new_tracked, (cls,), state  # the class itself cannot be found by its name
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -62,10 +64,12 @@ class _Tracked:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+        vars(self).pop(KEPT, None)
         if self.rope_extend_positions.shape[0] > 1:
             self.rope_extend_positions = self.rope_extend_positions.repeat_interleave(repeats, dim=0)
 
     def _select_rows(self, rows: Tensor) -> None:
+        vars(self).pop(KEPT, None)
         if self.rope_extend_positions.shape[0] > 1:
             self.rope_extend_positions = self.rope_extend_positions[
                 rows.to(self.rope_extend_positions.device)

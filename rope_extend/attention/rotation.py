@@ -15,10 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.attention.causal_suffix import without_mask
-from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.functions import HANDLER, AttentionCall
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler, Forward
-from rope_extend.attention.registry import causal_mask, is_dense, takes_suffix, without_cudnn
+from rope_extend.attention.registry import (
+    causal_mask,
+    is_dense,
+    never_compiled,
+    takes_suffix,
+    without_cudnn,
+)
+from rope_extend.attention.rotated_keys import KEPT, RotatedKeys, allocated, drop_changed, keep, layer_with
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
@@ -72,8 +79,10 @@ class _Forward(Forward):
         if decay is not None:
             block = _decay_block(decay)
             centres = self.queries // block * block
-        changes = ((lengths.diff() != 0) | (centres.diff() != 0)).any(dim=0)
-        starts = [0, *(changes.nonzero().flatten() + 1).tolist()]
+        starts = [0]
+        if self.queries.shape[1] > 1:
+            changes = ((lengths.diff() != 0) | (centres.diff() != 0)).any(dim=0)
+            starts += (changes.nonzero().flatten() + 1).tolist()
         stops = [*starts[1:], self.queries.shape[1]]
 
         def agreed(values: Tensor) -> list[tuple[int, ...]]:
@@ -84,18 +93,20 @@ class _Forward(Forward):
         return [_Segment(*part) for part in parts]
 
     def rotation(
-        self, segment: _Segment, like: Tensor, later: bool = False
+        self, segment: _Segment, like: Tensor, later: bool = False, first: int = 0
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`(cos, sin)` of the segment's queries, and of the keys up to its last one or, if `later`, of all.
+        """`(cos, sin)` of the segment's queries, and of the keys from `first` up to its last one.
+
+        If `later`, of the keys up to the very last.
 
         Each is `[1 or batch, 1, n, dim/2]` in the dtype and on the device of `like`.
         """
-        name = (segment.start, later, like.dtype, like.device)
+        name = (segment.start, later, first, like.dtype, like.device)
         if name in self.tables:
             return self.tables[name]
         past = self.keys.shape[1] - self.queries.shape[1]
         keys = self.on(like.device, self.keys)
-        keys = keys if later else keys[:, : past + segment.stop]
+        keys = keys[:, first:] if later else keys[:, first : past + segment.stop]
         tables = [
             (
                 self.encoding.inv_freq(self.shape, length),
@@ -107,7 +118,7 @@ class _Forward(Forward):
         factor = torch.tensor([factor for _, factor in tables], device=like.device)[:, None, None]
         angles = angles_of(self.encoding, self.shape, keys, table)
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        new = slice(past + segment.start, past + segment.stop)
+        new = slice(past + segment.start - first, past + segment.stop - first)
         pair_q, pair_k = (cos[:, new], sin[:, new]), (cos, sin)
         decay = self.encoding.decay(self.shape)
         if decay is not None:
@@ -170,6 +181,14 @@ class RotationHandler(AttentionHandler):
             forward.scale = 1 + self.share * (forward.scale - 1)
         return forward
 
+    @never_compiled
+    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """As in `AttentionHandler`; rotated keys of a cache that was changed are forgotten."""
+        super().before(decoder, args, kwargs)
+        frame = self._decoder_frame
+        if frame is not None and frame.past is not None and getattr(decoder, HANDLER, None) is self:
+            drop_changed(frame.past)
+
     def begin_whole_rows(self, position_ids: Tensor) -> Forward:
         """`begin`, for schedules with one table per row: refuse a cache that was filled under other tables.
 
@@ -213,11 +232,53 @@ class RotationHandler(AttentionHandler):
             call = replace(call, query=call.query * scale)
         if not forward.segments:
             return call.own(call.query, call.key, call.value, call.mask)
+        if call.query.shape[2] == 1 and self.encoding.decay(self.shape) is None:
+            layer = layer_with(call.key, forward.past, getattr(call.module, "layer_idx", None))
+            if layer is not None and call.key.shape[2] == forward.keys.shape[1]:
+                return self._decode(call, forward)
         later = self._check_later(call, forward)
         if len(forward.segments) == 1:
             return self._by_segments(call, forward, later)
         with without_cudnn():  # each segment has another number of keys
             return self._by_segments(self._for_parts(call, forward), forward, later)
+
+    def _decode(self, call: AttentionCall, forward: _Forward) -> tuple[Tensor, Tensor | None]:
+        """Attention of one token. Earlier keys are rotated only if their table has changed."""
+        (segment,), past, index = forward.segments, forward.past, call.module.layer_idx
+        assert past is not None
+        query, key, total = call.query, call.key, call.key.shape[2]
+        kept: RotatedKeys | None = vars(past).get(KEPT, {}).get(index)
+        rotate_states = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
+        if kept is not None and kept.continues(segment.lengths, key):
+            both = self._rotate_one(torch.cat([query, key[:, :, -1:]], dim=1), forward)
+            query, new = torch.split(both, [query.shape[1], key.shape[1]], dim=1)
+            keys = kept.room()
+            keys[:, :, total - 1 : total] = new
+        else:
+            cos_q, sin_q, cos_k, sin_k = forward.rotation(segment, query)
+            if self.adapter.backwards:
+                sin_q, sin_k = -sin_q, -sin_k
+            query = rotate_states(query, cos_q, sin_q)
+            keys = allocated(rotate_states(key, cos_k, sin_k))
+        keep(past, index, segment.lengths, keys, key)
+        mask = _part_of_mask(call.mask, 0, 1, total)
+        return call.own(query, keys[:, :, :total], call.value, mask)
+
+    def _rotate_one(self, states: Tensor, forward: _Forward) -> Tensor:
+        """Rotate queries and keys `[batch, heads, 1, head_dim]` at the last position of a forward."""
+        (segment,) = forward.segments
+        cos, sin, *_ = forward.rotation(segment, states, first=forward.keys.shape[1] - 1)
+        if self.adapter.backwards:
+            sin = -sin
+        half = cos.shape[-1]
+        if self.adapter.pairs != "halves" or states.shape[-1] != 2 * half:
+            return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
+        # A step of decoding is as slow as its number of operations: three here, eight in `rotate`.
+        name = ("whole", states.dtype, states.device)
+        if name not in forward.tables:
+            forward.tables[name] = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        cos, sin = forward.tables[name]
+        return torch.addcmul(states * cos, states.roll(half, dims=-1), sin)
 
     def _by_segments(
         self, call: AttentionCall, forward: _Forward, later: bool

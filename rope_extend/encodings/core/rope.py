@@ -265,8 +265,8 @@ class GrowingRope(LengthDependent):
         """The trained length within it; beyond, the longest text of the step that a length falls into."""
         if self.step == 0:
             return lengths.clamp(min=shape.trained_length)
-        ends = [shape.trained_length]
-        while ends[-1] < int(lengths.max()):
+        ends, longest = [shape.trained_length], int(lengths.max())
+        while ends[-1] < longest:
             ends.append(max(ends[-1] + 1, int(ends[-1] * (1 + self.step))))
         table = torch.tensor(ends, device=lengths.device)
         return table[torch.searchsorted(table, lengths.contiguous())]

@@ -1,0 +1,217 @@
+"""The rotated keys that a cache keeps are those of its unrotated keys, whatever happens to the cache."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from functools import cache as once
+from typing import Any
+
+import pytest
+import torch
+from batches import same, tokens
+from cases import FACTOR, TRAINED, llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+
+import rope_extend as rx
+from rope_extend.attention.rotated_keys import CHOICE, KEPT, SPARE
+from rope_extend.memory.live_bytes import LiveBytes
+
+YARN = {"name": "yarn", "factor": FACTOR}
+METHODS: dict[str, dict[str, Any]] = {
+    "dynamic_ntk": {"name": "dynamic_ntk", "factor": FACTOR},
+    "each token": {"name": "dynamic_linear", "step": 0},
+    "short_original": {"name": "short_original", "inner": YARN},
+}
+LONG = 71
+"""Tokens after which the next one still has the same table."""
+
+
+@once
+def patched(name: str) -> LlamaForCausalLM:
+    model = llama()
+    rx.patch_model(model, rx.Encoding.from_dict(METHODS[name]))
+    return model
+
+
+@torch.no_grad()
+def fed(model: LlamaForCausalLM, ids: Tensor, cache: Any) -> Tensor:
+    """The logits of the last of some tokens, with a cache."""
+    return model(ids, past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+@torch.no_grad()
+def whole(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """The logits of the last token, in one forward without a cache."""
+    return model(ids, use_cache=False).logits[:, -1]
+
+
+def filled(model: LlamaForCausalLM, ids: Tensor) -> DynamicCache:
+    """A cache that holds some tokens, the last few fed one by one."""
+    cache = DynamicCache(config=model.config)
+    for part in (ids[:, :-3], *ids[:, -3:].split(1, dim=1)):
+        fed(model, part, cache)
+    assert KEPT in vars(cache)
+    return cache
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("one"), st.integers(1, 6)),
+    st.tuples(st.just("several"), st.integers(2, 20)),
+    st.tuples(st.just("crop"), st.integers(1, 15)),
+    st.tuples(st.just("rows"), st.lists(st.integers(0, 1), min_size=2, max_size=2)),
+    st.tuples(st.just("copy"), st.booleans()),
+)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@settings(max_examples=settings.default.max_examples // 3)
+@given(st.lists(ACTIONS, min_size=3, max_size=6))
+def test_a_cache_gives_what_one_forward_gives(name: str, actions: list[tuple[str, Any]]) -> None:
+    """After any sequence of tokens, crops, reordered rows and copies."""
+    model = patched(name)
+    ids, cache = tokens(2, TRAINED - 4), DynamicCache(config=model.config)
+    fed(model, ids, cache)
+    for number, (action, how) in enumerate(actions):
+        if action in ("one", "several"):
+            new = tokens(2, how, seed=number)
+            ids = torch.cat([ids, new], dim=1)
+            for part in new.split(1 if action == "one" else how, dim=1):
+                found = fed(model, part, cache)
+            same(found, whole(model, ids))
+        elif action == "crop":
+            cache.crop(-how) if ids.shape[1] > how else None
+            ids = ids[:, : ids.shape[1] - how] if ids.shape[1] > how else ids
+        elif action == "rows":
+            cache.reorder_cache(torch.tensor(how))
+            ids = ids[how]
+        else:
+            cache = copy.deepcopy(cache) if how else pickle.loads(pickle.dumps(cache))
+    last = tokens(2, 1, seed=99)
+    same(fed(model, last, cache), whole(model, torch.cat([ids, last], dim=1)))
+
+
+@pytest.mark.parametrize("change", ["in place", "another tensor", "rows of a layer"])
+def test_keys_that_a_user_changed_are_rotated_again(change: str) -> None:
+    """Compared with a cache that keeps no rotated keys."""
+    model, ids = patched("dynamic_ntk"), tokens(2, LONG)
+    kept, plain = filled(model, ids), filled(model, ids)
+    setattr(plain, CHOICE, False)
+    for cache in (kept, plain):
+        layer = cache.layers[0]
+        if change == "in place":
+            layer.keys[:, :, 3] *= 2
+        elif change == "another tensor":
+            layer.keys = layer.keys.flip(0)
+        else:
+            layer.batch_select_indices(torch.tensor([1, 0]))
+    last = tokens(2, 1, seed=2)
+    found, expected = fed(model, last, kept), fed(model, last, plain)
+    same(found, expected)
+    assert not torch.allclose(found, whole(model, torch.cat([ids, last], dim=1)), atol=1e-2)
+
+
+def test_users_choose_whether_rotated_keys_are_kept() -> None:
+    model, ids = patched("dynamic_ntk"), tokens(1, LONG)
+    cache = DynamicCache(config=model.config)
+    setattr(cache, CHOICE, False)
+    for part in ids.split([LONG - 3, 1, 1, 1], dim=1):
+        found = fed(model, part, cache)
+    same(found, whole(model, ids))
+    assert KEPT not in vars(cache)
+
+
+def test_other_caches_keep_nothing() -> None:
+    """A static cache writes into its tensors, and copies have tensors of their own."""
+    model, ids = patched("dynamic_ntk"), tokens(1, LONG)
+    static = StaticCache(config=model.config, max_cache_len=LONG)
+    for part in ids.split([LONG - 2, 1, 1], dim=1):
+        found = fed(model, part, static)
+    same(found, whole(model, ids))
+    assert KEPT not in vars(static)
+    cache = filled(model, ids)
+    assert KEPT not in vars(copy.deepcopy(cache))
+    assert KEPT not in vars(pickle.loads(pickle.dumps(cache)))
+    cache.batch_repeat_interleave(2)
+    assert KEPT not in vars(cache)
+
+
+def test_gradients_flow_through_all_keys() -> None:
+    """A step of decoding with gradients rotates every key in the graph."""
+    model, ids = patched("dynamic_ntk"), tokens(1, LONG)
+    model.zero_grad()
+    cache = DynamicCache(config=model.config)
+    for part in ids.split([LONG - 2, 1, 1], dim=1):
+        logits = model(part, past_key_values=cache, use_cache=True).logits[:, -1]
+    logits.square().sum().backward()
+    found = {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+    model.zero_grad()
+    model(ids, use_cache=False).logits[:, -1].square().sum().backward()
+    expected = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=2e-3 * scale + 1e-6)
+
+
+class _Large(TorchDispatchMode):
+    """Counts operations, and those of which the result is at least as large as the keys of a layer."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.operations, self.large = elements, 0, Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.operations += 1
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.numel() >= self.elements:
+                self.large[function.overloadpacket.__name__] += 1
+        return out
+
+
+@pytest.mark.parametrize("name", ["dynamic_ntk", "short_original"])
+def test_a_decoded_token_costs_what_it_costs_without_a_patch(name: str) -> None:
+    """Counted: earlier keys are not multiplied, and the operations in addition do not follow the context."""
+    stock, more = llama(), []
+    for context in (100, 200):
+        counts = []
+        for model in (patched(name), stock):
+            cache = DynamicCache(config=model.config)
+            for part in tokens(1, context + 3).split([context, 1, 1, 1], dim=1)[:3]:
+                fed(model, part, cache)
+            elements = cache.layers[0].keys.numel()
+            with _Large(elements) as counter:
+                fed(model, tokens(1, 1), cache)
+            counts.append(counter)
+        ours, theirs = counts
+        arithmetic = ("mul", "add", "sub", "addcmul", "cos", "sin")
+        assert not [operation for operation in arithmetic if ours.large[operation] > theirs.large[operation]]
+        more.append(ours.operations - theirs.operations)
+    layers = stock.config.num_hidden_layers
+    assert more[0] == more[1] <= 15 * layers + 50
+
+
+def test_memory_is_that_of_keys_values_and_rotated_keys() -> None:
+    model, stock = patched("dynamic_ntk"), llama()
+    ids = tokens(1, 200)
+
+    def held(model: LlamaForCausalLM) -> int:
+        cache = DynamicCache(config=model.config)
+        for part in ids.split([197, 1, 1, 1], dim=1):
+            fed(model, part, cache)
+        memory = LiveBytes()
+        for owner in (cache, *cache.layers):
+            for leaf in tree_leaves(list(vars(owner).values())):
+                if isinstance(leaf, Tensor):
+                    memory.add(leaf)
+        return memory.live
+
+    positions = 8 * ids.numel()
+    assert held(model) <= held(stock) * (1.5 + SPARE / 2 / ids.shape[1]) + positions
