@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import ENCODINGS, FAMILIES, TARGET, EncodingCase, FamilyCase, tiny_model
+from covering import OPTIONS
 from peft import LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
@@ -134,9 +135,13 @@ def test_logits_survive_every_way_of_saving(family: FamilyCase, case: EncodingCa
 def test_every_encoding_is_verified(
     family: FamilyCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`verify` of each encoding, in two processes for all: one without rope_extend, and one with it."""
+    """`verify` of each encoding, in two processes for all: one without rope_extend, and one with it.
+
+    Each encoding is verified in two of the six families.
+    """
+    cases = ENCODINGS if OPTIONS.full else ENCODINGS[SIX.index(family) % 3 :: 3]
     directories = {}
-    for number, case in enumerate(ENCODINGS):
+    for number, case in enumerate(cases):
         model = patched(tiny_model(family), case)
         directories[rx.save(model, tmp_path / f"{number}")] = case
     record = read_record(tmp_path / "0")
@@ -163,4 +168,4 @@ def test_every_encoding_is_verified(
             allowed = {"equal"}
         assert found.verdict in allowed, (str(case), str(found))
         verdicts.append(found.verdict)
-    assert verdicts.count("equal") >= 20
+    assert verdicts.count("equal") >= len(cases) // 3
