@@ -22,6 +22,7 @@ from rope_extend.checkpoint.info import info
 from rope_extend.encodings import RopeShape, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import adapter_for
+from rope_extend.models.load_options import is_quantized
 from rope_extend.models.loading import pretrained
 from rope_extend.units import format_bytes, format_length, parse_length
 
@@ -130,6 +131,7 @@ class _Question:
     engine: str | None
     shape: RopeShape
     stated: int | None
+    quantized: bool
 
     @property
     def factor(self) -> float:
@@ -177,6 +179,8 @@ def advise(
     """
     name, target, device = str(model), parse_length(target_length), find_gpu(gpu or DEFAULT_GPU)
     _check(engine, hours, device)
+    if (Path(name) / "adapter_config.json").exists() and not (Path(name) / "config.json").exists():
+        raise RopeExtendError(f"{name} holds an adapter; give its base model, or a merged checkpoint")
     config = pretrained(AutoConfig, name)
     adapter_for(config.model_type)
     window = window_of_config(config)
@@ -184,7 +188,9 @@ def advise(
     if done is not None:
         return done
     shape = info(name, trained_length=trained_length).shape
-    question = _Question(name, config.model_type, window, target, engine, shape, trained_length)
+    question = _Question(
+        name, config.model_type, window, target, engine, shape, trained_length, is_quantized(config)
+    )
     if window.stanza is not None and target <= window.stanza.longest and trained_length is None:
         return _by_the_makers(question)
     return _train(question, device, hours, data)
@@ -265,6 +271,11 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
     fields = _fields(question, data)
     fields, memory = fit(fields, trained, gpu)
     notes: list[str] = []
+    if question.quantized:
+        notes.append(
+            "This checkpoint is quantised. Its weights are counted by the size of its files, so the memory "
+            "is too low if they are not here yet."
+        )
     fields, memory, amount = _within(fields, memory, gpu, hours, trained, notes)
     notes += _notes(question, memory)
     if not memory.evaluates:
@@ -365,7 +376,7 @@ def _notes(question: _Question, memory: Memory) -> list[str]:
             f"A factor of {question.factor:g} is beyond what the YaRN paper has tried ({LARGEST_FACTOR:g}). "
             "Expect to need several stages."
         )
-    if "scaling" in question.window.source and question.window.tokens > question.shape.trained_length:
+    if question.window.scaled and question.window.tokens > question.shape.trained_length:
         notes.append(
             f"The config has scaling already, and the model was trained with it to "
             f"{format_length(question.window.tokens)} tokens. rope_extend replaces it: the factor counts "

@@ -65,7 +65,8 @@ def _row(name: str, text: str) -> str:
 
 def _memory(memory: Memory) -> str:
     verdict = "fits" if memory.fits else "does not fit"
-    needed = f"{format_bytes(memory.needed)} of {format_bytes(memory.available)} ({memory.gpu})"
+    name = "" if memory.gpu[0].isdigit() else f" ({memory.gpu})"
+    needed = f"{format_bytes(memory.needed)} of {format_bytes(memory.available)}{name}"
     return f"{needed}, estimated: {verdict}. Memory options: {memory.options}"
 
 

@@ -34,13 +34,15 @@ class Window:
     Attributes:
         tokens: the window.
         source: how the config says so, as a phrase.
-        local: if no layer attends to all tokens: how many tokens a layer sees; otherwise None.
+        local: if no layer attends to the whole window: how many tokens a layer sees; otherwise None.
+        scaled: whether the config has scaling that does not come from rope_extend.
         stanza: the extension that the model's makers recommend; None if we know of none.
     """
 
     tokens: int
     source: str
     local: int | None = None
+    scaled: bool = False
     stanza: Stanza | None = None
 
 
@@ -79,12 +81,14 @@ def window_of_config(config: Any) -> Window:
     sizes = [size for name in partial if (size := window_of(text, name)) is not None]
     local = max(sizes) if sizes and len(sizes) == len(partial) and "full_attention" not in types else None
     if kind == "default":
-        return Window(
-            stated, "its config says so, without scaling", local, _stanza(config, stated, parameters)
-        )
+        local = local if local is not None and local < stated else None
+        stanza = _stanza(config, stated, parameters)
+        return Window(stated, "its config says so, without scaling", local, stanza=stanza)
     original = parameters.get("original_max_position_embeddings")
     stretched = int(original * parameters["factor"]) if original and parameters.get("factor") else stated
-    return Window(max(stated, stretched), f"its config has {kind!r} scaling", local)
+    tokens = max(stated, stretched)
+    local = local if local is not None and local < tokens else None
+    return Window(tokens, f"its config has {kind!r} scaling", local, scaled=True)
 
 
 def _stanza(config: Any, window: int, parameters: dict[str, Any]) -> Stanza | None:

@@ -91,7 +91,12 @@ def generate(arguments: argparse.Namespace) -> None:
             f"an answer of {arguments.new_tokens:,} tokens leaves no room in a window of "
             f"{subjects.target_length:,}; use a smaller --new-tokens"
         )
-    most = min(window, arguments.max_tokens or window)
+    most = arguments.max_tokens or window
+    if most > window:
+        raise RopeExtendError(
+            f"--max-tokens {most:,} and an answer of {arguments.new_tokens:,} exceed the window of "
+            f"{subjects.target_length:,} tokens; use at most {window:,}"
+        )
     prompt = long_prompt(tokenizer, text, arguments.ask, most, chat="off" if arguments.no_chat else "auto")
     cut = (
         f"the first {prompt.used:,} of {prompt.total:,}"

@@ -21,7 +21,7 @@ from rope_extend.evaluation.evaluation_mode import evaluation_mode
 from rope_extend.evaluation.prompts import encode, uses_chat
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.loading import pretrained
+from rope_extend.models.loading import one_error, pretrained
 from rope_extend.patching import current_patch, extend
 from rope_extend.units import format_length
 
@@ -171,7 +171,8 @@ def long_prompt(
         if not template:
             return encode(tokenizer, f"{part}\n\nQuestion: {question}\nAnswer:", False)
         turn = [{"role": "user", "content": f"{part}\n\n{question}"}]
-        written = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        with one_error("the tokenizer's chat template fails", "Leave it out: --no-chat, or chat='off'"):
+            written = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         return encode(tokenizer, written, True)
 
     def tokens_of(part: str) -> int:

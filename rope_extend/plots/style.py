@@ -1,7 +1,7 @@
 """The style of all pictures: palette, axes, line styles, and the figure that is saved.
 
 Figures are drawn with matplotlib's objects on its Agg canvas: no window, no global state, safe in any thread.
-The colours are those of Okabe and Ito, which colour-blind readers can tell apart. Colour is never the only
+The colours follow Okabe and Ito, and colour-blind readers can tell them apart. Colour is never the only
 distinction: each line has its name at its end, and dashes distinguish untrained from fine-tuned.
 """
 
@@ -29,7 +29,10 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 FORMATS = (".png", ".svg", ".pdf")
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B07A00", "#3A8DC4")
+"""The last two are darker than those of Okabe and Ito, whose contrast with white is below 3:1."""
+_FIXED = ("linear", "ntk", "yarn", "dynamic_ntk", "dynamic_yarn", "longrope")
+"""The methods that have the colours of `PALETTE` in every picture, in its order."""
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 PLAIN = "#5F5F5F"
 """The colour of plain RoPE and of models that were not changed."""
@@ -113,10 +116,16 @@ def _kind(row: AnyRow, cropped: Callable[[AnyRow], bool]) -> str:
 
 
 def colours(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker for each method, in order of appearance. Plain RoPE is always grey."""
-    others = [method for method in dict.fromkeys(methods) if method != "none"]
+    """A colour and a marker for each method. Plain RoPE is always grey.
+
+    The methods of `_FIXED` look the same in every picture. The others get what is left, in order.
+    """
     looks = [(colour, _MARKERS[(i + n) % 6]) for n in range(6) for i, colour in enumerate(PALETTE)]
-    return {"none": (PLAIN, "o"), **dict(zip(others, looks, strict=False))}
+    names = [method for method in dict.fromkeys(methods) if method != "none"]
+    known = {method: looks[_FIXED.index(method)] for method in names if method in _FIXED}
+    left = [look for look in looks if look not in known.values()]
+    others = dict(zip([method for method in names if method not in known], left, strict=False))
+    return {"none": (PLAIN, "o"), **known, **others}
 
 
 def line_styles(

@@ -286,6 +286,29 @@ def test_mistakes(arguments: dict[str, object], message: str, tmp_path: Path) ->
         advise(write_config(tmp_path, "llama3-8b"), **options)  # type: ignore[arg-type]
 
 
+def test_the_notes_say_what_is_special_about_a_checkpoint(tmp_path: Path) -> None:
+    model = small(tmp_path, "qwen2-7b", quantization_config={"quant_method": "gptq", "bits": 4})
+    advice = advise(model, "128k", trained_length=32_768)
+    assert any("quantised" in note for note in advice.notes)
+    assert not any("scaling already" in note for note in advice.notes)
+    assert advice.recipe["trained_length"] == 32_768
+    scaled = small(tmp_path / "scaled", "llama31-8b")
+    assert any("scaling already" in note for note in advise(scaled, "256k").notes)
+
+
+def test_an_adapter_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(rx.RopeExtendError, match="give its base model"):
+        advise(tmp_path, "32k")
+
+
+def test_a_sliding_window_longer_than_the_context_is_no_limit(tmp_path: Path) -> None:
+    window = window_of_config(
+        AutoConfig.from_pretrained(write_config(tmp_path, "mistral-7b-v0.1", sliding_window=65_536))
+    )
+    assert window.local is None
+
+
 def test_a_family_without_rope_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(rx.RopeExtendError, match="it has no RoPE"):

@@ -80,6 +80,16 @@ def test_a_prompt_fits_and_keeps_the_question(
     assert prompt.used == prompt.total or len(prompt.ids) > most - 12  # few tokens stay free
 
 
+def test_a_chat_template_that_fails_is_one_clear_error(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    try:
+        with pytest.raises(rx.RopeExtendError, match=r"no system role.*--no-chat"):
+            long_prompt(tokenizer, TEXT, "what?", 100)
+        assert long_prompt(tokenizer, TEXT, "what?", 100, chat="off").ids
+    finally:
+        tokenizer.chat_template = None
+
+
 def test_a_question_without_room_is_refused(tokenizer: Any) -> None:
     with pytest.raises(rx.RopeExtendError, match="no room"):
         long_prompt(tokenizer, TEXT, "why " * 50, 40)
@@ -125,6 +135,7 @@ def test_the_command(work: Path, run: Path, tmp_path: Path, capsys: pytest.Captu
         ("{run} --file {out}/binary.txt", "UTF-8"),
         ("{run} --file {out}/text.txt --new-tokens 128", "leaves no room"),
         ("{run} --file {out}/text.txt --target-length 64", "leave --target-length"),
+        ("{run} --file {out}/text.txt --new-tokens 8 --max-tokens 128", "use at most 120"),
         ("{model} --file {out}/text.txt --method yarn", "--target-length"),
         ("{model} --file {out}/text.txt --target-length 16", "must exceed the trained window"),
         ("{model} --file {out}/text.txt --method yran --target-length 64", "Did you mean 'yarn'"),

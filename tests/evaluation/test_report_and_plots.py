@@ -18,7 +18,7 @@ from covering import few
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Text
 from PIL import Image
 
@@ -39,7 +39,7 @@ from rope_extend.evaluation.retrieval_report import write_retrieval
 from rope_extend.plots import curves as plots
 from rope_extend.plots.frequencies import plot_frequencies
 from rope_extend.plots.retrieval_maps import plot_heat_map
-from rope_extend.plots.style import Canvas, spread_apart
+from rope_extend.plots.style import PALETTE, PLAIN, Canvas, colours, spread_apart
 from rope_extend.plots.training_curves import plot_training
 
 TRAINED = 32
@@ -586,6 +586,25 @@ def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
         with pytest.raises(RopeExtendError, match=message):
             call()
     assert not list(tmp_path.glob("a*"))
+
+
+def test_a_method_has_one_colour_in_every_picture() -> None:
+    alone = {name: colours([name])[name] for name in ("linear", "ntk", "yarn", "dynamic_yarn")}
+    assert len(set(alone.values())) == 4
+    for names in (["yarn", "linear", "ntk"], ["abf", "none", "llama3", "dynamic_yarn", "yarn"]):
+        found = colours(names)
+        assert {name: found[name] for name in names if name in alone} == {
+            name: look for name, look in alone.items() if name in names
+        }
+        assert len({look[0] for look in found.values()}) == len(set(names) | {"none"})
+
+
+def test_colours_can_be_seen_on_white() -> None:
+    """Contrast of at least 3:1, by the formula of WCAG 2."""
+    for colour in (*PALETTE, PLAIN):
+        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+        luminance = sum(w * part for w, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+        assert 1.05 / (luminance + 0.05) >= 3, colour
 
 
 def test_rows_that_dashes_cannot_distinguish_have_different_colours(drawn, tmp_path: Path) -> None:
