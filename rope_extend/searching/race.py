@@ -202,7 +202,7 @@ def _single_steps(context: Context, table: Table, passes: int) -> list[Table]:
     """
     config, space = context.config, context.space
     first, _ = critical_range(space.shape)
-    groups = _groups(list(range(first, space.pairs)))
+    groups = _groups(list(range(min(first, space.pairs - 1), space.pairs)))
     widths = [0.16] * len(groups)
     found = [table]
     part = _documents(config)

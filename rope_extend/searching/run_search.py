@@ -14,7 +14,7 @@ from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from rope_extend.data.documents import Document, load_documents
+from rope_extend.data.documents import Document, in_common, load_documents
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
@@ -131,7 +131,8 @@ def search(
     fitness = _fitness(config, documents, tokenizer, plan)
     model = config.load_options().load(config.model)
     if output is not None and overwrite:
-        (output / LOG).unlink(missing_ok=True)
+        for name in (*FILES[::-1], LOG):  # the encoding first: it must not stay next to another log
+            (output / name).unlink(missing_ok=True)
     log = SearchLog(
         None if output is None else output / LOG,
         _identity(config, model, fitness, space.shape),
@@ -192,8 +193,9 @@ def _checked_output(config: SearchConfig, resume: bool, overwrite: bool) -> Path
                 "resume and overwrite refer to a search on disk, and output is not set; set output"
             )
         return None
-    output = check_files(config.output, FILES, overwrite=overwrite or resume)
-    if (output / LOG).exists() and not (resume or overwrite):
+    begun = (Path(config.output) / LOG).exists()
+    output = check_files(config.output, FILES, overwrite=overwrite or (resume and begun))
+    if begun and not (resume or overwrite):
         raise RopeExtendError(
             f"{str(output)!r} holds an interrupted search; give resume=True to resume it, or overwrite=True "
             "to replace it"
@@ -220,6 +222,11 @@ def _documents(config: SearchConfig, tokenizer: Any) -> list[Document]:
             f"search: {config.documents} documents and {config.holdout} held-out ones of "
             f"{format_length(config.target_length)} tokens are needed, and the data has {len(documents)}; "
             "give more data, or fewer documents"
+        )
+    if shared := in_common(documents[config.documents :], documents[: config.documents]):
+        raise RopeExtendError(
+            f"search: {shared} of {config.holdout} held-out documents are also searched on, because the data "
+            "has them twice; remove the copies"
         )
     return documents
 

@@ -198,27 +198,22 @@ def test_an_interrupted_search_loses_one_evaluation_and_ends_the_same(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signals", [(signal.SIGKILL, signal.SIGINT)])
-def test_a_killed_process_resumes_to_the_same_table(
-    signals: tuple[signal.Signals, ...], work: Path, tmp_path: Path
-) -> None:
+def test_a_killed_process_resumes_to_the_same_table(work: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     command = [
         sys.executable, "-m", "rope_extend", "search", str(work / "model"), "--target-length", str(TARGET),
-        "--data", str(work / "data"), "--documents", "1", "--holdout", "2", "--output",
+        "--data", str(work / "data"), "--documents", "1", "--holdout", "2",
+        *(word for name, value in SMALL.items() for word in (f"--{name}", str(value))), "--output",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(work / "cache")}
-    for count, name in zip((12, 30), signals, strict=True):
-        again = ["--resume"] if output.exists() else []
-        process = subprocess.Popen([*command, str(output), *again], env=environment)
-        while process.poll() is None and not (
-            (output / LOG).exists() and (output / LOG).read_bytes().count(b"\n") > count
-        ):
-            time.sleep(0.01)
-        assert process.poll() is None
-        process.send_signal(name)
-        process.wait()
-        assert not (output / "encoding.json").exists()
+    process = subprocess.Popen([*command, str(output)], env=environment)
+    while process.poll() is None and not (
+        (output / LOG).exists() and (output / LOG).read_bytes().count(b"\n") > 5
+    ):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL  # it was not finished
+    assert not (output / "encoding.json").exists()
     subprocess.run([*command, str(output), "--resume"], env=environment, check=True)
     subprocess.run([*command, str(tmp_path / "whole")], env=environment, check=True)
     assert unlike_time(output) == unlike_time(tmp_path / "whole")
@@ -246,6 +241,13 @@ def test_start_tokens_are_searched_and_kept_out_of_exports(work: Path) -> None:
     assert all(
         table.start_tokens in (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256) for table in tables
     )
+
+
+def test_a_held_out_document_is_not_searched_on(work: Path, tmp_path: Path) -> None:
+    for name in "abc":
+        shutil.copy(work / "data" / "a.txt", tmp_path / f"{name}.txt")
+    with pytest.raises(rx.RopeExtendError, match="2 of 2 held-out documents are also searched on"):
+        rx.search(settings(work, None, data=str(tmp_path), **SMALL), progress=False)
 
 
 @pytest.mark.parametrize(
@@ -283,6 +285,11 @@ def test_nothing_is_overwritten_unless_asked(work: Path, searched: Path, tmp_pat
     rx.search(config, overwrite=True, progress=False)
     assert json.loads((output / "search.json").read_text())["config"]["seed"] == 5
     assert (output / "mine.txt").read_text() == "mine"
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "README.md").write_text("mine")  # not of a search: there is no log
+    with pytest.raises(rx.RopeExtendError, match=r"already holds README.md"):
+        rx.search(settings(work, other, **SMALL), resume=True, progress=False)
 
 
 def test_the_command_line_has_no_traceback(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
