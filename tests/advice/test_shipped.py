@@ -56,6 +56,7 @@ def figures(name: str, directory: Path, sizes: tuple[int, ...]) -> None:
         assert str(step.memory_options) in said
 
 
+@pytest.mark.slow
 def test_the_memory_of_one_recipe(tmp_path: Path) -> None:
     figures("tinyllama_1b_32k_yarn", tmp_path, (24,))
 
