@@ -243,16 +243,19 @@ class RemapHandler(AttentionHandler):
         query = forward.queries.expand(len(keys), -1)
         region = encoding.borders.region(query, keys)
         distance = encoding.distance(shape, query, keys).nan_to_num(0)
-        cos = torch.empty(*keys.shape, shape.dim // 2, dtype=torch.float64)
-        sin = torch.empty_like(cos)
+        cos, sin = (torch.empty(*keys.shape, shape.dim // 2, dtype=like.dtype) for _ in "cs")
         for index in range(int(region.max()) + 1):
+            here = region == index
             table, factor = forward.table(index, int(forward.lengths[0, 0]))
-            angles = distance[region == index][:, None] * table
-            cos[region == index], sin[region == index] = angles.cos() * factor**2, -angles.sin() * factor**2
+            # Many keys share a distance.
+            values, which = torch.unique(distance[here], return_inverse=True)
+            angles = values[:, None] * table
+            cos[here] = (angles.cos() * factor**2).to(like.dtype)[which]
+            sin[here] = -(angles.sin() * factor**2).to(like.dtype)[which]
         hidden = region == DROPPED
         cos[hidden], sin[hidden] = 1.0, 0.0
         shown = (~hidden).to(like.device) if bool(hidden.any()) else None
-        tables = (part[:, None].to(like.device, like.dtype) for part in (cos, sin))
+        tables = (part[:, None].to(like.device) for part in (cos, sin))
         return (next(tables), next(tables)), shown
 
     # Rows of plain text.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -416,3 +418,20 @@ def test_annealing_and_other_methods_around_are_refused() -> None:
     for outer in ("resonance", "logn", "short_original", "xpos"):
         with pytest.raises(rx.RopeExtendError, match=rf"{outer}: inner must be.*use self_extend alone"):
             rx.extend(model, TARGET, f"{outer}(self_extend)")
+
+
+@pytest.mark.parametrize("name", ["self_extend", "dual_chunk"])
+def test_a_saved_model_computes_the_same_and_no_other_program_claims_to(name: str, tmp_path: Path) -> None:
+    case = next(each for each in REMAPS if each.name == name)
+    model = llama(head_dim=16)
+    with patched(model, case) as patch:
+        expected = logits(model, tokens(1, LENGTH))
+        assert torch.equal(logits(copy.deepcopy(model), tokens(1, LENGTH)), expected)
+        directory = rx.save(model, tmp_path / "saved")
+        same(logits(rx.load(directory), tokens(1, LENGTH)), expected)
+        assert patch.changed
+    reason = r'"chunk_size": 12, "local_size": 2' if name == "dual_chunk" else "gives distant pairs"
+    for target in ("vllm", "sglang"):
+        with pytest.raises(rx.RopeExtendError, match=rf"cannot be exported to {target}: .*{reason}"):
+            rx.export(directory, tmp_path / target, to=target)
+        assert not (tmp_path / target).exists()

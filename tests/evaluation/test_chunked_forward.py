@@ -75,7 +75,9 @@ def test_a_family_that_loses_state_between_chunks_is_not_processed_in_chunks() -
         measure(model, texts(40, vocabulary=60), [40], chunk=16)
 
 
-@pytest.mark.parametrize("method", ["yarn", "dynamic_ntk", "xpos", "short_original(yarn)"])
+@pytest.mark.parametrize(
+    "method", ["yarn", "dynamic_ntk", "xpos", "short_original(yarn)", "self_extend", "jet_long", "dual_chunk"]
+)
 @torch.no_grad()
 def test_layer_by_layer_under_a_patch(method: str) -> None:
     """Tables of the rotary module, and rotation inside attention with positions next to the cache."""
