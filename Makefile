@@ -16,7 +16,9 @@ NUMERICAL := tests/attention tests/training/test_memory_options.py tests/trainin
 # Tests of what rope_extend uses of transformers.
 CORE := tests/encodings tests/attention/test_attention.py tests/models/test_rotary.py tests/models/test_families.py \
 	tests/patching/test_matrix.py tests/patching/test_patching.py tests/patching/test_transformers_checks.py \
-	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py
+	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py \
+	tests/attention/test_rotated_keys.py tests/evaluation/test_evaluation_on_a_gpu.py \
+	tests/training/test_steps_on_a_gpu.py tests/training/test_longer_steps.py tests/front/test_gpu_command.py
 
 .PHONY: help demo test test-slow test-other-cpu test-oldest test-all lint format bench gpu clean
 
