@@ -118,6 +118,9 @@ def test_tensors_with_values_are_computed() -> None:
         assert (
             known_shapes.call(aten.mul.Tensor, (torch.full((2,), number), 3), {}).tolist() == [3 * number] * 2
         )
+        value = torch.full((2,), number)
+        assert known_shapes.call(aten.add_.Tensor, (value, 3), {}) is value
+        assert value.tolist() == [number + 3] * 2
     assert known_shapes.remembered() == 0
 
 
