@@ -111,7 +111,9 @@ def test_help_and_mistakes_import_nothing_heavy(
     assert status == 0 or not line or len(out.splitlines()) <= 3  # the mistake, not the whole usage
 
 
-def test_examples_parse() -> None:
+def test_examples_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()  # `convert` takes a file that exists
     for name, command in COMMANDS.items():
         assert shlex.split(command.examples[0])[0] == name
         for example in command.examples:  # one may show the command that comes next
