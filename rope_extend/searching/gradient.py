@@ -4,7 +4,7 @@ The loss is smooth only in pairs with few turns within the target. So the pairs 
 in the trained window on are moved, and faster pairs stay as in the closed form that the steps start from.
 The logarithm of a divisor is a sum of softplus terms, which keeps the divisors in order.
 
-No paper has measured whether this works for a longer window without training; docs/search.md has our figures.
+No paper has measured whether this works for a longer window without training; docs/search.md has ours.
 """
 
 from __future__ import annotations
