@@ -18,7 +18,8 @@ CORE := tests/encodings tests/attention/test_attention.py tests/models/test_rota
 	tests/patching/test_matrix.py tests/patching/test_patching.py tests/patching/test_transformers_checks.py \
 	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py \
 	tests/attention/test_rotated_keys.py tests/evaluation/test_evaluation_on_a_gpu.py \
-	tests/training/test_steps_on_a_gpu.py tests/training/test_longer_steps.py tests/front/test_gpu_command.py
+	tests/training/test_steps_on_a_gpu.py tests/training/test_longer_steps.py tests/front/test_gpu_command.py \
+	tests/models/test_gguf_models.py
 
 .PHONY: help demo test test-slow test-other-cpu test-oldest test-all lint format bench gpu clean
 
