@@ -19,7 +19,7 @@ from rope_extend.encodings.core.checks import (
     check_length,
     check_number,
 )
-from rope_extend.encodings.core.published_tables import published_divisors
+from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES, published_divisors
 from rope_extend.encodings.core.rope import LengthDependent, RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
@@ -80,7 +80,7 @@ class LongRoPE(ScaledRope, LengthDependent):
 
     def _divisors(self, field: str) -> tuple[float, ...]:
         values = getattr(self, field)
-        if isinstance(values, str):
+        if isinstance(values, str) and values in PUBLISHED_TABLES:
             raise RopeExtendError(
                 f"longrope: {field} is the name of a table, {values!r}, and no model is given to check it "
                 f"against; use extend(model, target_length, 'longrope', {field}={values!r})"
