@@ -123,13 +123,13 @@ class Subjects:
         """The tokenizer."""
         return pretrained(AutoTokenizer, self.tokenizer)
 
-    def answerers(self, options: LoadOptions, *, before: bool = True) -> Iterator[Answerer]:
+    def answerers(self, load_options: LoadOptions, *, before: bool = True) -> Iterator[Answerer]:
         """Load the model once, and yield it as it was, if wanted, and as it is extended.
 
         Raises:
             RopeExtendError: the model cannot be loaded or extended.
         """
-        model = options.load(self.base)
+        model = load_options.load(self.base)
         trained = format_length(self.trained_length)
         if not self.is_extended:
             yield Answerer(f"{self.base}, window {format_length(self.target_length)}", model)

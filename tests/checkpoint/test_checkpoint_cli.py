@@ -66,7 +66,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("merge newer --output x", "a newer one may have written it"),
         ("export", "needs a checkpoint's directory and --output"),
         ("export full", "needs a checkpoint's directory and --output"),
-        ("export full --to ollama --output x", "invalid choice: 'ollama'"),
+        ("export full --to ollama --output x", "got 'ollama'"),
         ("export full --to llama.cpp --output x", "convert the weights with its convert_hf_to_gguf.py"),
         ("export full --to llama.cpp --output x --gguf nothing.gguf", "cannot read nothing.gguf as GGUF"),
         ("export full --to llama.cpp --output x --gguf some.gguf", "cannot read some.gguf as GGUF"),
