@@ -26,12 +26,13 @@ def converted(
     *,
     quantized: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     tokenizer: Callable[[Any, int], None] = add_tokens,
+    without: str | None = None,
     **keys: Any,
 ) -> Path:
     """The file that llama.cpp's converter writes for a Llama, Qwen3 or Phi-3 model without scaling.
 
     Vectors, and by default all weights, are float32. Llama's queries and keys are stored with the two
-    channels of a pair side by side. `tokenizer` adds the vocabulary.
+    channels of a pair side by side. `tokenizer` adds the vocabulary. The tensor `without` is left out.
     """
     config = model.config
     arch = config.model_type
@@ -46,7 +47,10 @@ def converted(
     writer.add_head_count_kv(kv)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    rotated = getattr(config, "partial_rotary_factor", None) or config.rope_parameters.get(
+        "partial_rotary_factor", 1
+    )
+    writer.add_rope_dimension_count(int(head_dim * rotated))
     if "rope.freq_base" not in keys:
         writer.add_rope_freq_base(10_000.0)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -69,16 +73,19 @@ def converted(
         data = weight.float().numpy()
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             count = heads if "q_proj" in name else kv
-            data = data.reshape(count, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+            data = data.reshape(count, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         if name.startswith("model.layers."):
             _, _, layer, inner = name.split(".", 3)
-            name = f"blk.{layer}.{names[inner.removesuffix('.weight')]}.weight"
+            inner, kind = inner.rsplit(".", 1)
+            name = f"blk.{layer}.{names[inner]}.{kind}"
         else:
             name = {
                 "model.embed_tokens.weight": "token_embd.weight",
                 "model.norm.weight": "output_norm.weight",
                 "lm_head.weight": "output.weight",
             }[name]
+        if name == without:
+            continue
         data = np.ascontiguousarray(data)
         kind = quantized if data.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,8 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.families import find_adapter
+from rope_extend.models.view import shape_of
 
 SUFFIX = ".gguf"
 CONVERT = "rope-extend convert"
@@ -31,10 +33,12 @@ class Metadata:
     Attributes:
         keys: all keys and values.
         tables: divisors of the frequencies, `[dim / 2]`, by the tensor's name.
+        weights: the number of values in all other tensors.
     """
 
     keys: Mapping[str, Any]
     tables: Mapping[str, list[float]]
+    weights: int = 0
 
     @property
     def architecture(self) -> str:
@@ -94,6 +98,7 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
             for tensor in reader.tensors
             if tensor.name in _TABLES
         }
+        weights = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in _TABLES)
     except Exception as error:  # the reader raises what the damage leads to
         raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
     if "general.architecture" not in keys:
@@ -103,7 +108,7 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
             f"{path} is one part of a model that is split into {keys['split.count']} files, which is not "
             "supported. Join them with llama.cpp's llama-gguf-split --merge"
         )
-    return Metadata(keys, tables)
+    return Metadata(keys, tables, weights)
 
 
 def gguf_config(path: Path) -> Any:
@@ -125,9 +130,14 @@ def _config(path: Path, _changed: int, _size: int) -> Any:
     for name in ("bos", "eos", "padding"):
         if (token := metadata.keys.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             setattr(config, f"{name.removesuffix('ding')}_token_id", token)
+    plain = getattr(config, "rope_parameters", None)
+    flat = isinstance(plain, dict) and not any(isinstance(value, dict) for value in plain.values())
+    rotated, width = metadata.of_architecture("rope.dimension_count"), getattr(config, "head_dim", None)
+    width = width or config.hidden_size // config.num_attention_heads
+    if flat and rotated and rotated < width and not metadata.of_architecture("attention.kv_lora_rank"):
+        plain["partial_rotary_factor"] = rotated / width  # transformers drops it for some families
     if scaling := rope_scaling(metadata):
-        plain = getattr(config, "rope_parameters", None)
-        if not isinstance(plain, dict) or any(isinstance(value, dict) for value in plain.values()):
+        if not flat:
             raise RopeExtendError(
                 f"{path.name} scales its positions ({scaling['rope_type']}), and the scaling of the family "
                 f"{config.model_type} is not read from GGUF files. Use the original checkpoint"
@@ -144,10 +154,8 @@ def rope_scaling(metadata: Metadata) -> dict[str, Any]:
         RopeExtendError: transformers has no form for this scaling.
     """
     keys, tables = metadata.of_architecture, metadata.tables
-    kind = str(keys("rope.scaling.type", "none"))
-    factor = float(keys("rope.scaling.factor", 0.0) or keys("rope.scale_linear", 0.0) or 1.0)
-    if kind == "none" and keys("rope.scale_linear"):
-        kind = "linear"
+    kind = str(keys("rope.scaling.type", "linear"))
+    factor = float(keys("rope.scaling.factor", keys("rope.scale_linear", 0.0)) or 1.0)
     trained = int(keys("rope.scaling.original_context_length") or keys("context_length", 0))
     attention = float(keys("rope.scaling.attn_factor", 1.0) or 1.0)
     if kind == "none":
@@ -191,16 +199,46 @@ def gguf_model(path: Path, **kwargs: Any) -> Any:
     """
     if kwargs.pop("quantization_config", None) is not None:
         raise RopeExtendError(no_second_quantization(path))
-    found = AutoModelForCausalLM.from_pretrained(
+    with_report = kwargs.pop("output_loading_info", False)
+    model, report = AutoModelForCausalLM.from_pretrained(
         path.parent,
         gguf_file=path.name,
         config=gguf_config(path),
         quantization_config=GgufConfig(dequantize=True),  # adapters are trained on plain weights
+        output_loading_info=True,
         **kwargs,
     )
-    model = found[0] if isinstance(found, tuple) else found  # with output_loading_info
+    _check_loaded(path, model, report["missing_keys"])
     model.config.name_or_path = model.name_or_path = str(path)
-    return found
+    return (model, report) if with_report else model
+
+
+def _check_loaded(path: Path, model: Any, missing: Collection[str]) -> None:
+    """Refuse a model that is not the file's: transformers leaves out what it has no name for.
+
+    Raises:
+        RopeExtendError: a weight is missing, the file has more weights than the model, or the model rotates
+            another number of channels.
+    """
+    advice = "Use the original checkpoint"
+    if missing:
+        raise RopeExtendError(
+            f"{path.name} lacks {len(missing)} weights of the model, such as {min(missing)}. {advice}"
+        )
+    metadata = gguf_metadata(path)
+    values = sum(weight.numel() for weight in model.parameters())
+    if metadata.weights != values:
+        raise RopeExtendError(
+            f"{path.name} holds {metadata.weights:,} weights, and transformers' {model.config.model_type} "
+            f"model for it has {values:,}, so some, such as biases, would be lost. {advice}"
+        )
+    rotated = metadata.of_architecture("rope.dimension_count")
+    known = find_adapter(model.config.model_type) is not None
+    if rotated and known and (found := shape_of(model).dim) != rotated:
+        raise RopeExtendError(
+            f"{path.name} rotates {rotated} channels of each head, and transformers' "
+            f"{model.config.model_type} model for it rotates {found}. {advice}"
+        )
 
 
 def no_second_quantization(path: Path) -> str:

@@ -7,6 +7,7 @@ patterns are those of `src/llama-vocab.cpp` in llama.cpp.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ class _TokenizerKeys:
             raise RopeExtendError(f"{path.name} has no tokenizer (tokenizer.ggml.tokens)")
         self.tokens: list[str] = list(tokens)
         self.types: list[int] = [int(kind) for kind in self.value("token_type", [1] * len(self.tokens))]
+        for key in ("token_type", "scores"):
+            if (count := len(self.value(key, self.tokens))) != len(self.tokens):
+                raise RopeExtendError(f"{path.name} has {len(self.tokens)} tokens and {count} {key}")
+        if len(self.vocabulary) != len(self.tokens):
+            twice = next(token for token, count in Counter(self.tokens).items() if count > 1)
+            raise RopeExtendError(f"{path.name} has the token {twice!r} twice")
 
     def value(self, key: str, default: Any = None) -> Any:
         return self._keys.get(f"tokenizer.ggml.{key}", default)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import ENCODINGS, TARGET, TRAINED, EncodingCase, llama, tiny_llama
+from cases import ENCODINGS, TARGET, TRAINED, EncodingCase, FamilyCase, llama, tiny_llama, tiny_model
 from gguf_writer import converted, gguf
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,6 +49,38 @@ def test_weights_and_config_are_those_of_the_checkpoint(heads: tuple[int, int], 
         assert torch.equal(weight, value), name
     assert found.config.name_or_path == str(tmp_path / "tiny.gguf")
     assert shape_of(found) == shape_of(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.1.ffn_up.weight", "blk.0.attn_q.weight", "token_embd.weight", "output_norm.weight"]
+)
+def test_a_file_without_a_weight_is_refused(name: str, tmp_path: Path) -> None:
+    """transformers would give the weight random values."""
+    path = converted(llama(), tmp_path / "tiny.gguf", without=name)
+    with pytest.raises(RopeExtendError, match="lacks 1 weights of the model, such as"):
+        loaded(path)
+    with pytest.raises(RopeExtendError, match="lacks 1 weights"):
+        rx.convert(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_would_be_lost_are_refused(tmp_path: Path) -> None:
+    """transformers' reader has no biases for this architecture."""
+    model = llama(attention_bias=True)
+    with pytest.raises(RopeExtendError, match=r"holds .* weights, .* would be lost"):
+        loaded(converted(model, tmp_path / "tiny.gguf"))
+
+
+def test_channels_that_do_not_rotate_are_read(tmp_path: Path) -> None:
+    case = FamilyCase("phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0})
+    model = tiny_model(case)
+    assert shape_of(model).dim < model.config.hidden_size // model.config.num_attention_heads
+    keys = {"+tokenizer.ggml.padding_token_id": 0}
+    found = loaded(converted(model, tmp_path / "tiny.gguf", **keys))
+    assert shape_of(found) == shape_of(model)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, model(ids).logits)
 
 
 def half(data: np.ndarray) -> np.ndarray:
@@ -118,6 +150,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {}, {}),
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, {}, {}),
         ({"rope.scale_linear": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scaling.factor": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scaling.type": "none", "rope.scale_linear": 2.0}, {}, {}),
         (
             {
                 "rope.scaling.type": "yarn",
@@ -381,5 +415,25 @@ def test_a_tokenizer_of_another_kind_is_refused(
     path = tmp_path / "words.gguf"
     trained = byte_level("gpt-2")
     converted(llama(vocab_size=trained.get_vocab_size()), path, tokenizer=writes(trained, kind, **keys))
+    with pytest.raises(RopeExtendError, match=message):
+        pretrained(AutoTokenizer, str(path))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "types", "message"),
+    [
+        (["a", "b"], [1], "2 tokens and 1 token_type"),
+        (["a", "b", "a"], [1, 1, 1], "the token 'a' twice"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(
+    tokens: list[str], types: list[int], message: str, tmp_path: Path
+) -> None:
+    def write(writer: Any, _count: int) -> None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+
+    path = converted(llama(), tmp_path / "words.gguf", tokenizer=write)
     with pytest.raises(RopeExtendError, match=message):
         pretrained(AutoTokenizer, str(path))
