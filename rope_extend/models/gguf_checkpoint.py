@@ -130,7 +130,7 @@ def _config(path: Path, _changed: int, _size: int) -> Any:
     for name in ("bos", "eos", "padding"):
         if (token := metadata.keys.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             setattr(config, f"{name.removesuffix('ding')}_token_id", token)
-    plain = getattr(config, "rope_parameters", None)
+    plain: Any = getattr(config, "rope_parameters", None)
     flat = isinstance(plain, dict) and not any(isinstance(value, dict) for value in plain.values())
     rotated, width = metadata.of_architecture("rope.dimension_count"), getattr(config, "head_dim", None)
     width = width or config.hidden_size // config.num_attention_heads
