@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from rope_extend.errors import RopeExtendError
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.patching import patch_model
 from rope_extend.searching.fitness import Fitness, Losses
@@ -45,6 +46,9 @@ class Evaluator:
         documents: the number of documents to search on.
         log: what is measured already, and where the rest is written.
         bar: progress bar that counts documents; None for none.
+
+    Raises:
+        RopeExtendError: a loss in the log lacks a part of the fitness.
     """
 
     def __init__(
@@ -59,6 +63,12 @@ class Evaluator:
     ) -> None:
         self.model, self.fitness, self.weights, self.documents = model, fitness, dict(weights), documents
         self.log, self.bar = log, bar
+        for (_, name), losses in log.losses.items():
+            if missing := self.weights.keys() - losses.keys():
+                raise RopeExtendError(
+                    f"{str(log.file)!r} has losses of {name!r} without the part {min(missing)!r}, which this "
+                    "search needs; delete the lines without it"
+                )
         self.requested: set[tuple[Table, str]] = set()
         """What this search has asked for. Unlike the log, it is the same in a resumed search."""
         self.other_passes = 0

@@ -134,13 +134,22 @@ def gradient_of_document(context: Context, point: Point, start: Table, number: i
     """The gradient of a document's fitness: for each rise of the divisors, and last for the attention factor.
 
     It is read from the log, if an earlier run has computed it.
+
+    Raises:
+        RopeExtendError: the gradient in the log does not belong to this search.
     """
     evaluator, space = context.evaluator, context.space
     leaves = (point.rises, point.attention)
     key = json.dumps([*point.rises.tolist(), point.attention.item(), number])
     evaluator.count(PASSES_OF_A_STEP * len(evaluator.weights))
     if key in evaluator.log.gradients:
-        return evaluator.log.gradients[key]
+        logged = evaluator.log.gradients[key]
+        if len(logged) != len(point.rises) + 1:
+            raise RopeExtendError(
+                f"a gradient in {str(evaluator.log.file)!r} has {len(logged)} values, and this search needs "
+                f"{len(point.rises) + 1}; delete its line"
+            )
+        return logged
     began, model, fitness = perf_counter(), evaluator.model, evaluator.fitness
     encoding = start.encoding(space.factor)
     with (

@@ -139,11 +139,11 @@ def search(
     )
     disable = None if progress else True
     total = STRATEGIES[config.strategy].passes(config) + HELD_OUT_TABLES * config.holdout
-    with tqdm(total=total, unit="doc", desc=f"search, {config.strategy}", disable=disable) as bar:
+    with log, tqdm(total=total, unit="doc", desc=f"search, {config.strategy}", disable=disable) as bar:
         evaluator = Evaluator(model, fitness, config.weights(), config.documents, log=log, bar=bar)
         result = _searched(config, space, evaluator)
-    if output is not None:
-        result.write(output)
+        if output is not None:
+            result.write(output)
     return result
 
 

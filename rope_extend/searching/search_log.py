@@ -12,14 +12,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Self
 
+from rope_extend.encodings.core.checks import check_length, check_number
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.identity import Identity, check_same
 from rope_extend.evaluation.results import or_none
-from rope_extend.files import write_text
 from rope_extend.searching.fitness import Loss, Losses
 from rope_extend.searching.space import Table
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 LOG = "evaluations.jsonl"
 """Name of the file."""
@@ -44,6 +49,18 @@ class Cost:
     passes: int = 0
     forward_tokens: int = 0
     seconds: float = 0.0
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Cost:
+        """From the keys of a line.
+
+        Raises:
+            KeyError: one of them is missing.
+            RopeExtendError: one of them is not a finite number of at least 0.
+        """
+        for name in cls.__dataclass_fields__:
+            check_number("cost", name, values[name], minimum=0)
+        return cls(*(values[name] for name in cls.__dataclass_fields__))
 
     def plus(self, other: Cost) -> Cost:
         """The sum of two costs."""
@@ -84,29 +101,42 @@ class Evaluation:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Evaluation:
-        """Inverse of `to_dict`; None becomes infinity."""
+        """Inverse of `to_dict`; None becomes infinity.
+
+        Raises:
+            AttributeError, KeyError, TypeError, ValueError: the values are not those of `to_dict`.
+        """
         table = Table(tuple(values["divisors"]), values["start_tokens"], values["attention_factor"])
+        for number in (*table.divisors, table.start_tokens, table.attention_factor):
+            check_number("table", "a value", number, minimum=0)
         losses = {
-            name: {
-                part: Loss(math.inf if total is None else float(total), int(terms))
-                for part, (total, terms) in parts.items()
-            }
+            name: {part: _loss(part, *loss) for part, loss in parts.items()}
             for name, parts in values["losses"].items()
         }
-        return cls(table, losses, Cost(*(values[name] for name in Cost.__dataclass_fields__)))
+        return cls(table, losses, Cost.from_dict(values))
+
+
+def _loss(part: str, total: Any, terms: Any) -> Loss:
+    """A loss of a line; None as its total is infinity."""
+    if total is not None:
+        check_number("losses", part, total, minimum=-math.inf)
+    return Loss(math.inf if total is None else float(total), check_length("losses", part, terms))
 
 
 class SearchLog:
     """The evaluations of a search, in memory and on disk.
 
     Nothing is written before the first evaluation. A last line that an interruption cut short is dropped.
+    The file is locked until `close`, so that two searches never share it. Where the file system has no locks,
+    and on Windows, only the start of two searches at once is noticed.
 
     Args:
         file: path of the file; None keeps the evaluations in memory only.
         identity: everything that the evaluations depend on.
 
     Raises:
-        RopeExtendError: the file belongs to another search, or a line is damaged.
+        RopeExtendError: the file belongs to another search, another search is writing it, it cannot be
+            opened, or a line is damaged.
     """
 
     def __init__(self, file: Path | None, identity: Identity) -> None:
@@ -115,16 +145,59 @@ class SearchLog:
         self.gradients: dict[str, list[float]] = {}
         """Gradients by the text of the point and document that they belong to."""
         self.cost = Cost()
+        self._stream: BinaryIO | None = None
+        self._has_identity = False
         if file is not None and file.exists():
-            self._read(file)
+            self._stream = self._open(file, "r+b")
+            try:
+                self._read(file, self._stream)
+            except BaseException:
+                self.close()
+                raise
 
-    def _read(self, file: Path) -> None:
-        content = file.read_bytes()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and release its lock; what was read and measured stays in memory."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    @staticmethod
+    def _open(file: Path, mode: str) -> BinaryIO:
+        """Open the file for this search alone: `xb` makes it, `r+b` opens it where it is."""
+        in_use = (
+            f"another search has begun in {str(file.parent)!r}; use another directory, or wait until that "
+            "search has ended"
+        )
+        try:
+            stream: BinaryIO = file.open(mode)  # type: ignore[assignment]
+        except FileExistsError as error:
+            raise RopeExtendError(in_use) from error
+        except OSError as error:
+            raise RopeExtendError(f"cannot write {str(file)!r}: {error}; use another directory") from error
+        if fcntl is not None:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                stream.close()
+                raise RopeExtendError(in_use) from error
+            except OSError:  # this file system has no locks
+                pass
+        return stream
+
+    def _read(self, file: Path, stream: BinaryIO) -> None:
+        content = stream.read()
         complete = content[: content.rfind(b"\n") + 1]
-        if complete != content:
-            write_text(file, complete.decode("utf-8"))
+        stream.truncate(len(complete))
+        stream.seek(len(complete))
         if not complete:
             return
+        self._has_identity = True
         first, *lines = complete.splitlines()
         check_same(
             self._parsed(file, 1, first).get(IDENTITY),
@@ -137,13 +210,12 @@ class SearchLog:
             try:
                 if GRADIENT_AT in values:
                     self._keep_gradient(values)
-                    continue
-                evaluation = Evaluation.from_dict(values)
-            except (KeyError, TypeError, ValueError) as error:
+                else:
+                    self._keep(Evaluation.from_dict(values))
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise RopeExtendError(
                     f"line {number} of {str(file)!r} is not an evaluation ({error}); delete the line"
                 ) from error
-            self._keep(evaluation)
 
     @staticmethod
     def _parsed(file: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -163,7 +235,7 @@ class SearchLog:
     def _keep_gradient(self, values: Mapping[str, Any]) -> None:
         gradient = [math.nan if value is None else float(value) for value in values["gradient"]]
         self.gradients[str(values[GRADIENT_AT])] = gradient
-        self.cost = self.cost.plus(Cost(*(values[name] for name in Cost.__dataclass_fields__)))
+        self.cost = self.cost.plus(Cost.from_dict(values))
 
     def add_gradient(self, key: str, gradient: Sequence[float], cost: Cost) -> None:
         """Add a gradient, and write its line.
@@ -196,8 +268,10 @@ class SearchLog:
         """Write a line; the first one makes the file, with the identity before it."""
         if self.file is None:
             return
-        if not self.file.exists() or not self.file.stat().st_size:  # cut within the first line
+        if self._stream is None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(json.dumps({IDENTITY: self.identity}) + "\n", encoding="utf-8")
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(values) + "\n")
+            self._stream = self._open(self.file, "xb")
+        lines = [values] if self._has_identity else [{IDENTITY: self.identity}, values]
+        self._stream.write("".join(json.dumps(line) + "\n" for line in lines).encode())
+        self._stream.flush()
+        self._has_identity = True

@@ -88,6 +88,7 @@ def test_a_needle_of_a_model_that_gives_nan_stays_in_the_log(tmp_path: Path) -> 
     log = SearchLog(tmp_path / "log.jsonl", {})
     table = Table((1.0,))
     log.add(table, ["search 0"], [{"8": Loss(float("nan"), 4)}], log.cost)
+    log.close()
     again = SearchLog(tmp_path / "log.jsonl", {})
     assert again.losses == log.losses == {(table, "search 0"): {"8": Loss(float("inf"), 4)}}
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fakes import SHAPE, TARGET, FakeEvaluator, config, context
@@ -18,9 +21,10 @@ from rope_extend.encodings import NTK, Linear, YaRN
 from rope_extend.encodings.core.critical import critical_range
 from rope_extend.searching import critical_genetic, genetic, race
 from rope_extend.searching.closed_forms import published, with_moved_critical_pair
+from rope_extend.searching.fitness import Loss
 from rope_extend.searching.run_search import STRATEGIES
 from rope_extend.searching.search_config import PAPER_EVALUATIONS, RACE_SHARE
-from rope_extend.searching.search_log import SearchLog
+from rope_extend.searching.search_log import Cost, SearchLog
 from rope_extend.searching.space import START_TOKENS, Space, Table
 
 SMALL = {"population": 12, "mutants": 4, "crossovers": 4, "parents": 6, "iterations": 6}
@@ -240,6 +244,67 @@ def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
     file.write_text('{"trial": 1}\n')
     with pytest.raises(rx.RopeExtendError, match="do not say which"):
         SearchLog(file, {"seed": 2})
+
+
+LINE = {
+    "divisors": [1.0], "start_tokens": 0, "attention_factor": 1.0, "losses": {"search 0": {"8": [2.0, 4]}},
+    "evaluations": 1, "passes": 1, "forward_tokens": 8, "seconds": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"losses": losses} for losses in ([], None, {"search 0": [1]}, {"search 0": {"8": 1}})),
+        *({"losses": {"search 0": {"8": loss}}} for loss in ([2.0, 0], [2.0, -5], [2.0, None], ["2", 4])),
+        *({"divisors": divisors} for divisors in ([[1]], 3, ["1.0"], [math.nan])),
+        {"passes": None}, {"passes": "3"}, {"seconds": -1.0}, {"attention_factor": "x"}, {"start_tokens": {}},
+        {"at": "x", "gradient": 3}, {"at": "x", "gradient": [1.0], "passes": "3"},
+    ],
+)  # fmt: skip
+def test_an_edited_line_of_a_log_is_one_clear_error(changes: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text(json.dumps({"search": {}}) + "\n" + json.dumps(LINE) + "\n")
+    with SearchLog(file, {}) as log:
+        assert log.losses == {(Table((1.0,)), "search 0"): {"8": Loss(2.0, 4)}}
+    file.write_text(json.dumps({"search": {}}) + "\n" + json.dumps({**LINE, **changes}) + "\n")
+    with pytest.raises(rx.RopeExtendError, match=r"line 2 of .* is not an evaluation"):
+        SearchLog(file, {})
+
+
+def test_a_log_that_lacks_a_part_of_the_fitness_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text(json.dumps({"search": {}}) + "\n" + json.dumps(LINE) + "\n")
+    with SearchLog(file, {}) as log, pytest.raises(rx.RopeExtendError, match="without the part '2048'"):
+        FakeEvaluator(config(lengths=(TARGET,)), log)
+
+
+def test_bytes_that_are_no_text_are_cut_or_refused(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    whole = (json.dumps({"search": {}}) + "\n" + json.dumps(LINE) + "\n").encode()
+    file.write_bytes(whole + b'\xff\xfe{"a')
+    SearchLog(file, {}).close()
+    assert file.read_bytes() == whole
+    file.write_bytes(whole + b'\xff\xfe\n{"a')
+    with pytest.raises(rx.RopeExtendError, match=r"line 3 of .* is not JSON"):
+        SearchLog(file, {})
+
+
+def test_two_searches_do_not_share_a_log(tmp_path: Path) -> None:
+    """Neither if both begin before the first line is written, nor if the second finds the lines."""
+    file, table, losses = tmp_path / "log.jsonl", Table((1.0,)), [{"8": Loss(2.0, 4)}]
+    first, second = SearchLog(file, {"data": 1}), SearchLog(file, {"data": 2})
+    first.add(table, ["search 0"], losses, Cost())
+    content = file.read_bytes()
+    with pytest.raises(rx.RopeExtendError, match="another search has begun in"):
+        second.add(table, ["search 0"], losses, Cost())
+    if sys.platform != "win32":
+        with pytest.raises(rx.RopeExtendError, match="another search has begun in"):
+            SearchLog(file, {"data": 1})
+    first.close()
+    assert file.read_bytes() == content
+    with SearchLog(file, {"data": 1}) as again:
+        assert again.losses == first.losses
 
 
 @pytest.mark.parametrize(
