@@ -68,6 +68,6 @@ def check_method_name(name: str) -> None:
         return
     if "rope_extend.encodings" in sys.modules:
         return
-    for part in name.replace(" ", "").rstrip(")").split("("):
+    for part in map(str.strip, name.rstrip(") ").split("(")):
         if part not in method_names() and not encoding_file(part):
             raise unknown_method(part, method_names())

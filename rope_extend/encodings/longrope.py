@@ -56,10 +56,9 @@ class LongRoPE(ScaledRope, LengthDependent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("long_factor", "short_factor"):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, self._divisors(field))
+        object.__setattr__(self, "long_factor", self._divisors("long_factor"))
         if self.short_factor is not None:
+            object.__setattr__(self, "short_factor", self._divisors("short_factor"))
             if len(self.short_factor) != len(self.long_factor):
                 raise RopeExtendError(
                     f"longrope: short_factor and long_factor must have equal lengths, a value for each "

@@ -116,7 +116,7 @@ def trained_length_of(config: Any) -> int:
         raise RopeExtendError(
             f"this checkpoint already has {rope_type!r} scaling (factor {parameters.get('factor')}), but its "
             f"config does not say which window it was pretrained on; max_position_embeddings is "
-            f"{config.max_position_embeddings}. Give trained_length= (--trained-length on the command line)"
+            f"{config.max_position_embeddings}. Give trained_length= (--trained-length)"
         )
     return int(original)
 

@@ -83,6 +83,35 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
             make(str(tmp_path))
 
 
+def test_a_file_that_is_no_object_is_said(tmp_path: Path) -> None:
+    for content in ('["name"]', '"name"', "null", "3"):
+        (tmp_path / "encoding.json").write_text(content)
+        with pytest.raises(rx.RopeExtendError, match="not an object with keys"):
+            rx.encoding(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [None, 3, "linear", [], {"a": 1}])
+def test_divisors_that_are_no_list_are_refused(value: object, saved: Path) -> None:
+    values = json.loads((saved / "encoding.json").read_text())
+    values["encoding"]["long_factor"] = value
+    (saved / "encoding.json").write_text(json.dumps(values))
+    with pytest.raises(rx.RopeExtendError, match="long_factor must be a list of numbers"):
+        method_named(str(saved))
+
+
+def test_a_path_may_have_spaces(saved: Path) -> None:
+    directory = saved / "my  enc"
+    directory.mkdir()
+    write_encoding_file(directory / "encoding.json", EncodingFile(TABLE.to_dict(), SHAPE, TARGET))
+    for name in (f"resonance({directory})", f" resonance ( {directory} ) "):
+        composed = rotary_method(name).for_target(SHAPE, TARGET)
+        assert composed == rx.encoding("resonance", inner=TABLE)
+        check_method_name(name)
+    assert rotary_method(" resonance( short_original (yarn ) ) ") == rotary_method(
+        "resonance(short_original(yarn))"
+    )
+
+
 def test_no_file_is_one_clear_error(tmp_path: Path) -> None:
     for make in (rx.encoding, method_named, rotary_method, check_method_name):
         with pytest.raises(rx.RopeExtendError, match="no saved encoding at"):

@@ -134,8 +134,10 @@ def rotary_method(name: str) -> Method[RopeEncoding]:
     """
     if str(name) not in encoding_classes() and (file := encoding_file(str(name))) is not None:
         return Method((_rotary_file(str(name), file),))
-    parts = str(name).replace(" ", "").split("(")
+    parts = [part.strip() for part in str(name).split("(")]  # spaces within a path are part of it
     opened = len(parts) - 1
+    tail = parts[-1].rstrip(") ")
+    parts[-1] = tail + parts[-1][len(tail) :].replace(" ", "")
     if not parts[-1].endswith(")" * opened):
         raise RopeExtendError(f"{name}: {opened} opening brackets need as many closing ones at the end")
     parts[-1] = parts[-1][: len(parts[-1]) - opened]

@@ -35,6 +35,8 @@ def read_encoding_file(file: Path) -> EncodingFile:
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise TypeError(f"its JSON is a {type(values).__name__}, and not an object with keys")
         if "name" in values:
             return EncodingFile(values)
         shape = RopeShape(**values["shape"])
