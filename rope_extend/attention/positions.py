@@ -43,6 +43,10 @@ _FORWARD = "_rope_extend_forward"
 """The attribute of cos and sin with the `Forward` that they were computed for."""
 
 
+RUNNING = "rope_extend_running"
+"""Attribute of a cache while a decoder uses it that is patched with the cache's encoding."""
+
+
 class _Tracked:
     """Mixed into a cache's class: the positions of its keys `[1 or batch, seen]`, reordered with its rows."""
 
@@ -51,8 +55,29 @@ class _Tracked:
 
     def __reduce__(self) -> tuple[Any, ...]:
         _, cls, *_ = type(self).__mro__[1:]
-        state = {name: value for name, value in vars(self).items() if name != KEPT}
+        state = {name: value for name, value in vars(self).items() if name not in (KEPT, RUNNING)}
         return _new_tracked, (cls,), state  # the class itself cannot be found by its name
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Add keys and values of a layer.
+
+        Raises:
+            PatchError: the cache holds tokens, and the model is not patched with the encoding of their keys.
+        """
+        if RUNNING in vars(self):
+            return super().update(*args, **kwargs)  # type: ignore[misc]
+        cache: Any = self
+        if seen := cached_tokens(cache):
+            raise PatchError(
+                f"this {type(self).__name__} was filled under {self.rope_extend_encoding}, but the model is "
+                f"no longer patched with it, so attention over the {seen} cached tokens would be wrong; "
+                f"start from an empty cache, or patch the model with {self.rope_extend_encoding} again"
+            )
+        # It was emptied: its next keys are those of another encoding, or of none.
+        for name in (KEPT, "rope_extend_positions", "rope_extend_encoding"):
+            vars(self).pop(name, None)
+        _, cache.__class__, *_ = type(self).__mro__[1:]
+        return cache.update(*args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -140,6 +165,8 @@ class _Frame:
     """The latest positions that a module got instead of the decoder's."""
     equal: bool = False
     """Whether these have the same values."""
+    marked: bool = False
+    """Whether this decoder marked its cache as in use; an outer one may have done so before."""
 
 
 class _Running(threading.local):
@@ -248,7 +275,11 @@ class AttentionHandler:
         """
         if getattr(decoder, HANDLER, None) is self:
             past = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
-            self._running.frames.append(_Frame(is_decoder=True, past=past))
+            ours = isinstance(past, _Tracked) and past.rope_extend_encoding == self.encoding
+            frame = _Frame(is_decoder=True, past=past, marked=ours and RUNNING not in vars(past))
+            self._running.frames.append(frame)
+            if frame.marked:
+                setattr(past, RUNNING, True)
             self._check_implementations()
 
     def _check_implementations(self) -> None:
@@ -263,7 +294,10 @@ class AttentionHandler:
         """
         if getattr(decoder, HANDLER, None) is not self:
             return
-        forward = self._running.frames.pop().forward
+        frame = self._running.frames.pop()
+        forward = frame.forward
+        if frame.marked:
+            vars(frame.past).pop(RUNNING, None)
         if forward is not None:
             try:
                 if output is not None:

@@ -30,10 +30,10 @@ from rope_extend.attention.positions import AttentionHandler, Forward
 from rope_extend.attention.registry import is_dense, own_function, takes_suffix, without_cudnn
 from rope_extend.attention.remap_masks import RowsOfMask, hidden_except, without_keys
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
-from rope_extend.attention.rotation import rotate
+from rope_extend.attention.rotation import GPU_TABLE_BYTES, TABLE_BYTES, rotate
 from rope_extend.attention.text_rows import TextRows, text_rows
 from rope_extend.encodings import RemapEncoding, RopeShape
-from rope_extend.encodings.core.remap import DROPPED, Chunks
+from rope_extend.encodings.core.remap import DROPPED, NEAR, Chunks
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.planned_device import device_of
@@ -55,17 +55,21 @@ class _Forward(Forward):
     """The length that sets the regions of each query, int64 `[1 or batch, T]`."""
     scale: Tensor | None = field(init=False)
     is_plain: bool = field(init=False)
+    changes: Tensor = field(init=False)
+    """The first query of each segment but the first."""
 
     def __post_init__(self) -> None:
         self.lengths = self.encoding.table_length(self.shape, self.queries + 1)
         self.scale = self.encoding.logit_scale(self.shape, self.queries)
+        if self.scale is not None and bool((self.scale == 1).all()):
+            self.scale = None
+        self.changes = (self.lengths.diff() != 0).any(dim=0).nonzero().flatten() + 1
         lowest, highest = int(self.keys.min()), int(self.keys.max())
         self.is_plain = self.encoding.is_plain(self.shape, lowest, highest)
 
     def segments(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """Consecutive queries with the same regions in each row: start, stop, and the length of each row."""
-        changes = (self.lengths.diff() != 0).any(dim=0).nonzero().flatten() + 1
-        starts = [0, *changes.tolist()]
+        starts = [0, *self.changes.tolist()]
         stops = [*starts[1:], self.lengths.shape[1]]
         return [
             (start, stop, tuple(self.lengths[:, start].tolist()))
@@ -80,20 +84,41 @@ class _Forward(Forward):
         factor = 1.0 if self.normalised else schedule.attention_factor(self.shape)
         return schedule.inv_freq(self.shape), factor
 
-    def rotation(self, of: str, region: int, lengths: tuple[int, ...], like: Tensor) -> Rotation:
-        """cos and sin of all queries or keys, for pairs of a region and the length of each row."""
-        name = ("rotation", of, region, lengths, like.dtype, like.device)
-        if name not in self.tables:
-            positions = (self.queries if of == "query" else self.keys).double()
-            rows = max(len(positions), len(lengths))
-            positions = positions.expand(rows, -1)
-            used = [
-                getattr(self.encoding.regions(self.shape, length)[region], of)(positions[row])
-                for row, length in enumerate(lengths if len(lengths) > 1 else lengths * rows)
-            ]
-            table, factor = self.table(region, lengths[0])
-            self.tables[name] = _cos_sin(torch.stack(used), table, factor, like)
-        found: Rotation = self.tables[name]
+    def rotation(
+        self,
+        of: str,
+        region: int,
+        lengths: tuple[int, ...],
+        like: Tensor,
+        part: tuple[int, int, int] | None = None,
+    ) -> Rotation:
+        """cos and sin of queries or keys, for pairs of a region and the length of each row.
+
+        They are of all queries or keys, or of columns `start` to `stop` of a row, `(row, start, stop)`. They
+        are kept for the next layer if those of all segments are small enough.
+        """
+        near = self.encoding.regions(self.shape, lengths[0])[region] is NEAR  # the same for all lengths
+        name = ("rotation", of, region, None if near else lengths, part, like.dtype, like.device)
+        if name in self.tables:
+            kept: Rotation = self.tables[name]
+            return kept
+        positions = self.queries if of == "query" else self.keys
+        tables = 1 if near else 1 + len(self.changes)  # the number of such tables
+        if part is not None:
+            row, start, stop = part
+            tables *= len(positions)
+            positions = positions[row if len(positions) > 1 else 0, start:stop][None]
+        rows = max(len(positions), len(lengths))
+        positions = positions.expand(rows, -1).double()
+        used = [
+            getattr(self.encoding.regions(self.shape, length)[region], of)(positions[row])
+            for row, length in enumerate(lengths if len(lengths) > 1 else lengths * rows)
+        ]
+        table, factor = self.table(region, lengths[0])
+        found = _cos_sin(torch.stack(used), table, factor, like)
+        size = sum(each.numel() * each.element_size() for each in found)
+        if size * tables <= (TABLE_BYTES if device_of(like).type == "cpu" else GPU_TABLE_BYTES):
+            self.tables[name] = found
         return found
 
 
@@ -143,7 +168,9 @@ class RemapHandler(AttentionHandler):
             )
         rotary = next(iter(self.adapter.rotary_modules(decoder).values()))
         one_table = self.adapter.layer_type(decoder.config) is None and not self.adapter.sections
-        if one_table and not isinstance(rotary, ExtendedRotaryEmbedding) and rotary.rope_type == "default":
+        stock = not isinstance(rotary, ExtendedRotaryEmbedding) and rotary.rope_type == "default"
+        # A model that was cast has rounded frequencies. Then all paths use exact ones, or they would differ.
+        if one_table and stock and torch.finfo(rotary.inv_freq.dtype).bits >= 32:
             self._stock = rotary
         super().install(decoder, undo)
 
@@ -173,11 +200,13 @@ class RemapHandler(AttentionHandler):
         return output, weights
 
     def _attend(self, call: AttentionCall, forward: _Forward) -> tuple[Tensor, Tensor | None]:
-        if forward.is_plain or self._is_short(attention_window(call.module)):
+        if self._is_short(attention_window(call.module)):
             return self._plainly(call, forward)
         if forward.scale is not None:
             scale = forward.on(call.query.device, forward.scale)[:, None, :, None].to(call.query.dtype)
             call = replace(call, query=call.query * scale)
+        if forward.is_plain:
+            return self._plainly(call, forward)
         if call.query.shape[2] == 1 and not hasattr(call.mask, "mask_mod"):
             return self._one_token(call, forward)
         rows = self._rows(call, forward)
@@ -299,10 +328,9 @@ class RemapHandler(AttentionHandler):
         row = 0 if each.rows is None else each.rows[0]
 
         def turn(states: Tensor, start: int, region: int, length: int, *, of: str, offset: int) -> Tensor:
-            rotation = forward.rotation(of, region, (length,), call.query)
-            columns = slice(start + offset, start + offset + states.shape[2])
-            cos, sin = (part[row if len(part) > 1 else 0, None, :, columns] for part in rotation)
-            return self._rotate(states, (cos, sin))
+            first = start + offset
+            part = row, first, first + states.shape[2]
+            return self._rotate(states, forward.rotation(of, region, (length,), call.query, part))
 
         query = call.query[which, :, begin:end]
         keys, values = (part[which, :, each.start : each.stop] for part in (call.key, call.value))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
@@ -21,6 +23,21 @@ SPARE = 16
 """Tokens for which memory is allocated in addition. The kept keys are copied once in this many steps."""
 
 
+class _Source(NamedTuple):
+    """Which memory a tensor is, and in which state, except for the number of its tokens."""
+
+    storage: StorageWeakRef
+    """It does not keep the memory, but no other memory is equal to it, not even at the same address."""
+    offset: int
+    strides: tuple[int, ...]
+    version: int
+
+
+def _source(key: Tensor) -> _Source:
+    storage = StorageWeakRef(key.untyped_storage())  # type: ignore[no-untyped-call]
+    return _Source(storage, int(key.storage_offset()), key.stride(), key._version)
+
+
 class RotatedKeys(NamedTuple):
     """The rotated keys of one layer; a tuple, so that tools that look for tensors find them."""
 
@@ -30,8 +47,8 @@ class RotatedKeys(NamedTuple):
     """`[batch, kv_heads, capacity, head_dim]`."""
     tokens: int
     """The number of tokens whose keys these are."""
-    source: tuple[int, int]
-    """Address and version of the layer's unrotated keys."""
+    source: _Source
+    """The layer's unrotated keys."""
 
     def continues(self, lengths: tuple[int, ...], key: Tensor) -> bool:
         """Whether these are the rotated keys of all tokens but the last of `key`, under the same table."""
@@ -53,11 +70,16 @@ def allocated(keys: Tensor) -> Tensor:
     return copy
 
 
-def layer_with(key: Tensor, past: Cache | None, index: Any) -> DynamicLayer | None:
+def layer_with(
+    query: Tensor, key: Tensor, value: Tensor, past: Cache | None, index: Any
+) -> DynamicLayer | None:
     """The layer of a cache whose keys `key` is; None if rotated keys cannot be kept for it.
 
-    Only a `DynamicLayer` is known to hold its keys in one tensor that it never writes to.
+    Only a `DynamicLayer` is known to hold its keys in one tensor that it never writes to. Kept keys are
+    written to by the next token, so no backward pass may need them.
     """
+    if torch.is_grad_enabled() and (query.requires_grad or value.requires_grad):
+        return None
     if past is None or not getattr(past, CHOICE, True) or not isinstance(index, int):
         return None
     if key.is_meta or key.requires_grad or key.is_inference() or index >= len(past.layers):
@@ -69,7 +91,7 @@ def layer_with(key: Tensor, past: Cache | None, index: Any) -> DynamicLayer | No
 def keep(past: Cache, index: int, lengths: tuple[int, ...], keys: Tensor, key: Tensor) -> None:
     """Keep the rotated keys of a layer whose unrotated ones are `key`."""
     kept = vars(past).setdefault(KEPT, {})
-    kept[index] = RotatedKeys(lengths, keys, key.shape[2], (key.data_ptr(), key._version))
+    kept[index] = RotatedKeys(lengths, keys, key.shape[2], _source(key))
 
 
 def drop_changed(past: Cache) -> None:
@@ -80,7 +102,9 @@ def drop_changed(past: Cache) -> None:
     kept: dict[int, RotatedKeys] = vars(past).get(KEPT, {})
     for index, rotated in list(kept.items()):
         key = getattr(past.layers[index], "keys", None)
-        if not isinstance(key, Tensor) or key.dim() != 4 or (key.data_ptr(), key._version) != rotated.source:
+        if not isinstance(key, Tensor) or key.dim() != 4 or key.is_inference():
+            del kept[index]  # inference tensors have no version
+        elif _source(key) != rotated.source:
             del kept[index]
         elif key.shape[2] < rotated.tokens:
             kept[index] = rotated._replace(tokens=key.shape[2])

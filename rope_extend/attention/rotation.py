@@ -233,7 +233,9 @@ class RotationHandler(AttentionHandler):
         if not forward.segments:
             return call.own(call.query, call.key, call.value, call.mask)
         if call.query.shape[2] == 1 and self.encoding.decay(self.shape) is None:
-            layer = layer_with(call.key, forward.past, getattr(call.module, "layer_idx", None))
+            layer = layer_with(
+                call.query, call.key, call.value, forward.past, getattr(call.module, "layer_idx", None)
+            )
             if layer is not None and call.key.shape[2] == forward.keys.shape[1]:
                 return self._decode(call, forward)
         later = self._check_later(call, forward)

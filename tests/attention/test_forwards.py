@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import pickle
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.attention.functions import HANDLER
+from rope_extend.errors import PatchError
 
 ENCODINGS = ["dynamic_yarn", "alibi", "fire", "linear_attention", "sinusoidal"]
 WITHOUT_POSITION_IDS = ["llama4_text", "persimmon", "fuyu", "zaya", "moshi"]
@@ -81,6 +83,46 @@ def test_an_interrupted_forward_leaves_nothing_behind(name: str) -> None:
             logits(model, data["input_ids"][:, :9])
         assert handler._running.frames == []
         same(in_parts(model, data, [40, LENGTH]), expected)
+
+
+@pytest.mark.parametrize("name", [*ENCODINGS, "self_extend"])
+@pytest.mark.parametrize("second", [None, "yarn"])
+def test_a_cache_does_not_outlive_its_patch(name: str, second: str | None) -> None:
+    """Its keys are not those of another patch or of none. Once it is empty, it is a cache like any other."""
+    model, data = llama(head_dim=16), batch((0,))
+    with rx.extend(model, TARGET, name), torch.no_grad():
+        expected = logits(model, **data)
+        cache = model(**data.part(0, 40), use_cache=True).past_key_values
+    other = rx.extend(model, TARGET, second) if second else nullcontext()
+    with other, torch.no_grad():
+        for held in (cache, pickle.loads(pickle.dumps(cache))):
+            with pytest.raises(PatchError, match=rf"filled under {name}.*40 cached tokens.*empty cache, or"):
+                model(**data.part(40, LENGTH), past_key_values=held)
+    with rx.extend(model, TARGET, name), torch.no_grad():
+        found = model(**data.part(40, LENGTH), past_key_values=copy.deepcopy(cache)).logits
+        same(found, expected[:, 40:])
+    if name == "linear_attention":
+        return  # a state is not keys: such a cache cannot be emptied
+    cache.crop(-40)
+    other = rx.extend(model, TARGET, second) if second else nullcontext()
+    with other:
+        same(in_parts(model, data, [40, LENGTH], cache), logits(model, **data))
+    with rx.extend(model, TARGET, name), pytest.raises(PatchError, match="cached without the encoding"):
+        model(tokens(1, 3), past_key_values=cache)
+
+
+def test_an_interrupted_forward_does_not_leave_its_cache_in_use() -> None:
+    model, data = llama(head_dim=16), batch((0,))
+
+    def interrupt() -> None:
+        raise RuntimeError("interrupted")
+
+    with patched(model, "dynamic_yarn"), torch.no_grad():
+        cache = model(**data.part(0, 40), use_cache=True).past_key_values
+        with pytest.raises(RuntimeError), in_a_hook(model.model.layers[0], interrupt):
+            model(**data.part(40, 50), past_key_values=cache)
+    with pytest.raises(PatchError, match="no longer patched"):
+        model(**data.part(40, 50), past_key_values=cache)
 
 
 def loss_of(model: PreTrainedModel, step: int) -> Tensor:

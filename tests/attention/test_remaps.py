@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import rope_extend as rx
-from rope_extend.attention import remap_parts
+from rope_extend.attention import remap_parts, remaps
 from rope_extend.encodings import RemapEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import adapter_for
@@ -144,7 +144,8 @@ def test_texts_within_the_window_are_those_of_the_model_bit_for_bit(
 ) -> None:
     """In one forward and token by token; the plan of a method says how long such a text is."""
     for model in (llama(), tiny_model(FamilyCase("gpt_neox", {**PARTIAL, "hidden_size": 64}))):
-        model = model.to(dtype)
+        for weight in model.parameters():  # as in a model that was loaded: the frequencies are not cast
+            weight.data = weight.data.to(dtype)
         encoding = case.build(shape_of(model))
         assert isinstance(encoding, RemapEncoding)
         length = max(n for n in range(1, 30) if encoding.is_plain(shape_of(model), 0, n - 1))
@@ -154,6 +155,35 @@ def test_texts_within_the_window_are_those_of_the_model_bit_for_bit(
         with patched(model, case):
             assert torch.equal(logits(model, input_ids), expected[0])
             assert torch.equal(steps(model, input_ids), expected[1])
+
+
+def test_a_model_that_was_cast_has_exact_frequencies_in_every_text() -> None:
+    """Its own are rounded. Token by token, the first few tokens are a text without changed pairs."""
+    models = [llama(head_dim=16) for _ in "ab"]
+    frequencies = models[0].model.rotary_emb.inv_freq
+    models[0].model.rotary_emb.inv_freq = frequencies.bfloat16()  # as after model.to(torch.bfloat16)
+    for model in models:
+        patched(model, REMAPS[0])
+    for start in (0, 1000):
+        positions = torch.arange(start, start + 6)[None]
+        same(*(logits(model, tokens(1, 6), position_ids=positions) for model in models))
+
+
+@pytest.mark.parametrize("log_n", [True, False])
+def test_texts_without_distant_pairs_are_sharpened_too(log_n: bool) -> None:
+    """Late positions are scaled by their logarithm, also if all pairs are near: written out."""
+    model, start, length = llama(head_dim=16), 1000, 6
+    case = EncodingCase("rerope", REMAPS[1].oracle, {"window": 8, "log_n": log_n}, reloads=False)
+
+    def rotation(query: int, position: int) -> tuple[list[float], float]:
+        scale = math.log(start + query + 1, TRAINED) if log_n else 1.0
+        return [(position - query) * frequency for frequency in PLAIN], math.sqrt(scale)
+
+    expected = naive_llama(model, tokens(1, length)[0], rotation)
+    positions = torch.arange(start, start + length)[None]
+    with patched(model, case):
+        found = logits(model, tokens(1, length), position_ids=positions)[0].double()
+    assert_same_but_rounding(found, expected)
 
 
 @torch.no_grad()
@@ -264,6 +294,30 @@ def test_a_prefill_takes_few_calls_linear_memory_and_little_more_work(case: Enco
     else:
         assert calls == 3 + (case.name == "sinks")
     assert pairs <= 1.05 * causal
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_kept_tables_are_bounded(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that follow the length have tables of their own for each segment, and all of the text's keys."""
+    model = llama(head_dim=16, attn_implementation=implementation)
+    case = next(each for each in REMAPS if each.name == "jet_long")
+    sizes: list[int] = []
+    finish = remaps._Forward.finish
+
+    def measured(forward: Any) -> None:
+        tables = [value for name, value in forward.tables.items() if name[0] == "rotation"]
+        sizes.append(sum(part.numel() * part.element_size() for each in tables for part in each))
+        finish(forward)
+
+    monkeypatch.setattr(remaps._Forward, "finish", measured)
+    length, limit = 160, 2**15
+    with patched(model, case):
+        expected = logits(model, tokens(1, length))
+        monkeypatch.setattr(remaps, "TABLE_BYTES", limit)
+        assert torch.equal(logits(model, tokens(1, length)), expected)
+    pairs = 2 * 8 * 4 * length  # bytes of cos and sin of all tokens
+    assert sizes[0] > 5 * pairs
+    assert sizes[1] <= 2 * pairs + 2 * limit  # near queries and keys, and what is small enough
 
 
 @st.composite

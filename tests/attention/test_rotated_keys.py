@@ -117,6 +117,55 @@ def test_keys_that_a_user_changed_are_rotated_again(change: str) -> None:
     assert not torch.allclose(found, whole(model, torch.cat([ids, last], dim=1)), atol=1e-2)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("change", ["freed memory", "one row for all"])
+def test_another_tensor_at_the_same_address_is_rotated_again(change: str) -> None:
+    """A tensor that is freed leaves its address to the next one of its size; a view shares it."""
+    model, ids = patched("dynamic_ntk"), tokens(4, LONG)
+    kept, plain = filled(model, ids), filled(model, ids)
+    setattr(plain, CHOICE, False)
+    for cache in (kept, plain):
+        for layer in cache.layers:
+            if change == "one row for all":
+                layer.keys = layer.keys[:1].expand_as(layer.keys)
+                continue
+            for order in ([1, 2, 3, 0], [2, 1, 3, 0]):
+                layer.keys, layer.values = layer.keys[order], layer.values[order]
+    last = tokens(4, 1, seed=2)
+    same(fed(model, last, kept), fed(model, last, plain))
+
+
+def test_a_cache_decodes_with_and_without_inference_mode() -> None:
+    model, ids = patched("dynamic_ntk"), tokens(1, LONG + 3)
+    cache = filled(model, ids[:, :LONG])
+    with torch.inference_mode():
+        for part in ids[:, LONG:].split(1, dim=1):
+            found = fed(model, part, cache)
+    same(found, whole(model, ids))
+
+
+def test_gradients_of_queries_alone() -> None:
+    """As with an adapter on q_proj or v_proj: keys of the first layer need no gradient."""
+    model, ids = patched("dynamic_ntk"), tokens(1, LONG)
+    for kind in ("q_proj", "v_proj"):
+        weights = [weight for name, weight in model.named_parameters() if kind in name]
+        model.requires_grad_(False)
+        for weight in weights:
+            weight.requires_grad_(True)
+        cache = filled(model, ids[:, : LONG - 3])
+        parts = [model(part, past_key_values=cache).logits for part in ids[:, LONG - 3 :].split(1, dim=1)]
+        found = torch.autograd.grad(torch.cat(parts, dim=1).square().sum(), weights)
+        with torch.no_grad():
+            cache = filled(model, ids[:, : LONG - 3])
+        setattr(cache, CHOICE, False)
+        parts = [model(part, past_key_values=cache).logits for part in ids[:, LONG - 3 :].split(1, dim=1)]
+        expected = torch.autograd.grad(torch.cat(parts, dim=1).square().sum(), weights)
+        for actual, wanted in zip(found, expected, strict=True):
+            scale = float(wanted.abs().max())
+            torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-3 * scale + 1e-6)
+    model.requires_grad_(True)
+
+
 def test_users_choose_whether_rotated_keys_are_kept() -> None:
     model, ids = patched("dynamic_ntk"), tokens(1, LONG)
     cache = DynamicCache(config=model.config)
