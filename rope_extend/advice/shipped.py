@@ -85,8 +85,10 @@ def copy_recipe(
         overwrite: replace the file.
 
     Raises:
-        RopeExtendError: no such recipe, the file exists, or it cannot be written.
+        RopeExtendError: no such recipe, an empty name of a model, the file exists, or it cannot be written.
     """
+    if model is not None and not model.strip():
+        raise RopeExtendError(f"model must be a hub id or a directory, got {model!r}")
     text = shipped_path(name).read_text(encoding="utf-8")
     file = Path(output)
     if file.exists() and not overwrite:

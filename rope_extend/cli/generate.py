@@ -80,6 +80,11 @@ def generate(arguments: argparse.Namespace) -> None:
         arguments.model, base_model=arguments.base_model, target_length=arguments.target_length,
         method=arguments.method, trained_length=arguments.trained_length,
     )  # fmt: skip
+    if arguments.no_before and not subjects.is_extended:
+        raise RopeExtendError(
+            f"{arguments.model} is not extended here, so --no-before has no answer to leave out; give "
+            "--target-length, or leave --no-before out"
+        )
     options = LoadOptions(
         device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         attention=arguments.attn, quantize=arguments.quantize,

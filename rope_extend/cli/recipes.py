@@ -39,6 +39,8 @@ def recipes(arguments: argparse.Namespace) -> None:
     measured. An Instruct model keeps its chat template: `merge` and `export` copy the tokenizer.
     """
     if arguments.action == "copy":
+        if arguments.json:
+            raise RopeExtendError("recipes copy prints no list; --json belongs to recipes list")
         if arguments.name is None:
             raise RopeExtendError("recipes copy needs the name of a recipe; `rope-extend recipes` lists them")
         file = copy_recipe(
@@ -50,6 +52,9 @@ def recipes(arguments: argparse.Namespace) -> None:
         return
     if arguments.name is not None:
         raise RopeExtendError(f"recipes list takes no name; to copy it: recipes copy {arguments.name}")
+    for flag in ("output", "model", "overwrite"):
+        if getattr(arguments, flag) not in (None, False):
+            raise RopeExtendError(f"recipes list writes no file; --{flag} belongs to recipes copy NAME")
     found = shipped_recipes()
     if arguments.json:
         print(json.dumps([asdict(recipe) for recipe in found], indent=2))

@@ -81,14 +81,18 @@ class Subjects:
             trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
 
         Raises:
-            RopeExtendError: no such model, an adapter with a target length or a method, or a method without
-                a target length.
+            RopeExtendError: no such model, an adapter with a target length, a method or a trained length, a
+                base model without an adapter, or a method without a target length.
         """
         if method is not None and target_length is None:
             raise RopeExtendError(f"method={method!r} needs a window to extend to; give target_length=")
         directory = Path(name)
         is_adapter = (directory / "adapter_config.json").exists()
         if not is_adapter:
+            if base_model is not None:
+                raise RopeExtendError(
+                    f"{name} holds no adapter, so it has no base model; leave base_model={base_model!r} out"
+                )
             found = info(name, trained_length=trained_length)
             trained = found.shape.trained_length
             if target_length is None:
@@ -104,6 +108,11 @@ class Subjects:
         if target_length is not None:
             raise RopeExtendError(
                 f"{name} holds an adapter, whose record says its window; leave target_length= and method= out"
+            )
+        if trained_length is not None:
+            raise RopeExtendError(
+                f"{name} holds an adapter, whose record says the trained window; leave "
+                f"trained_length={trained_length} out"
             )
         record = read_record(local_directory(name))
         base = base_model or record.base_model

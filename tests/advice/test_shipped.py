@@ -84,6 +84,9 @@ def test_a_copy_has_another_model_and_is_never_overwritten_unasked(tmp_path: Pat
     assert file.read_text() == shipped_path("llama_7b_32k_yarn").read_text()
     with pytest.raises(rx.RopeExtendError, match="Did you mean 'llama_7b_32k_yarn'"):
         copy_recipe("llama_7b_32k_yran", tmp_path / "other.yaml")
+    for empty in ("", " "):
+        with pytest.raises(rx.RopeExtendError, match="model must be"):
+            copy_recipe("llama_7b_32k_yarn", tmp_path / "other.yaml", model=empty)
     with pytest.raises(rx.RopeExtendError, match="cannot write"):
         copy_recipe("llama_7b_32k_yarn", tmp_path / "no" / "such" / "mine.yaml")
 
@@ -106,6 +109,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["recipes", "copy"], "needs the name"),
         (["recipes", "copy", "phi"], "no recipe is named 'phi'"),
         (["recipes", "list", "phi2_3b_16k_yarn"], "recipes copy phi2_3b_16k_yarn"),
+        (["recipes", "--model", ""], "--model belongs to recipes copy"),
+        (["recipes", "list", "--output", "x.yaml"], "--output belongs to recipes copy"),
+        (["recipes", "list", "--overwrite"], "--overwrite belongs to recipes copy"),
+        (["recipes", "copy", "phi2_3b_16k_yarn", "--json"], "--json belongs to recipes list"),
         (["recipes", "copy", "phi2_3b_16k_yarn", "--output", str(tmp_path / "phi.yaml")], "--overwrite"),
     ):
         with pytest.raises(SystemExit) as error:
