@@ -10,7 +10,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from rope_extend.advice.estimates import Memory, Work, fit, operations_per_token, short_blocks, work
 from rope_extend.advice.gpus import Gpu, find_gpu
@@ -22,6 +22,7 @@ from rope_extend.checkpoint.info import info
 from rope_extend.encodings import RopeShape, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import adapter_for
+from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import is_quantized
 from rope_extend.models.loading import pretrained
 from rope_extend.units import format_bytes, format_length, parse_length
@@ -46,6 +47,7 @@ SHORT_BLOCK_STEPS = 1000
 """The PoSE paper's steps (2309.10400)."""
 FEWEST_STEPS = 200
 """Position interpolation is below the original perplexity after 200 steps (2306.15595, section 3.3)."""
+_FINETUNE = "rope-extend finetune recipe.yaml"
 CRITERIA = (
     "perplexity at the target, divided by that of the same model cropped to its old window, is below 1 with "
     "its whole interval",
@@ -100,6 +102,15 @@ class Advice:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return asdict(self)
+
+    def with_recipe_file(self, file: str) -> Advice:
+        """The advice with the name of the recipe's file in its commands, quoted for a shell."""
+        named = f"rope-extend finetune {quote(file)}"
+        commands = [
+            named + command.removeprefix(_FINETUNE) if command.startswith(_FINETUNE) else command
+            for command in self.commands
+        ]
+        return replace(self, commands=tuple(commands))
 
     def recipe_yaml(self) -> str:
         """The recipe with comments.
@@ -184,6 +195,14 @@ def advise(
     config = pretrained(AutoConfig, name)
     adapter_for(config.model_type)
     window = window_of_config(config)
+    if not _states_window(name, config):
+        if trained_length is None:
+            raise RopeExtendError(
+                f"the config of {name} does not state a window (max_position_embeddings); give "
+                "trained_length="
+            )
+        if not window.scaled:
+            window = Window(trained_length, "you say so, and its config does not state one", window.local)
     done = _nothing_to_do(name, config.model_type, window, target, trained_length)
     if done is not None:
         return done
@@ -194,6 +213,16 @@ def advise(
     if window.stanza is not None and target <= window.stanza.longest and trained_length is None:
         return _by_the_makers(question)
     return _train(question, device, hours, data)
+
+
+def _states_window(name: str, config: Any) -> bool:
+    """Whether the config file has a window; transformers replaces a missing one by the class default."""
+    if gguf_file(name) is not None:
+        return True
+    key = "max_position_embeddings"
+    values, _ = PretrainedConfig.get_config_dict(name)
+    parts = [values, *(part for part in values.values() if isinstance(part, dict))]
+    return any({key, config.attribute_map.get(key, key)} & part.keys() for part in parts)
 
 
 def _check(engine: str | None, hours: float | None, gpu: Gpu) -> None:
@@ -308,8 +337,8 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
         notes.append(f"This does not fit. The longest block that fits is {longest}. Use a larger GPU.")
     commands = (
         *(_measuring(question, ["none", untrained]) if untrained else ()),
-        "rope-extend finetune recipe.yaml --plan",
-        "rope-extend finetune recipe.yaml",
+        f"{_FINETUNE} --plan",
+        _FINETUNE,
         *_measuring(question, ["none"], fields["output_dir"]),
     )
     return Advice(

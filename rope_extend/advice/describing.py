@@ -22,7 +22,8 @@ def describe(advice: Advice, recipe_file: str | None = None) -> str:
         advice: the advice.
         recipe_file: where its recipe was written; None if it was not.
     """
-    return "\n".join(_lines(advice, recipe_file))
+    named = advice if recipe_file is None else advice.with_recipe_file(recipe_file)
+    return "\n".join(_lines(named, recipe_file))
 
 
 def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
@@ -47,7 +48,7 @@ def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
         if advice.recipe and recipe_file is None:
             yield "  (first write the recipe: add --output recipe.yaml to this command)"
         for command in advice.commands:
-            yield f"  {command.replace('recipe.yaml', recipe_file or 'recipe.yaml')}"
+            yield f"  {command}"
     if advice.serving:
         yield from _serving(advice.serving)
     if advice.criteria:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rope_extend.encodings.core.checks import MAX_LENGTH, check_number
 from rope_extend.models.view import (
     config_record,
     layer_types_except_full_attention,
@@ -66,10 +67,11 @@ def window_of_config(config: Any) -> Window:
         config: a transformers config of a supported family.
 
     Raises:
-        RopeExtendError: what rope_extend recorded in the config is damaged.
+        RopeExtendError: what rope_extend recorded in the config is damaged, or a window or a factor in the
+            config is not a finite number above 0.
     """
     part, parameters = rotary_part(config)
-    stated = int(part.max_position_embeddings)
+    stated = _positive("max_position_embeddings", part.max_position_embeddings)
     record = config_record(config)
     if record is not None:
         return Window(int(record["target_length"]), "rope_extend has extended it")
@@ -85,10 +87,18 @@ def window_of_config(config: Any) -> Window:
         stanza = _stanza(config, stated, parameters)
         return Window(stated, "its config says so, without scaling", local, stanza=stanza)
     original = parameters.get("original_max_position_embeddings")
-    stretched = int(original * parameters["factor"]) if original and parameters.get("factor") else stated
-    tokens = max(stated, stretched)
+    factor = parameters.get("factor")
+    tokens = stated
+    if original is not None and factor is not None:
+        original = _positive("original_max_position_embeddings", original)
+        tokens = max(stated, int(original * check_number("config", "factor", factor, minimum=0, above=True)))
     local = local if local is not None and local < tokens else None
     return Window(tokens, f"its config has {kind!r} scaling", local, scaled=True)
+
+
+def _positive(name: str, value: object) -> int:
+    """A window of the config in tokens."""
+    return int(check_number("config", name, value, minimum=1, maximum=MAX_LENGTH))
 
 
 def _stanza(config: Any, window: int, parameters: dict[str, Any]) -> Stanza | None:

@@ -92,7 +92,8 @@ def advise(arguments: argparse.Namespace) -> None:
             raise RopeExtendError(f"cannot write {file}: {error}; choose another output") from error
         written = str(file)
     if arguments.json:
-        print(json.dumps({**advice.to_dict(), "recipe_file": written}, indent=2))
+        named = advice.with_recipe_file(written) if written else advice
+        print(json.dumps({**named.to_dict(), "recipe_file": written}, indent=2))
         return
     print(describe(advice, written))
     if written:

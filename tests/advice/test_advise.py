@@ -296,6 +296,47 @@ def test_the_notes_say_what_is_special_about_a_checkpoint(tmp_path: Path) -> Non
     assert any("scaling already" in note for note in advise(scaled, "256k").notes)
 
 
+@pytest.mark.parametrize("factor", ["4", -1.0, float("inf"), True])
+def test_a_factor_that_is_no_number_above_0_is_refused(factor: object) -> None:
+    """A factor in quotes would repeat the digits of the window."""
+    config = AutoConfig.for_model("llama")
+    config.rope_parameters = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": factor, "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    with pytest.raises(rx.RopeExtendError, match="config: factor must be a finite number"):
+        window_of_config(config)
+    config.rope_parameters["factor"], config.max_position_embeddings = 4.0, -1
+    with pytest.raises(rx.RopeExtendError, match="config: max_position_embeddings must be"):
+        window_of_config(config)
+
+
+def test_a_config_without_a_window_is_not_read_as_the_default_of_its_class(tmp_path: Path) -> None:
+    model = small(tmp_path, "llama2-7b")
+    file = Path(model) / "config.json"
+    values = json.loads(file.read_text())
+    del values["max_position_embeddings"]
+    file.write_text(json.dumps(values))
+    with pytest.raises(rx.RopeExtendError, match=r"does not state a window .* give trained_length="):
+        advise(model, "1k")
+    assert advise(model, "1k", trained_length=4096).verdict == advising.READS_ALREADY
+    advice = advise(model, "16k", trained_length=4096)
+    assert (advice.window.tokens, advice.factor) == (4096, 4.0)
+
+
+def test_the_commands_name_the_file_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, file = small(tmp_path, "llama3-8b"), tmp_path / "my recipe.yaml"
+    line = ["advise", model, "--target-length", "32k", "--output", str(file)]
+    main([*line, "--json"])
+    commands = json.loads(capsys.readouterr().out)["commands"]
+    tuning = [shlex.split(command) for command in commands if " finetune " in command]
+    assert tuning == [
+        ["rope-extend", "finetune", str(file), "--plan"], ["rope-extend", "finetune", str(file)],
+    ]  # fmt: skip
+    main([*line, "--overwrite"])
+    text = capsys.readouterr().out
+    assert all(f"  {command}\n" in text for command in commands)
+
+
 def test_an_adapter_is_refused_with_what_to_give(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(rx.RopeExtendError, match="give its base model"):
