@@ -13,6 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # torch is imported late
+    from gpu.gpu_record import GpuRecord
+    from gpu.steps import Figure, Setting
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
@@ -115,7 +120,7 @@ def _module(section: str) -> ModuleType:
     return importlib.import_module(f"gpu.section_{section}")
 
 
-def write_page(record, path: Path) -> None:  # type: ignore[no-untyped-def]  # torch is imported late
+def write_page(record: GpuRecord, path: Path) -> None:
     """Write the page of a record."""
     from gpu.gpu_page import page
     from rope_extend.files import write_text
@@ -125,7 +130,7 @@ def write_page(record, path: Path) -> None:  # type: ignore[no-untyped-def]  # t
     write_text(path, page(record, sections))
 
 
-def _section(section: str, setting, record, path: Path, again: bool) -> int:  # type: ignore[no-untyped-def]
+def _section(section: str, setting: Setting, record: GpuRecord, path: Path, again: bool) -> int:
     """Run the steps of a section that are not recorded yet."""
     from gpu.steps import free_cache
 
@@ -163,7 +168,7 @@ def _section(section: str, setting, record, path: Path, again: bool) -> int:  # 
     return status
 
 
-def _line(figure) -> str:  # type: ignore[no-untyped-def]
+def _line(figure: Figure) -> str:
     """A figure as a line."""
     value = "not measured" if figure.value is None else f"{figure.value:.4g} {figure.unit}".strip()
     verdict = {True: "  pass", False: "  FAIL", None: ""}[figure.passed]

@@ -21,6 +21,7 @@ from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
 from rope_extend.encodings import RopeShape, method_named
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST
 from rope_extend.models.families import adapter_for
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import is_quantized
@@ -51,8 +52,10 @@ _FINETUNE = "rope-extend finetune recipe.yaml"
 CRITERIA = (
     "perplexity at the target, divided by that of the same model cropped to its old window, is below 1 with "
     "its whole interval",
-    "passkeys are found in at least 90 % of the trials at every depth, at the target length",
-    "perplexity within the old window grows by at most 2 % (ratio at most 1.02)",
+    f"passkeys are found in at least {100 * LEAST_FOUND:.0f} % of the trials at every depth, at the target "
+    "length",
+    f"perplexity within the old window grows by at most {100 * (MOST_COST - 1):.0f} % (ratio at most "
+    f"{MOST_COST})",
 )
 """What an extension must reach before it can be called a success."""
 

@@ -91,13 +91,31 @@ def copy_recipe(
         raise RopeExtendError(f"model must be a hub id or a directory, got {model!r}")
     text = shipped_path(name).read_text(encoding="utf-8")
     file = Path(output)
-    if file.exists() and not overwrite:
-        raise RopeExtendError(f"{file} exists; choose another output, or overwrite=True")
+    check_new(file, overwrite=overwrite)
     if model is not None:
         line = yaml.safe_dump({"model": model}, width=1000, allow_unicode=True).strip()
         text = re.sub(r"^model: \S+", lambda _: line, text, count=1, flags=re.MULTILINE)
+    write_recipe(file, text)
+    return file
+
+
+def check_new(file: Path, *, overwrite: bool) -> None:
+    """Refuse to replace a file without being asked.
+
+    Raises:
+        RopeExtendError: the file exists, and `overwrite` is false.
+    """
+    if file.exists() and not overwrite:
+        raise RopeExtendError(f"{file} exists; choose another output, or overwrite=True")
+
+
+def write_recipe(file: Path, text: str) -> None:
+    """Write the file of a recipe.
+
+    Raises:
+        RopeExtendError: it cannot be written.
+    """
     try:
         write_text(file, text)
     except OSError as error:
         raise RopeExtendError(f"cannot write {file}: {error}; choose another output") from error
-    return file

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 from rope_extend.advice.gpus import Gpu, find_gpu
+from rope_extend.advice.shipped import check_new, write_recipe
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.arguments import argument, checkpoint, export_target, length
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_text
 from rope_extend.models.locating import check_checkpoint
 
 
@@ -73,8 +73,8 @@ def advise(arguments: argparse.Namespace) -> None:
     hours follow from its operations and the GPU's peak.
     """
     file = None if arguments.output is None else Path(arguments.output)
-    if file is not None and file.exists() and not arguments.overwrite:
-        raise RopeExtendError(f"{file} exists; choose another output, or overwrite=True")
+    if file is not None:
+        check_new(file, overwrite=arguments.overwrite)
     check_checkpoint(arguments.model)  # before torch is imported
 
     from rope_extend.advice.answer import advise as run
@@ -86,10 +86,7 @@ def advise(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
     written = None
     if file is not None and advice.recipe:
-        try:
-            write_text(file, advice.recipe_yaml())
-        except OSError as error:
-            raise RopeExtendError(f"cannot write {file}: {error}; choose another output") from error
+        write_recipe(file, advice.recipe_yaml())
         written = str(file)
     if arguments.json:
         named = advice.with_recipe_file(written) if written else advice

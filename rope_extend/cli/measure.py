@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from rope_extend.config import add_flags, field_hints, flag_values
+from rope_extend.cli.config_arguments import add_fields, add_model_or_config, config_of
+from rope_extend.config import flag_values
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import (
     LOAD_FIELDS,
@@ -30,7 +31,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the estimated memory and time, and stop; needs neither --data nor weights",
     )  # fmt: skip
     _add_output_arguments(parser, "an interrupted evaluation")
-    _add_fields(parser, EvaluationConfig)
+    add_fields(parser, EvaluationConfig, LOAD_FIELDS)
     parser.epilog = f"protocols, where N is each of the lengths:\n{protocol_help()}"
 
 
@@ -76,7 +77,7 @@ def retrieve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `retrieve`."""
     _add_model_arguments(parser, RetrievalConfig)
     _add_output_arguments(parser, "the run")
-    _add_fields(parser, RetrievalConfig)
+    add_fields(parser, RetrievalConfig, LOAD_FIELDS)
 
 
 def retrieve(arguments: argparse.Namespace) -> None:
@@ -159,12 +160,7 @@ def _says_how_to_resume(output: str, holds_parts: Callable[[Path], bool]) -> Ite
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig]) -> None:
-    parser.add_argument(
-        "model_or_config",
-        nargs="?",
-        metavar="MODEL_OR_CONFIG",
-        help=f"directory or hub id of the checkpoint, or a YAML file with the settings of the {cls.label}",
-    )
+    add_model_or_config(parser, cls)
     parser.add_argument(
         "adapter_paths", nargs="*", metavar="ADAPTER", help="directories of adapters, one row each"
     )
@@ -176,25 +172,11 @@ def _add_output_arguments(parser: argparse.ArgumentParser, resumed: str) -> None
     existing.add_argument("--resume", action="store_true", help=f"resume {resumed} in the output directory")
 
 
-def _add_fields(parser: argparse.ArgumentParser, cls: type[ModelConfig]) -> None:
-    add_flags(parser, cls, skip=LOAD_FIELDS)
-    add_flags(parser, cls, title="loading the model", skip=field_hints(cls).keys() - set(LOAD_FIELDS))
-
-
 def _config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
-    """The settings of a command line: the YAML file, if any, with its values replaced by the arguments."""
+    """The settings of a command line."""
     values = flag_values(cls, arguments)
-    first: str | None = arguments.model_or_config
     if arguments.adapter_paths:
         if "adapters" in values:
             raise RopeExtendError("adapters are given by position and by --adapters; choose one of them")
         values["adapters"] = arguments.adapter_paths
-    if first is not None and first.endswith((".yaml", ".yml")):
-        return cls.from_yaml(first, values)
-    if first is not None:
-        if "model" in values:
-            raise RopeExtendError(
-                f"two models are given: {first} by position, and by --model {values['model']}; name one"
-            )
-        values["model"] = first
-    return cls.from_dict(values)
+    return config_of(cls, arguments.model_or_config, values)

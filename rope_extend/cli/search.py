@@ -6,19 +6,15 @@ import argparse
 import sys
 from pathlib import Path
 
-from rope_extend.config import add_flags, field_hints, flag_values
+from rope_extend.cli.config_arguments import add_fields, add_model_or_config, config_of
+from rope_extend.config import flag_values
 from rope_extend.errors import RopeExtendError
 from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
 
 
 def search_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `search`."""
-    parser.add_argument(
-        "model_or_config",
-        nargs="?",
-        metavar="MODEL_OR_CONFIG",
-        help="directory or hub id of the checkpoint, or a YAML file with the settings of the search",
-    )
+    add_model_or_config(parser, SearchConfig)
     parser.add_argument(
         "--plan", action="store_true",
         help="print the largest number of passes and tokens, the memory and the estimated time, and stop; "
@@ -29,9 +25,7 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
     existing.add_argument(
         "--resume", action="store_true", help="resume an interrupted search in the output directory"
     )
-    add_flags(parser, SearchConfig, skip=LOAD_FIELDS)
-    others = field_hints(SearchConfig).keys() - set(LOAD_FIELDS)
-    add_flags(parser, SearchConfig, title="loading the model", skip=others)
+    add_fields(parser, SearchConfig, LOAD_FIELDS)
 
 
 def search(arguments: argparse.Namespace) -> None:
@@ -41,7 +35,7 @@ def search(arguments: argparse.Namespace) -> None:
     gets encoding.json, a card and the log of all evaluations. It is then a method of every other command:
     --method DIR. After an interruption, the same command with --resume continues.
     """
-    config = _config(arguments)
+    config = config_of(SearchConfig, arguments.model_or_config, flag_values(SearchConfig, arguments))
     if not arguments.plan and not (config.data and config.output):
         raise RopeExtendError("search needs --data and --output, or --plan for an estimate without them")
 
@@ -68,18 +62,3 @@ def search(arguments: argparse.Namespace) -> None:
         f"{cost.seconds:.0f} s"
     )
     print("written:", config.output)
-
-
-def _config(arguments: argparse.Namespace) -> SearchConfig:
-    """The settings of a command line: the YAML file, if any, with its values replaced by the flags."""
-    values = flag_values(SearchConfig, arguments)
-    first: str | None = arguments.model_or_config
-    if first is not None and first.endswith((".yaml", ".yml")):
-        return SearchConfig.from_yaml(first, values)
-    if first is not None:
-        if "model" in values:
-            raise RopeExtendError(
-                f"two models are given: {first} by position, and by --model {values['model']}; name one"
-            )
-        values["model"] = first
-    return SearchConfig.from_dict(values)

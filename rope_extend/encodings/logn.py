@@ -34,11 +34,20 @@ class LogN(ComposedRope):
         Raises:
             RopeExtendError: the trained window is one token, for which the formula has no value.
         """
-        if shape.trained_length == 1:
-            raise RopeExtendError(
-                "logn needs a model trained on 2 or more tokens, this one has a window of 1; "
-                "use another method"
-            )
-        scale = torch.log1p(position_ids.to(torch.float64)) / math.log(shape.trained_length)
+        scale = log_n_scale(shape, position_ids)
         inner = self.inner.logit_scale(shape, position_ids)
-        return scale.clamp(min=1) if inner is None else scale.clamp(min=1) * inner
+        return scale if inner is None else scale * inner
+
+
+def log_n_scale(shape: RopeShape, position_ids: Tensor) -> Tensor:
+    """`max(1, ln(p+1) / ln L)` at position p, float64, like `position_ids` (Su 2021).
+
+    Raises:
+        RopeExtendError: the trained window is one token, for which the formula has no value.
+    """
+    if shape.trained_length == 1:
+        raise RopeExtendError(
+            "log-n scaling needs a model trained on 2 or more tokens, this one has a window of 1; turn it "
+            "off, or use another method"
+        )
+    return (torch.log1p(position_ids.to(torch.float64)) / math.log(shape.trained_length)).clamp(min=1)

@@ -8,8 +8,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding, log_n_scale
+from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
 from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.logn import log_n_scale
 from rope_extend.errors import RopeExtendError
 
 

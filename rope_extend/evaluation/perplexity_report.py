@@ -186,8 +186,25 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
 
 def _page(rows: Sequence[EvaluationRow], title: str, pictures: Sequence[Path]) -> str:
     """The HTML page of an evaluation."""
+    first, *sections = perplexity_section(rows), *control_sections(rows)
+    descriptions = ("Perplexity against length", "Loss by position")
     with TemporaryDirectory() as directory:
-        return _page_of(rows, title, pictures, _answers(rows, Path(directory)))
+        return page(
+            title,
+            ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))],
+            [
+                *_answers(rows, Path(directory)),
+                first,
+                "Small: 95 % interval, by bootstrap over documents. To compare two rows, use their "
+                "difference on the same documents, which is far more precise: rope-extend compare.",
+                *(Picture(path, text) for path, text in zip(pictures, descriptions, strict=True)),
+                *sections,
+                position_section(rows),
+                cost_section(rows),
+                encoding_section(rows),
+            ],
+            versions(),
+        )
 
 
 def _answers(rows: Sequence[EvaluationRow], directory: Path) -> list[Sentences | Picture]:
@@ -203,29 +220,3 @@ def _answers(rows: Sequence[EvaluationRow], directory: Path) -> list[Sentences |
         drawn = plot_ratio(near, directory / "ratio.png")
         answers.append(Picture(drawn, "Perplexity divided by that of the cropped context, by length"))
     return answers
-
-
-def _page_of(
-    rows: Sequence[EvaluationRow],
-    title: str,
-    pictures: Sequence[Path],
-    answers: Sequence[Sentences | Picture],
-) -> str:
-    first, *sections = perplexity_section(rows), *control_sections(rows)
-    descriptions = ("Perplexity against length", "Loss by position")
-    return page(
-        title,
-        ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))],
-        [
-            *answers,
-            first,
-            "Small: 95 % interval, by bootstrap over documents. To compare two rows, use their difference on "
-            "the same documents, which is far more precise: rope-extend compare.",
-            *(Picture(path, text) for path, text in zip(pictures, descriptions, strict=True)),
-            *sections,
-            position_section(rows),
-            cost_section(rows),
-            encoding_section(rows),
-        ],
-        versions(),
-    )

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import find_adapter
+from rope_extend.models.locating import GGUF
 from rope_extend.models.view import shape_of
 
-SUFFIX = ".gguf"
 CONVERT = "rope-extend convert"
 _TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -59,11 +59,11 @@ def gguf_file(name: str | Path) -> Path | None:
         RopeExtendError: the directory holds several GGUF files and no `config.json`.
     """
     path = Path(name).expanduser()
-    if path.suffix.lower() == SUFFIX and path.is_file():
+    if path.suffix.lower() == GGUF and path.is_file():
         return path
     if not path.is_dir() or any((path / file).exists() for file in ("config.json", "adapter_config.json")):
         return None
-    files = sorted(path.glob(f"*{SUFFIX}"))
+    files = sorted(path.glob(f"*{GGUF}"))
     if len(files) > 1:
         raise RopeExtendError(
             f"{path} holds {len(files)} GGUF files ({', '.join(file.name for file in files[:3])}, ...); give "
@@ -78,8 +78,13 @@ def gguf_metadata(path: Path) -> Metadata:
     Raises:
         RopeExtendError: the package gguf is not installed, or this is no GGUF file.
     """
+    return _metadata(*_state(path))
+
+
+def _state(path: Path) -> tuple[Path, int, int]:
+    """What a file's contents are remembered by: its path, the time of its last change, and its size."""
     status = path.stat()
-    return _metadata(path.resolve(), status.st_mtime_ns, status.st_size)
+    return path.resolve(), status.st_mtime_ns, status.st_size
 
 
 @lru_cache(maxsize=2)
@@ -117,8 +122,7 @@ def gguf_config(path: Path) -> Any:
     Raises:
         RopeExtendError: transformers has no such architecture, or no form for the file's scaling.
     """
-    status = path.stat()
-    return copy.deepcopy(_config(path.resolve(), status.st_mtime_ns, status.st_size))
+    return copy.deepcopy(_config(*_state(path)))
 
 
 @lru_cache(maxsize=2)

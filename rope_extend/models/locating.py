@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
 
+GGUF = ".gguf"
+"""The suffix of a model in one file of llama.cpp's."""
 TIMEOUT = 10.0
 """Seconds to wait for the hub's answer; there is no second attempt."""
 ACCESS = ("token", "cache_dir", "local_files_only")
@@ -21,14 +23,14 @@ def check_path(name: str) -> None:
         RopeExtendError: there is no such file or directory; the message names the nearest.
     """
     if is_path(name) and not Path(name).expanduser().exists():
-        what = "file" if name.endswith(".gguf") else "directory"
+        what = "file" if name.endswith(GGUF) else "directory"
         raise RopeExtendError(f"no such {what}: {name!r} (seen from {Path.cwd()}).{_nearest(name)}")
 
 
 def is_path(name: str) -> bool:
     """Whether a name cannot be a hub id, which is `NAME` or `OWNER/NAME` and no GGUF file's name."""
     hub_id = re.fullmatch(r"[\w.-]*\w[\w.-]*(/[\w.-]*\w[\w.-]*)?", name) is not None
-    return not hub_id or name.startswith(".") or name.endswith(".gguf")
+    return not hub_id or name.startswith(".") or name.endswith(GGUF)
 
 
 def check_checkpoint(
@@ -84,7 +86,7 @@ def _nearest(name: str) -> str:
     """A hint at the most similar name in the same directory; empty if there is none."""
     path = Path(name).expanduser()
     try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf"]
+        names = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix == GGUF]
     except OSError:
         return ""
     near = difflib.get_close_matches(path.name, names, n=1)

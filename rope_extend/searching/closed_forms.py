@@ -20,7 +20,7 @@ def longrope_attention_factor(config: SearchConfig, space: Space) -> float:
 
 def yarn_attention_factor(space: Space) -> float:
     """The attention factor of YaRN, `0.1 ln s + 1`."""
-    return 0.1 * math.log(space.factor) + 1
+    return YaRN(space.factor).attention_factor(space.shape)
 
 
 def seeds(space: Space, attention_factor: float) -> list[Table]:

@@ -198,16 +198,3 @@ class RemapEncoding(RopeEncoding):
                 f"{cls.name}: {field}={value} exceeds the {shape.trained_length} tokens that the model was "
                 f"trained on; use {field}={shape.trained_length} or less"
             )
-
-
-def log_n_scale(shape: RopeShape, position_ids: Tensor) -> Tensor:
-    """`max(1, ln(p+1) / ln L)` at position p, float64, like `position_ids` (Su 2021).
-
-    Raises:
-        RopeExtendError: the trained window is one token, for which the formula has no value.
-    """
-    if shape.trained_length == 1:
-        raise RopeExtendError(
-            "log-n scaling needs a model trained on 2 or more tokens, this one has a window of 1; turn it off"
-        )
-    return (torch.log1p(position_ids.to(torch.float64)) / math.log(shape.trained_length)).clamp(min=1)
