@@ -6,6 +6,7 @@ Where a method's name is asked for, the path of a saved encoding is taken too.
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from collections.abc import Collection
 from functools import cache
@@ -16,6 +17,9 @@ from rope_extend.errors import RopeExtendError
 
 ENCODING_FILE = "encoding.json"
 """Name of the file of a saved encoding, in its directory."""
+PRETRAINED, CURRENT = "pretrained", "current"
+STARTS = (PRETRAINED, CURRENT)
+"""What an extension starts from: plain RoPE and the pretrained window, or the model's present ones."""
 
 
 @cache
@@ -23,6 +27,21 @@ def method_names() -> tuple[str, ...]:
     """The names of all position encodings, sorted."""
     folder = Path(__file__).parent / "encodings"
     return tuple(sorted(module.name for module in iter_modules([str(folder)]) if not module.ispkg))
+
+
+def check_start(owner: str, start: object, current_length: int | None) -> None:
+    """Check `start`, and that `current_length` is given only where it has an effect.
+
+    Raises:
+        RopeExtendError: names `owner` and what was given.
+    """
+    if start not in STARTS:
+        raise RopeExtendError(f"{owner}: start must be {PRETRAINED!r} or {CURRENT!r}, got {start!r}")
+    if start == PRETRAINED and current_length is not None:
+        raise RopeExtendError(
+            f"{owner}: current_length is the window of the model's present table, and start={PRETRAINED!r} "
+            f"replaces that table; set start={CURRENT!r}, or leave current_length out"
+        )
 
 
 def unknown_method(name: object, known: Collection[str]) -> RopeExtendError:
@@ -53,6 +72,26 @@ def encoding_file(name: str) -> Path | None:
     return None
 
 
+def name_and_parameters(text: str) -> tuple[str, dict[str, str]]:
+    """Split `yarn(critical=17)` into `yarn` and the text of each parameter; other names have none.
+
+    In a composition the parameters stand behind the innermost name: `short_original(yarn(critical=17))`.
+
+    Raises:
+        RopeExtendError: a parameter without a value, or a parameter that is given twice.
+    """
+    match = re.fullmatch(r"(?P<name>[^=]*\w)\s*\((?P<parameters>[^()]*=[^()]*)\)(?P<rest>[\s)]*)", text)
+    if match is None:
+        return text, {}
+    pairs = [part.partition("=") for part in match["parameters"].split(",")]
+    values = {key.strip(): value.strip() for key, _, value in pairs}
+    if len(values) != len(pairs) or not all(key and value for key, value in values.items()):
+        raise RopeExtendError(
+            f"the parameters of a method are pairs such as yarn(critical=17), each given once; got {text!r}"
+        )
+    return f"{match['name']}{match['rest']}", values
+
+
 def check_method_name(name: str) -> None:
     """Refuse a method, or a composition such as `resonance(yarn)`, that contains an unknown name.
 
@@ -66,6 +105,7 @@ def check_method_name(name: str) -> None:
     """
     if name in method_names() or encoding_file(name):
         return
+    name, _ = name_and_parameters(name)
     if "rope_extend.encodings" in sys.modules:
         return
     for part in map(str.strip, name.rstrip(") ").split("(")):

@@ -25,6 +25,8 @@ from rope_extend.attention.positions import AttentionHandler
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_named, rotary_method
 from rope_extend.encodings.core.checks import check_length, check_number
 from rope_extend.errors import PatchError, RopeExtendError
+from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
+from rope_extend.models.current_table import current_table, extended_again
 from rope_extend.models.families import FamilyAdapter, adapter_for
 from rope_extend.models.parameters import LEARNED, LearnedParameters
 from rope_extend.models.rotary import ExtendedRotaryEmbedding, InitialRotation, RotarySlot
@@ -414,6 +416,8 @@ def extend(
     trained_length: int | None = None,
     tokenizer: Any | None = None,
     short: str | None = None,
+    start: str = PRETRAINED,
+    current_length: int | None = None,
     **parameters: Any,
 ) -> Patch:
     """Extend the context window of a model to `target_length` tokens.
@@ -428,27 +432,47 @@ def extend(
         tokenizer: its `model_max_length` is set to the new window.
         short: `original` uses the original RoPE for texts within the trained window, exactly, and the method
             for longer ones; the same as the method `short_original(...)`.
+        start: `pretrained` extends plain RoPE from the window of pretraining, and replaces scaling that the
+            model already has. `current` extends the table that the model has now, from the window that it was
+            trained to read under it: for a model that was trained under a scaled table. The divisors of both
+            are multiplied, and so are the attention factors.
+        current_length: for `start="current"`, the window that the model was trained to read, in tokens; by
+            default that of its config.
         parameters: further parameters of the method, such as `beta_fast=16`; never `factor`, which follows
             from the length.
 
     Raises:
         UnsupportedModelError: no adapter for the family, or the method cannot act inside its attention.
         PatchError: the rotary tables would not change.
-        RopeExtendError: an unknown method or parameter, or a target that is not beyond the trained window.
+        RopeExtendError: an unknown method or parameter, a target that is not beyond the trained window, or
+            with `start="current"`, a method or a present encoding that is not one table.
     """
     if short not in (None, "original"):
         raise RopeExtendError(f"extend: short must be 'original' or None, got {short!r}")
     named = method_named(f"short_original({method})" if short else method)
+    if start not in STARTS and any("start" in cls.parameters() for cls in named.classes):
+        parameters, start = {**parameters, "start": start}, PRETRAINED  # a parameter of `learned`
+    check_start("extend", start, current_length)
+    if short and start == CURRENT:
+        raise RopeExtendError(
+            "extend: short='original' gives plain RoPE to texts within the pretrained window, and "
+            "start='current' keeps what the model has; leave one of the two out"
+        )
     if isinstance(target_length, str):
         target_length = parse_length(target_length)
     target_length = check_length("extend", "target_length", target_length)
-    shape = shape_of(model, trained_length)
-    if target_length <= shape.trained_length:
-        raise RopeExtendError(
-            f"extend: target_length must exceed the trained window of {shape.trained_length} tokens, got "
-            f"{target_length}; within it the model needs no extension"
-        )
-    encoding = named.for_target(shape, target_length, **parameters)
+    encoding: Encoding
+    if start == CURRENT:
+        current = current_table(model, trained_length, current_length)
+        shape, encoding = current.pretrained, extended_again(current, named, target_length, parameters)
+    else:
+        shape = shape_of(model, trained_length)
+        if target_length <= shape.trained_length:
+            raise RopeExtendError(
+                f"extend: target_length must exceed the trained window of {shape.trained_length} tokens, got "
+                f"{target_length}; within it the model needs no extension"
+            )
+        encoding = named.for_target(shape, target_length, **parameters)
     patch = patch_model(
         model, encoding, trained_length=shape.trained_length, target_length=target_length, tokenizer=tokenizer
     )

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.critical import check_critical, critical_pair, index_with_turns
+from rope_extend.encodings.core.critical import check_critical, critical_pair
 from rope_extend.encodings.core.rope import ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.ntk_by_parts import by_parts
@@ -85,7 +85,7 @@ class YaRN(ScaledRope):
         """`ramp * theta_i / s + (1 - ramp) * theta_i`, `[dim/2]` float64, radians per token."""
         if self.ramp == "turns":
             return by_parts(shape, self.factor, self.beta_slow, self.beta_fast)
-        low, high = (index_with_turns(shape, turns) for turns in (self.beta_fast, self._slow_turns(shape)))
+        low, high = (shape.index_with_turns(turns) for turns in (self.beta_fast, self._slow_turns(shape)))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, shape.dim - 1)
@@ -104,7 +104,7 @@ class YaRN(ScaledRope):
         if self.critical is None:
             return self.beta_slow
         pair = critical_pair("yarn", self.critical, shape)
-        start = index_with_turns(shape, self.beta_fast)
+        start = shape.index_with_turns(self.beta_fast)
         start = max(0, math.floor(start) if self.truncate else start)
         if pair <= start:
             raise RopeExtendError(
@@ -113,7 +113,7 @@ class YaRN(ScaledRope):
             )
         # Half a pair before if the end is rounded up, so that no rounding of the turns misses the pair.
         index = pair - 0.5 if self.truncate else pair
-        return float(shape.trained_length * shape.theta ** (-2 * index / shape.dim) / (2 * math.pi))
+        return shape.turns_at(index)
 
     def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
         """`0.1 ln s + 1`, or DeepSeek's quotient of two such terms, or `attention_scale`."""

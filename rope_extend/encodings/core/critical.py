@@ -17,18 +17,13 @@ THEORETICAL = "theoretical"
 """The name of the theoretical critical pair, as a parameter."""
 
 
-def index_with_turns(shape: RopeShape, turns: float) -> float:
-    """The (fractional) index of the channel pair with `turns` turns within the trained window."""
-    return shape.dim * math.log(shape.trained_length / (turns * 2 * math.pi)) / (2 * math.log(shape.theta))
-
-
 def critical_range(shape: RopeShape) -> tuple[int, int]:
     """The first pair with at most ten periods in the trained window, and the first with at most one.
 
     The second is the theoretical critical pair. Both are at least 1 and at most the last pair.
     """
     last = shape.dim // 2 - 1
-    ten, one = (max(1, min(last, math.ceil(index_with_turns(shape, turns)))) for turns in (10, 1))
+    ten, one = (max(1, min(last, math.ceil(shape.index_with_turns(turns)))) for turns in (10, 1))
     return ten, one
 
 

@@ -1,0 +1,213 @@
+"""The table that a model has now, as the start of another extension (`start="current"`).
+
+A model that was trained under a scaled table knows that table. Another extension on top of it multiplies the
+divisors of both, as the second stage of LongRoPE does (2402.13753), and the factors on cos and sin too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rope_extend.encodings import Encoding, LongRoPE, Method, RopeEncoding, RopeShape
+from rope_extend.encodings.core.checks import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR, check_length
+from rope_extend.encodings.core.shapes import ExtendedShape
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
+from rope_extend.models.view import config_record, rotary_part, shape_of, unwrap
+
+_ADVICE = "leave start='current' out to extend plain RoPE from the pretrained window"
+
+
+@dataclass(frozen=True)
+class CurrentTable:
+    """The schedule that a model has now, and the windows that it was trained on.
+
+    Attributes:
+        pretrained: the rotary shape of the model as it was pretrained.
+        shape: the same with the present table, and with the window that the model was trained to read under
+            it.
+        attention_factor: the present factor on cos and sin.
+        short: the divisors within the pretrained window, if they are others (`longrope` with two lists).
+    """
+
+    pretrained: RopeShape
+    shape: ExtendedShape
+    attention_factor: float
+    short: tuple[float, ...] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the present table is plain RoPE in the pretrained window."""
+        return (
+            self.attention_factor == 1
+            and self.short is None
+            and self.shape.trained_length == self.pretrained.trained_length
+            and torch.allclose(self.shape.inv_freq(), self.pretrained.inv_freq(), rtol=1e-5, atol=0)
+        )
+
+    def extended_by(self, top: RopeEncoding, target_length: int) -> LongRoPE:
+        """The present schedule with another one on top, as one table: the products of divisors and factors.
+
+        Args:
+            top: a schedule with one table, computed for `shape`.
+            target_length: the new window, in tokens.
+
+        Raises:
+            RopeExtendError: `top` is more than one table and one attention factor.
+        """
+        if reason := top.effects(self.shape).reason():
+            raise RopeExtendError(
+                f"start='current' multiplies two tables, and {top} is not one table: {reason}; use a method "
+                "with one static table, such as yarn"
+            )
+        factor = self.attention_factor * top.attention_factor(self.shape, target_length)
+        return self.with_table(top.inv_freq(self.shape, target_length), factor, target_length)
+
+    def with_table(self, table: Tensor, attention_factor: float, target_length: int) -> LongRoPE:
+        """A table and a factor on cos and sin as an encoding of the pretrained model; it keeps `short`.
+
+        Args:
+            table: `[dim/2]` float64, radians per token.
+            attention_factor: the factor on cos and sin.
+            target_length: the new window, in tokens.
+        """
+        divisors = divisors_of(table, self.pretrained)
+        return LongRoPE(
+            max(1.0, target_length / self.pretrained.trained_length),
+            long_factor=divisors,
+            short_factor=self.short or divisors,
+            attention_scale=attention_factor,
+        )
+
+
+def divisors_of(table: Tensor, shape: RopeShape) -> tuple[float, ...]:
+    """What plain RoPE's frequencies are divided by in a table `[dim/2]` float64."""
+    divisors = torch.where(table > ZERO_FREQUENCY, shape.inv_freq() / table, ZERO_FREQUENCY_DIVISOR)
+    return tuple(divisors.tolist())
+
+
+def current_window(model: nn.Module) -> int:
+    """The window, in tokens, that a model was made for under its present table, by its config.
+
+    A config with YaRN may have the window before or after the extension in `max_position_embeddings`, so the
+    larger of that and of its factor's window counts.
+    """
+    config = unwrap(model).config
+    if (record := config_record(config)) is not None:
+        return int(record["target_length"])
+    part, parameters = rotary_part(config)
+    window, original = part.max_position_embeddings, parameters.get("original_max_position_embeddings")
+    if parameters.get("rope_type", "default") == "yarn" and original and parameters.get("factor"):
+        return max(int(window), round(original * parameters["factor"]))
+    return int(window)
+
+
+def current_table(
+    model: nn.Module, trained_length: int | None = None, current_length: int | None = None
+) -> CurrentTable:
+    """The table and the attention factor that a model has now.
+
+    Args:
+        model: a model of a supported family, with or without a patch or an adapter.
+        trained_length: the window of pretraining, in tokens; needed if the config is wrong.
+        current_length: the window that the model was trained to read under its present table; by default
+            `current_window`.
+
+    Raises:
+        RopeExtendError: the present encoding is not one table, or the windows contradict each other.
+        UnsupportedModelError: the family has no adapter.
+    """
+    shape = shape_of(model, trained_length)
+    window = check_length("start='current'", "current_length", current_length or current_window(model))
+    if window < shape.trained_length:
+        raise RopeExtendError(
+            f"start='current': current_length is {window}, less than the {shape.trained_length} tokens of "
+            "pretraining; give the window that the model was trained to read last"
+        )
+    encoding = current_encoding(model)
+    short = None if encoding is None else _short_divisors(encoding, shape)
+    # A table of a stock rope_type that is not known here may depend on the length: look at several lengths.
+    lengths = (
+        (shape.trained_length + 1, window + 1, 4 * window) if short else (1, window, window + 1, 4 * window)
+    )
+    tables = [each for length in lengths for each in rotary_tables(model, length)]
+    table, factor = tables[0]
+    if any(not torch.equal(other, table) or scale != factor for other, scale in tables[1:]):
+        name = encoding or rotary_part(unwrap(model).config)[1].get("rope_type")
+        raise RopeExtendError(
+            f"start='current' needs one table for all lengths, and that of {name} depends on the length of "
+            f"the text; {_ADVICE}"
+        )
+    pairs = table[: shape.dim // 2]
+    if isinstance(encoding, RopeEncoding) and has_tables_of(model, encoding, shape, lengths):
+        # Without the rounding of transformers' float32.
+        pairs, factor = encoding.inv_freq(shape, window + 1), encoding.attention_factor(shape, window + 1)
+    return CurrentTable(
+        shape, ExtendedShape(shape.dim, shape.theta, window, tuple(pairs.tolist())), factor, short
+    )
+
+
+def current_encoding(model: nn.Module) -> Encoding | None:
+    """The encoding that a model has now, from its patch or its config; None for an unknown `rope_type`.
+
+    Raises:
+        RopeExtendError: the parameters in the config are invalid.
+    """
+    config = unwrap(model).config
+    if (record := config_record(config)) is not None:
+        return Encoding.from_dict(record["encoding"])
+    part, parameters = rotary_part(config)
+    return RopeEncoding.from_rope_parameters(parameters, part.max_position_embeddings)
+
+
+def _short_divisors(encoding: Encoding, shape: RopeShape) -> tuple[float, ...] | None:
+    """The divisors within the pretrained window, if `longrope` has others there.
+
+    Raises:
+        RopeExtendError: the encoding is not a table, or two as in `longrope`.
+    """
+    if isinstance(encoding, LongRoPE) and encoding.depends_on_length and not encoding.start_tokens:
+        return encoding.short_factor or (1.0,) * len(encoding.long_factor)
+    if reason := encoding.effects(shape).reason():
+        raise RopeExtendError(
+            f"start='current' needs a model with one static table, and this one has {encoding}: {reason}; "
+            f"{_ADVICE}"
+        )
+    return None
+
+
+def extended_again(
+    current: CurrentTable, method: Method[Any], target_length: int, parameters: dict[str, Any]
+) -> RopeEncoding:
+    """The encoding of a method on top of the present table.
+
+    A model with plain RoPE gets the method itself.
+
+    Raises:
+        RopeExtendError: the target is not beyond the present window, or the method is not one table.
+    """
+    window = current.shape.trained_length
+    if target_length <= window:
+        raise RopeExtendError(
+            f"start='current': target_length must exceed the {window} tokens that the model reads now, got "
+            f"{target_length}; give current_length= if it was trained on fewer"
+        )
+    if any(getattr(cls, "encoding", None) is not None for cls in method.classes):
+        raise RopeExtendError(
+            "start='current' takes a method by name; a saved encoding already is the whole table, so use it "
+            "with start='pretrained'"
+        )
+    if current.is_plain:
+        encoding = method.for_target(current.pretrained, target_length, **parameters)
+    else:
+        encoding = method.for_target(current.shape, target_length, **parameters)
+    if not isinstance(encoding, RopeEncoding):
+        raise RopeExtendError(
+            f"start='current' keeps the rotation that the model has, and {encoding.name} replaces it; "
+            "leave start='current' out"
+        )
+    return encoding if current.is_plain else current.extended_by(encoding, target_length)
