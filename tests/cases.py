@@ -214,6 +214,7 @@ REMAPS = [
         ("jet_long", {"near": 5, "window": 16}, ""),
         ("sinks", {"sinks": 3, "window": 7}, ""),
         ("dual_chunk", {"chunk": 10, "local": 2}, ""),
+        ("near_far", {"far": {"name": "dynamic_yarn", "step": 0.25}, "window": 6}, ""),
     )
 ]
 """Methods that change positions. Their frequencies are plain RoPE's; `test_remaps.py` has their maps."""

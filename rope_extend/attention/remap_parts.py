@@ -98,8 +98,9 @@ def _bands(text: Text, window: int) -> Tensor:
     first, total = text.first, text.key.shape[2]
     length = text.segments[0][2]
     near, near_sums = _near(
-        text.queries(first, total, 0, length), text.keys(0, total, 0, length), text.value, window, text.scale
-    )
+        text.queries(first, total, 0, length), text.keys(0, total, 0, length), text.value,
+        min(window, total), text.scale,  # no block is longer than the text
+    )  # fmt: skip
     outputs = []
     for start, stop, length in text.segments:
         begin = max(start, window)  # the first query that has distant keys

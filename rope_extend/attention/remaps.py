@@ -33,7 +33,7 @@ from rope_extend.attention.remap_parts import Text, attend, can_be_cut
 from rope_extend.attention.rotation import GPU_TABLE_BYTES, TABLE_BYTES, rotate
 from rope_extend.attention.text_rows import TextRows, text_rows
 from rope_extend.encodings import RemapEncoding, RopeShape
-from rope_extend.encodings.core.remap import DROPPED, NEAR, Chunks
+from rope_extend.encodings.core.remap import DROPPED, NEAR, Chunks, Region
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.planned_device import device_of
@@ -42,6 +42,9 @@ from rope_extend.models.undo import UndoLog
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin `[1 or batch, 1, n, dim/2]`."""
+
+UNCHANGED = -2
+"""Not a region of the encoding: all pairs as in plain RoPE."""
 
 
 @dataclass
@@ -76,13 +79,17 @@ class _Forward(Forward):
             for start, stop in zip(starts, stops, strict=True)
         ]
 
+    def region(self, index: int, length: int) -> Region:
+        """A region of pairs, or that of plain RoPE."""
+        return NEAR if index == UNCHANGED else self.encoding.regions(self.shape, length)[index]
+
     def table(self, region: int, length: int) -> tuple[Tensor, float]:
         """The frequencies of a region, `[dim/2]` float64, and the factor on cos and sin."""
-        schedule = self.encoding.regions(self.shape, length)[region].schedule
+        schedule = self.region(region, length).schedule
         if schedule is None:
             return self.shape.inv_freq(), 1.0
-        factor = 1.0 if self.normalised else schedule.attention_factor(self.shape)
-        return schedule.inv_freq(self.shape), factor
+        factor = 1.0 if self.normalised else schedule.attention_factor(self.shape, length)
+        return schedule.inv_freq(self.shape, length), factor
 
     def rotation(
         self,
@@ -97,7 +104,7 @@ class _Forward(Forward):
         They are of all queries or keys, or of columns `start` to `stop` of a row, `(row, start, stop)`. They
         are kept for the next layer if those of all segments are small enough.
         """
-        near = self.encoding.regions(self.shape, lengths[0])[region] is NEAR  # the same for all lengths
+        near = region in (0, UNCHANGED)  # the same for all lengths
         name = ("rotation", of, region, None if near else lengths, part, like.dtype, like.device)
         if name in self.tables:
             kept: Rotation = self.tables[name]
@@ -110,23 +117,28 @@ class _Forward(Forward):
             positions = positions[row if len(positions) > 1 else 0, start:stop][None]
         rows = max(len(positions), len(lengths))
         positions = positions.expand(rows, -1).double()
+        lengths = lengths if len(lengths) > 1 else lengths * rows
         used = [
-            getattr(self.encoding.regions(self.shape, length)[region], of)(positions[row])
-            for row, length in enumerate(lengths if len(lengths) > 1 else lengths * rows)
+            getattr(self.region(region, length), of)(positions[row]) for row, length in enumerate(lengths)
         ]
-        table, factor = self.table(region, lengths[0])
-        found = _cos_sin(torch.stack(used), table, factor, like)
+        tables_used = [self.table(region, length) for length in lengths]
+        found = _cos_sin(torch.stack(used), tables_used, like)
         size = sum(each.numel() * each.element_size() for each in found)
         if size * tables <= (TABLE_BYTES if device_of(like).type == "cpu" else GPU_TABLE_BYTES):
             self.tables[name] = found
         return found
 
 
-def _cos_sin(positions: Tensor, table: Tensor, factor: float, like: Tensor) -> Rotation:
-    """cos and sin `[rows, 1, n, dim/2]` at positions `[rows, n]` float64, computed in float64."""
+def _cos_sin(positions: Tensor, tables: list[tuple[Tensor, float]], like: Tensor) -> Rotation:
+    """cos and sin `[rows, 1, n, dim/2]` at positions `[rows, n]` float64, computed in float64.
+
+    `tables` has the frequencies `[dim/2]` and the factor of each row.
+    """
     device = like.device if has_float64(like.device) else torch.device("cpu")
-    angles = positions.to(device)[:, None, :, None] * table.to(device)
-    cos, sin = angles.cos() * factor, angles.sin() * factor
+    frequencies = torch.stack([table for table, _ in tables]).to(device)[:, None, None]
+    factor = torch.tensor([factor for _, factor in tables], dtype=torch.float64)[:, None, None, None]
+    angles = positions.to(device)[:, None, :, None] * frequencies
+    cos, sin = (values * factor.to(device) for values in (angles.cos(), angles.sin()))
     return cos.to(like.device, like.dtype), sin.to(like.device, like.dtype)
 
 
@@ -232,7 +244,7 @@ class RemapHandler(AttentionHandler):
     def _own_rotation(self, forward: _Forward, like: Tensor) -> Rotation:
         """cos and sin of all keys, with the very values of the model's own rotary module, if it has one."""
         if self._stock is None or like.is_meta or self._stock.inv_freq.is_meta:
-            return forward.rotation("key", 0, (int(forward.lengths[0, 0]),), like)
+            return forward.rotation("key", UNCHANGED, (int(forward.lengths[0, 0]),), like)
         name = ("own rotation", like.dtype, like.device)
         if name not in forward.tables:
             device = self._stock.inv_freq.device
@@ -273,9 +285,11 @@ class RemapHandler(AttentionHandler):
         region = encoding.borders.region(query, keys)
         distance = encoding.distance(shape, query, keys).nan_to_num(0)
         cos, sin = (torch.empty(*keys.shape, shape.dim // 2, dtype=like.dtype) for _ in "cs")
-        for index in range(int(region.max()) + 1):
-            here = region == index
-            table, factor = forward.table(index, int(forward.lengths[0, 0]))
+        lengths = forward.lengths.expand(len(keys), -1)
+        different = sorted(set(lengths.flatten().tolist()))
+        for index, length in itertools.product(range(int(region.max()) + 1), different):
+            here = (region == index) & (lengths == length)
+            table, factor = forward.table(index, length)
             # Many keys share a distance.
             values, which = torch.unique(distance[here], return_inverse=True)
             angles = values[:, None] * table

@@ -90,10 +90,10 @@ class ModelInfo:
         shape, plain = self.shape, self.shape.inv_freq()
         table = encoding.inv_freq(shape, target_length)
         slow = shape.trained_length * plain < 2 * math.pi
-        longest: float = target_length
+        angles = target_length * table
         if isinstance(encoding, RemapEncoding):
-            longest = encoding.largest_distance(shape, target_length) + 1
-        angle_ratios = (longest * table) / (shape.trained_length * plain)
+            angles = encoding.largest_angles(shape, target_length)
+        angle_ratios = angles / (shape.trained_length * plain)
         try:
             native = str(encoding.rope_parameters(shape)["rope_type"])
         except RopeExtendError:

@@ -84,10 +84,12 @@ def _tables(as_json: bool) -> None:
 
 def _group(cls: type[Any]) -> str:
     """The heading under which a method is listed."""
-    from rope_extend.encodings import ComposedRope, RopeEncoding
+    from rope_extend.encodings import ComposedRope, RemapEncoding, RopeEncoding
 
     if not issubclass(cls, RopeEncoding):
         return "instead of RoPE: the model must be fine-tuned before it can use them"
+    if issubclass(cls, RemapEncoding):
+        return "RoPE with other positions or frequencies for distant tokens, without training"
     if issubclass(cls, ComposedRope):
         return "RoPE, around another method: `resonance(yarn)`"
     return "RoPE with other frequencies"
@@ -96,7 +98,9 @@ def _group(cls: type[Any]) -> str:
 def _depends_on_length(cls: type[Any]) -> bool:
     """Whether the table of a method changes with the length; of a composed method, the outer part alone."""
     value = getattr(cls, "depends_on_length", False)
-    return value if isinstance(value, bool) else bool(cls().depends_on_length)
+    if isinstance(value, bool):
+        return value
+    return not cls.required() and bool(cls().depends_on_length)
 
 
 def families_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,6 +44,7 @@ from rope_extend.encodings.linear_attention import LinearAttention
 from rope_extend.encodings.llama3 import Llama3
 from rope_extend.encodings.logn import LogN
 from rope_extend.encodings.longrope import LongRoPE
+from rope_extend.encodings.near_far import NearFar
 from rope_extend.encodings.none import PlainRope
 from rope_extend.encodings.nope import NoPE
 from rope_extend.encodings.ntk import NTK
@@ -99,6 +100,7 @@ __all__ = [
     "ModelShape",
     "NTKByParts",
     "NTKMixed",
+    "NearFar",
     "NoPE",
     "PRoPE",
     "PlainRope",

@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, ONE_BY_ONE, batch, gradients, in_parts, logits, same, tokens
-from cases import FAMILIES, PARTIAL, REMAPS, TARGET, TRAINED, EncodingCase, FamilyCase, llama, tiny_model
+from cases import (
+    FAMILIES,
+    PARTIAL,
+    REMAPS,
+    TARGET,
+    TRAINED,
+    EncodingCase,
+    FamilyCase,
+    llama,
+    stock,
+    tiny_model,
+)
 from covering import few
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,6 +87,10 @@ def dual_chunk(chunk: int, local: int) -> Map:
     return given_distance
 
 
+def near_far(far: dict[str, Any], window: int) -> Map:
+    return lambda i, j: i - j
+
+
 MAPS: dict[str, Callable[..., Map]] = {
     "self_extend": self_extend,
     "rerope": rerope,
@@ -83,8 +98,28 @@ MAPS: dict[str, Callable[..., Map]] = {
     "jet_long": jet_long,
     "sinks": sinks,
     "dual_chunk": dual_chunk,
+    "near_far": near_far,
 }
 """The maps of the papers and of the authors' code, for whole positions."""
+
+
+@cache
+def yarn_of(length: int) -> tuple[list[float], float]:
+    """Stock YaRN's table for a text, in steps of a quarter, and its factor on the logits."""
+    end = TRAINED
+    while end < length:
+        end = max(end + 1, int(end * 1.25))
+    if end == TRAINED:
+        return PLAIN, 1.0
+    table, factor = stock("yarn", factor=end / TRAINED)(RopeShape(16, 10_000.0, TRAINED), end)
+    return table, factor**2
+
+
+def table_of(case: EncodingCase, query: int, position: int) -> tuple[list[float], float]:
+    """The frequencies of a pair, and the factor on its logit that comes with them."""
+    if case.name == "near_far" and query - position >= 6:
+        return yarn_of(query + 1)
+    return PLAIN, 1.0
 
 
 def map_of(case: EncodingCase) -> Map:
@@ -106,7 +141,8 @@ def written_out(method: str, length: int = 40) -> Tensor:
         given = distance(query, position) or 0.0
         sharpened = case.name == "rerope" and not str(case).endswith("leak")
         scale = max(1.0, math.log(query + 1, TRAINED)) if sharpened else 1.0
-        return [-given * frequency for frequency in PLAIN], math.sqrt(scale)  # on query and key
+        table, factor = table_of(case, query, position)  # 1 for the query itself
+        return [-given * frequency for frequency in table], math.sqrt(scale) * factor  # on query and key
 
     seen = [[j <= i and distance(i, j) is not None for j in range(length)] for i in range(length)]
     return naive_llama(llama(head_dim=16), tokens(1, length)[0], rotation, allowed=torch.tensor(seen))
@@ -291,6 +327,8 @@ def test_a_prefill_takes_few_calls_linear_memory_and_little_more_work(case: Enco
         assert calls <= 2 + 2 * math.ceil(math.log2(LONG / 10))
     elif case.name == "jet_long":  # the groups change every 16 tokens here, and far keys are cut there
         assert calls <= 2 + 2 * LONG / 16
+    elif case.name == "near_far":  # its table changes whenever the text has grown by a quarter
+        assert calls <= 2 + 2 * (1 + math.log(LONG / TRAINED, 1.24))
     else:
         assert calls == 3 + (case.name == "sinks")
     assert pairs <= 1.05 * causal

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rope_extend as rx
-from rope_extend.encodings import RemapEncoding, RopeShape, rotary_method
+from rope_extend.encodings import RemapEncoding, RopeEncoding, RopeShape, rotary_method
+from rope_extend.encodings.core.remap import Bands
 
 NAMES = ("self_extend", "rerope", "string", "jet_long", "sinks", "dual_chunk")
+"""Methods that keep the frequencies of plain RoPE."""
 
 
 def shape(trained: int) -> RopeShape:
@@ -83,6 +85,23 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("sinks", {"window": 32}, r"sinks \+ window=36 exceeds the 32 tokens"),
     ("dual_chunk", {"chunk": 32}, r"chunk \+ local=36 exceeds the 32 tokens"),
     ("dual_chunk", {"size": 3}, r"unknown parameter 'size'; it takes chunk, local"),
+    ("near_far", {"window": 33}, r"window=33 exceeds the 32 tokens"),
+    ("near_far", {"far": "yarrn"}, r"no encoding is named 'yarrn'. Did you mean 'yarn'\?"),
+    ("near_far", {"far": 4.0}, r"far must be a rotary encoding, such as .*, got 4.0"),
+    ("near_far", {"far": "sinks"}, r"far cannot be sinks, which has other regions.*; use a schedule such as"),
+    ("near_far", {"far": "dual_chunk"}, r"far cannot be dual_chunk, which has other regions"),
+    ("near_far", {"far": "xpos"}, r"far cannot be xpos, which makes near pairs lose weight too"),
+    ("near_far", {"near": "dynamic_ntk"}, r"near must be one static table.*its table depends on the length"),
+    ("near_far", {"near": "self_extend"}, r"near must be one static table.*other positions"),
+    ("near_far(alibi)", {}, r"alibi is not a rotary method"),
+    (
+        "near_far(dynamic_ntk)",
+        {"per": "row"},
+        r"far cannot be dynamic_ntk, which uses the length of the whole",
+    ),
+    ("near_far(yarn)", {"chunk": 4}, r"unknown parameter 'chunk'; it takes factor, beta_fast"),
+    ("resonance(near_far)", {}, r"resonance: inner must be a schedule of frequencies, but near_far"),
+    ("abf(yarn)", {}, r"abf takes no method inside it; those that do: .*near_far.*resonance"),
 ]
 
 
@@ -98,9 +117,30 @@ def test_the_nearest_shift_reaches_the_target() -> None:
     assert for_target("string", 32, 60, shift=30).target_length(shape(32)) == 60
 
 
-@pytest.mark.parametrize("name", NAMES)
+COMPOSED = ("near_far", "near_far(dynamic_yarn)", "near_far(jet_long)", "near_far(resonance(yarn))")
+
+
+@pytest.mark.parametrize("name", [*NAMES, *COMPOSED])
 def test_a_method_is_stored_and_read_exactly(name: str) -> None:
     method = for_target(name, 32, 60)
     assert rx.Encoding.from_dict(method.to_dict()) == method
     assert method.effects(shape(32)).remaps
     assert not method.effects(shape(32)).is_one_table
+
+
+def test_near_and_far_from_the_target_length() -> None:
+    """The window as in Jet-Long, YaRN for the target, and parameters go to the encoding that has them."""
+    assert for_target("near_far", 32, 256) == rx.encoding(
+        "near_far", far=rx.encoding("yarn", factor=8.0), window=8
+    )
+    assert for_target("near_far", 32_768, 262_144).borders == Bands(2048)
+    method = for_target("near_far(yarn)", 32, 256, window=5, beta_fast=16.0)
+    assert str(method) == "near_far(yarn(factor=8, beta_fast=16), window=5)"
+    assert method.target_length(shape(32)) == 256
+    both = for_target("near_far", 32, 256, near="ntk", far="dynamic_ntk")
+    assert str(both) == "near_far(dynamic_ntk(factor=8), window=8, near=ntk(factor=8))"
+    # The slowest pair: 8 tokens of the larger base, or 256 of plain RoPE's table for a text of that length.
+    far = rx.encoding("dynamic_ntk", factor=8.0, step=0.0)
+    assert isinstance(far, RopeEncoding)
+    both = for_target("near_far", 32, 256, near="ntk", far=far)
+    assert float(both.largest_angles(shape(32), 256)[-1]) == float(256 * far.inv_freq(shape(32), 256)[-1])

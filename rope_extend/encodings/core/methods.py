@@ -47,7 +47,7 @@ class Method(Generic[EncodingT_co]):
         *outer, innermost = zip(self.classes, self.split_parameters(parameters), strict=True)
         built: EncodingT_co = innermost[0].for_target(shape, target_length, **innermost[1])
         for cls, values in reversed(outer):
-            built = cls.for_target(shape, target_length, **values, inner=built)
+            built = cls.for_target(shape, target_length, **values, **{cls.inner_name: built})
         return built
 
     @property
@@ -61,8 +61,9 @@ class Method(Generic[EncodingT_co]):
         Raises:
             RopeExtendError: no encoding has one of them.
         """
-        *outer, innermost = (set(cls.parameters()) for cls in self.classes)
-        accepted = [*(names - {"inner"} for names in outer), innermost]
+        accepted = [set(cls.parameters()) for cls in self.classes]
+        for cls, names in zip(self.classes[:-1], accepted, strict=False):
+            names.discard(cls.inner_name)
         unknown = parameters.keys() - set().union(*accepted)
         # The innermost refuses unknown parameters: its own are the ones that users set most often.
         check_parameters(self.classes[-1], dict.fromkeys(unknown))
@@ -150,8 +151,10 @@ def rotary_method(name: str) -> Method[RopeEncoding]:
         if not issubclass(cls, RopeEncoding):
             rotary = ", ".join(encoding_names(RopeEncoding))
             raise RopeExtendError(f"{part} is not a rotary method; rotary methods are {rotary}")
-        if depth < opened and not issubclass(cls, ComposedRope):
-            composed = ", ".join(encoding_names(ComposedRope))
+        if depth < opened and not cls.inner_name:
+            composed = ", ".join(
+                known for known, each in sorted(encoding_classes().items()) if getattr(each, "inner_name", "")
+            )
             raise RopeExtendError(f"{name}: {part} takes no method inside it; those that do: {composed}")
         classes.append(cls)
     return Method(tuple(classes))

@@ -36,7 +36,7 @@ class Region:
     Attributes:
         query: the position that a query is rotated to.
         key: the position that a key is rotated to.
-        schedule: the static schedule of the rotation; None for plain RoPE.
+        schedule: the frequencies of the rotation, by the length of `regions`; None for plain RoPE.
     """
 
     query: PositionMap
@@ -136,8 +136,8 @@ class RemapEncoding(RopeEncoding):
     def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
         """The regions, in the order in which `borders` counts them.
 
-        `length` is the result of `table_length` for the query; the regions of most methods are the same for
-        all lengths.
+        `length` is the result of `table_length` for the query. The first region is the same for all lengths,
+        and so are all regions of most methods.
         """
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
@@ -160,6 +160,10 @@ class RemapEncoding(RopeEncoding):
         """The largest distance that is given to a pair in a text of `length` tokens."""
         queries, keys = torch.tensor(self.borders.widest(length), device="cpu").T
         return float(self.distance(shape, queries, keys).nan_to_num(0).max())
+
+    def largest_angles(self, shape: RopeShape, length: int) -> Tensor:
+        """The angle that each channel pair reaches in a text of a length, `[dim/2]` float64, radians."""
+        return (self.largest_distance(shape, length) + 1) * shape.inv_freq()
 
     def distance(self, shape: RopeShape, query: Tensor, key: Tensor) -> Tensor:
         """The distance that pairs are given, float64; NaN for pairs that do not attend.

@@ -30,6 +30,8 @@ class RopeEncoding(Encoding):
     """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
     remaps: ClassVar[bool] = False
     """Whether it gives distant pairs of tokens other positions, as SelfExtend does."""
+    inner_name: ClassVar[str] = ""
+    """The parameter that takes another method, as in `resonance(yarn)`; empty if there is none."""
 
     @property
     def rotates_in_attention(self) -> bool:
@@ -303,6 +305,8 @@ class ComposedRope(RopeEncoding):
     """
 
     inner: RopeEncoding = dataclasses.field(default_factory=lambda: _rotary(encoding("none")))
+
+    inner_name: ClassVar[str] = "inner"
 
     def __post_init__(self) -> None:
         super().__post_init__()

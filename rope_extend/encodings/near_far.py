@@ -1,0 +1,186 @@
+"""Near and far: one encoding for near tokens, another one for distant tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from rope_extend.encodings.core.encoding import Encoding
+from rope_extend.encodings.core.methods import rotary_method
+from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
+from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.none import PlainRope
+from rope_extend.errors import RopeExtendError
+
+_ANY_SHAPE = RopeShape(dim=128, theta=1e4, trained_length=4096)
+"""What an encoding does beyond its table is the same for all shapes."""
+
+
+@dataclass(frozen=True)
+class NearFar(RemapEncoding):
+    """Near and far: pairs closer than a window are rotated by one encoding, all others by another one.
+
+    This is the general form of Jet-Long: `near_far(far=jet_long(near=w-1, ...), window=w)` is Jet-Long, and
+    with a far schedule such as dynamic YaRN it is its variant with frequencies. If `near` is plain RoPE,
+    texts within the window are processed exactly as the model was pretrained.
+
+    For a target length N and a trained length L, `far` is YaRN for N, `near` plain RoPE, and the window 2,048
+    as in Jet-Long, or `L // 4` if that is less.
+
+    Attributes:
+        far: the encoding of distant pairs: a schedule of frequencies, or a method that changes the positions
+            of all pairs from one distance on, such as `self_extend`. If it depends on the length, each query
+            has the table of the text that ends with it. A factor on the logits of a query, as `rerope` and
+            `logn` have, acts on all its pairs.
+        window: the first distance that is rotated by `far`.
+        near: the encoding of near pairs: a static schedule of frequencies.
+    """
+
+    far: RopeEncoding
+    window: int
+    near: RopeEncoding = field(default_factory=PlainRope)
+
+    name: ClassVar[str] = "near_far"
+    paper: ClassVar[str] = "2607.07740"
+    inner_name: ClassVar[str] = "far"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_whole("window")
+        for name in ("near", "far"):
+            object.__setattr__(self, name, self._schedule(name))
+        effects = self.near.effects(_ANY_SHAPE)
+        if not effects.is_one_table:
+            raise RopeExtendError(
+                f"near_far: near must be one static table, but of {self.near} {effects.reason()}; "
+                f"use near=none, or a schedule such as ntk"
+            )
+        self._check_far()
+
+    def _schedule(self, name: str) -> RopeEncoding:
+        """One of the two encodings, which may be given as `to_dict()`."""
+        given = getattr(self, name)
+        built = Encoding.from_dict(given) if isinstance(given, Mapping) else given
+        if not isinstance(built, RopeEncoding):
+            raise RopeExtendError(
+                f"near_far: {name} must be a rotary encoding, such as encoding('yarn', factor=8.0), got "
+                f"{given!r}"
+            )
+        return built
+
+    def _check_far(self) -> None:
+        """Refuse what two regions cannot hold."""
+        far, problem = self.far, ""
+        effects = far.effects(_ANY_SHAPE)
+        if isinstance(far, RemapEncoding) and not isinstance(far.borders, Bands):
+            problem = "has other regions than near and distant pairs"
+        elif effects.per_row:
+            problem = "uses the length of the whole row, which later tokens change"
+        elif effects.decays:
+            problem = "makes near pairs lose weight too"
+        elif effects.start_tokens:
+            problem = f"keeps the angles of the first {effects.start_tokens} positions"
+        if problem:
+            raise RopeExtendError(
+                f"near_far: far cannot be {far.name}, which {problem}; use a schedule such as yarn or "
+                f"dynamic_yarn, or self_extend, rerope, string or jet_long"
+            )
+
+    @classmethod
+    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
+        """Both encodings and the window from the lengths, see the class; a parameter that is given is kept.
+
+        `near` and `far` may be names of methods, such as `dynamic_yarn`. Their parameters then follow from
+        the lengths.
+
+        Raises:
+            RopeExtendError: unknown or invalid parameters, or a window beyond the trained one.
+        """
+        given = {"far": "yarn", "window": max(1, min(2048, shape.trained_length // 4)), **parameters}
+        for name in ("near", "far"):
+            if isinstance(given.get(name), str):
+                given[name] = rotary_method(given[name]).for_target(shape, target_length)
+        built = cls._build(given)
+        cls._check_window(shape, "window", built.window)
+        return built
+
+    @property
+    def depends_on_length(self) -> bool:  # type: ignore[override]
+        """As the far encoding."""
+        return self.far.depends_on_length
+
+    @property
+    def borders(self) -> Bands:
+        """Distances from `window` on are far."""
+        return Bands(self.window)
+
+    def regions(self, shape: RopeShape, length: int) -> tuple[Region, ...]:
+        """The near schedule, and the far one or the far positions."""
+        plain = isinstance(self.near, PlainRope)
+        near = NEAR if plain else Region(NEAR.query, NEAR.key, self.near)
+        if isinstance(self.far, RemapEncoding):
+            return near, self.far.regions(shape, length)[1]
+        return near, Region(NEAR.query, NEAR.key, self.far)
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """The far encoding's."""
+        return self.far.table_length(shape, lengths)
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """The near schedule's, `[dim/2]` float64, radians per token."""
+        return self.near.inv_freq(shape)
+
+    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
+        """The near schedule's."""
+        return self.near.attention_factor(shape)
+
+    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The far encoding's, on all pairs of a query."""
+        return self.far.logit_scale(shape, position_ids)
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """The far encoding's."""
+        return self.far.target_length(shape)
+
+    def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
+        """Whether near pairs are plain and there are no others, or the far encoding is plain up to here."""
+        if not _is_plain_table(self.near, shape, None):
+            return False
+        if super().is_plain(shape, lowest, highest):
+            return True
+        first, last = self.table_length(shape, torch.tensor([lowest + 1, highest + 1], device="cpu")).tolist()
+        far = self.regions(shape, last)[1]
+        if first != last or not _is_plain_table(far.schedule, shape, last):
+            return False
+        # Positions of a text that are all kept; the last one shows it for most texts.
+        for start in (highest, lowest):
+            positions = torch.arange(start, highest + 1, dtype=torch.float64, device="cpu")
+            if not all(torch.equal(of(positions), positions) for of in (far.query, far.key)):
+                return False
+        return True
+
+    def largest_angles(self, shape: RopeShape, length: int) -> Tensor:
+        """The larger one of those of near and of distant pairs, `[dim/2]` float64, radians."""
+        near = min(self.window, length) * self.near.inv_freq(shape)
+        table_length = int(self.table_length(shape, torch.tensor([length], device="cpu"))[0])
+        far = self.regions(shape, table_length)[1].schedule
+        table = shape.inv_freq() if far is None else far.inv_freq(shape, table_length)
+        return torch.maximum(near, (self.largest_distance(shape, length) + 1) * table)
+
+    def __str__(self) -> str:
+        """`near_far(yarn(factor=8), window=1024)`: the far encoding, then what differs from the defaults."""
+        near = [] if isinstance(self.near, PlainRope) else [f"near={self.near}"]
+        return f"{self.name}({', '.join([str(self.far), f'window={self.window}', *near])})"
+
+
+def _is_plain_table(schedule: RopeEncoding | None, shape: RopeShape, length: int | None) -> bool:
+    """Whether a schedule's table for a length is plain RoPE's; None is plain RoPE."""
+    if schedule is None:
+        return True
+    plain = torch.equal(schedule.inv_freq(shape, length), shape.inv_freq())
+    return plain and schedule.attention_factor(shape, length) == 1
