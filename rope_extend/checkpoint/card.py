@@ -204,6 +204,11 @@ def _facts(record: Record, recipe: Mapping[str, Any], data: str | Sequence[str] 
                 "several short documents in a block, with no attention between them; positions "
                 f"{recipe['packing']}"
             )
+        if recipe.get("mixed_windows") and recipe.get("short_share"):
+            rows["mixed windows"] = (
+                f"{recipe['short_share']:.0%} of the blocks hold short documents, with the table of the "
+                "trained window ([arXiv 2502.20082](https://arxiv.org/abs/2502.20082))"
+            )
         if recipe.get("shifted_sparse"):
             rows["attention in training"] = (
                 f"shifted sparse ([arXiv 2309.12307](https://arxiv.org/abs/2309.12307)), in groups of "
@@ -238,6 +243,14 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None
 
 
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 1
+
+
 def _is_sources(value: Any) -> bool:
     """Whether a value is text or a list of text. By aliases, lists of lists can be longer than their file."""
     names = [value] if isinstance(value, str) else value
@@ -252,6 +265,8 @@ _SHOWN: Mapping[str, Callable[[Any], bool]] = {
     "positions": _is_name,
     "block_length": _is_count,
     "packing": _is_name,
+    "mixed_windows": _is_flag,
+    "short_share": _is_share,
     "shifted_sparse": _is_count,
 }
 """What the card shows of a recipe, and whether a value has the form that recipes have."""

@@ -131,36 +131,51 @@ def check_packing(packing: str, encoding: Encoding, shape: RopeShape, config: An
     Raises:
         RopeExtendError: names the encoding, the family, the reason, and what to do instead.
     """
+    if (reason := packing_reason(packing, encoding, shape, config)) is not None:
+        raise RopeExtendError(
+            f"packing {packing} cannot be combined with {encoding} on {config.model_type}: {reason}. Blocks "
+            "of one document each work with every encoding (packing: none)"
+        )
+
+
+def packing_reason(
+    packing: str, encoding: Encoding, shape: RopeShape, config: Any, *, one_table: bool = False
+) -> str | None:
+    """Why documents cannot share a row, as a clause; None if they can.
+
+    Args:
+        packing: how positions count, `restart` or `continue`.
+        encoding: the encoding of the model.
+        shape: the rotary shape of the model.
+        config: the config of the model.
+        one_table: whether all documents of a row use the same table, whatever their lengths.
+    """
     kinds = {
         kind
         for kind in getattr(config.get_text_config(), "layer_types", None) or ()
         if any(name in kind for name in _RECURRENT)
     }
-    effects, reason = encoding.effects(shape), None
+    effects = encoding.effects(shape)
     if effects.replaces_softmax:
-        reason = "it carries sums from token to token, which no mask stops at the end of a document"
-    elif kinds:
-        reason = (
+        return "it carries sums from token to token, which no mask stops at the end of a document"
+    if kinds:
+        return (
             f"layers of type {', '.join(sorted(kinds))} carry a state from token to token, which no mask "
             "stops at the end of a document"
         )
-    elif packing == RESTART and effects.per_row:
-        reason = (
+    if packing == RESTART and effects.per_row and not one_table:
+        return (
             "its table depends on the length of the whole row, and the documents in a row have different "
             "lengths; with per='query' it can be packed"
         )
-    elif packing == CONTINUE and effects.remaps:
-        reason = (
+    if packing == CONTINUE and effects.remaps:
+        return (
             "it groups and drops tokens by their positions, and continuing positions count those of other "
             "documents; use packing restart"
         )
-    elif packing == CONTINUE and effects.scales_by_position:
-        reason = (
+    if packing == CONTINUE and effects.scales_by_position:
+        return (
             "it scales attention by the number of tokens that a query can see, and continuing positions "
             "count those of other documents; use packing restart"
         )
-    if reason is not None:
-        raise RopeExtendError(
-            f"packing {packing} cannot be combined with {encoding} on {config.model_type}: {reason}. Blocks "
-            "of one document each work with every encoding (packing: none)"
-        )
+    return None

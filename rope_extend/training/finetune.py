@@ -28,6 +28,7 @@ from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.restoring import undone_on_failure
 from rope_extend.checkpoint.saving import save
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
+from rope_extend.data.mixed_windows import check_mixed_windows
 from rope_extend.data.packing import check_packing
 from rope_extend.data.sampled_positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.encodings import RopeShape
@@ -168,7 +169,7 @@ def finetune(
     if tokenizer is None:
         tokenizer = pretrained(AutoTokenizer, recipe.model)
     with accelerator.main_process_first():  # the other processes then read the tokens from the cache
-        training = load_training_data(recipe, tokenizer, sharding.replicas)
+        training = load_training_data(recipe, tokenizer, sharding.replicas, shape.trained_length)
         held_out = load_held_out(recipe, tokenizer, lengths)
         known = trained_on(recipe, held_out, training, tokenizer, lengths)
     data = RunData(training.blocks, held_out, lengths, chunk_size, known)
@@ -424,9 +425,11 @@ def _check_model(
             _check_sampled(recipe, model)
         if recipe.packing != UNPACKED:
             check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
+        if recipe.mixed_windows:
+            check_mixed_windows(recipe.length, patch.encoding, patch.shape, model.config)
         if recipe.shifted_sparse is not None:
             check_shifted_sparse(model, patch.encoding)
-        masks = recipe.packing != UNPACKED or recipe.shifted_sparse is not None
+        masks = recipe.packs or recipe.shifted_sparse is not None
         for length in [length for length, _ in recipe.curriculum or ()] + [recipe.length]:
             sharding.check(
                 patch, model, length=length, sampled=recipe.positions != CONSECUTIVE, masks=masks,

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from rope_extend.attention.packed import check_packed_attention, document_inputs, packed_attention
 from rope_extend.attention.shifted_sparse import shifted_sparse
 from rope_extend.checkpoint.record import Record
-from rope_extend.data.choices import CONSECUTIVE, RESTART, UNPACKED
+from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.data.curriculum import Curriculum
 from rope_extend.data.documents import Document, fingerprint
 from rope_extend.data.packing import scored
@@ -162,7 +162,7 @@ class TrainingRun:
             return {}
         recipe, length = self.recipe, self.data.blocks.at(self.state.step).length
         spans: Spans = {length: 1.0}
-        if recipe.packing != UNPACKED:
+        if recipe.packs:
             passes = range(recipe.gradient_accumulation)
             spans = document_spans(item for forward in passes for item in self._sequences(forward)[1])
         elif recipe.shifted_sparse is not None:
@@ -275,10 +275,10 @@ class TrainingRun:
         if recipe.positions != CONSECUTIVE:
             collate = PositionCollator(recipe.positions, recipe.target_length, seed=recipe.seed, drawn=first)
         batch = {name: value.to(accelerator.device) for name, value in collate(chosen).items()}
-        if recipe.packing == UNPACKED:
+        if not recipe.packs:
             return batch
         positions = batch.pop("document_positions")
-        return {**batch, **document_inputs(self.model, positions, restarts=recipe.packing == RESTART)}
+        return {**batch, **document_inputs(self.model, positions, restarts=recipe.restarts)}
 
     def _divisor(self) -> torch.Tensor | None:
         """The divisor of the sum of losses of each forward pass; None for the number of tokens it predicts.
@@ -286,7 +286,7 @@ class TrainingRun:
         Packed blocks predict different numbers of tokens, and each token has the same weight.
         """
         recipe, accelerator = self.recipe, self.accelerator
-        if recipe.packing == UNPACKED:
+        if not recipe.packs:
             return None
         passes = range(recipe.gradient_accumulation)
         count = sum(scored(self._sequences(forward)[1]) for forward in passes)
@@ -305,11 +305,10 @@ class TrainingRun:
         Both are tested on a few tokens.
         """
         with ExitStack() as stack:
-            if self.recipe.packing != UNPACKED:
+            if self.recipe.packs:
                 with self._autocast():
                     stack.enter_context(packed_attention(self.model, self._with_weights))
-                    restarts = self.recipe.packing == RESTART
-                    self._with_weights(partial(check_packed_attention, restarts=restarts))
+                    self._with_weights(partial(check_packed_attention, restarts=self.recipe.restarts))
             if self.recipe.shifted_sparse is not None:
                 with self._autocast():
                     within = shifted_sparse(self.model, self.recipe.shifted_sparse, self._with_weights)

@@ -12,6 +12,8 @@ from torch import nn
 
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
+from rope_extend.method_names import CURRENT
+from rope_extend.models.current_table import current_table
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.patching import Patch, extend, patch_model
 from rope_extend.training.recipe import Recipe
@@ -105,7 +107,19 @@ def extended(model: nn.Module, recipe: Recipe) -> Patch:
     Raises:
         RopeExtendError: as `extend`.
     """
+    start = {"start": recipe.start, "current_length": recipe.current_length}
     if recipe.method == "none":  # the control: the same run without an extension
+        if recipe.start == CURRENT:
+            current = current_table(model, recipe.trained_length, recipe.current_length)
+            unchanged = current.with_table(
+                current.shape.inv_freq(), current.attention_factor, recipe.target_length
+            )
+            return patch_model(
+                model,
+                unchanged,
+                trained_length=current.pretrained.trained_length,
+                target_length=recipe.target_length,
+            )
         return patch_model(
             model, encoding("none"), trained_length=recipe.trained_length, target_length=recipe.target_length
         )
@@ -114,7 +128,7 @@ def extended(model: nn.Module, recipe: Recipe) -> Patch:
         recipe.target_length,
         recipe.method,
         trained_length=recipe.trained_length,
-        **recipe.method_parameters,
+        **{**start, **recipe.method_parameters},
     )
 
 

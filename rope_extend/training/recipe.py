@@ -33,9 +33,9 @@ from rope_extend.config import (
     require,
     whole,
 )
-from rope_extend.data.choices import CONSECUTIVE, PACKINGS, SAMPLED, UNPACKED
+from rope_extend.data.choices import CONSECUTIVE, PACKINGS, RESTART, SAMPLED, UNPACKED
 from rope_extend.errors import RopeExtendError
-from rope_extend.method_names import check_method_name, method_names
+from rope_extend.method_names import PRETRAINED, STARTS, check_method_name, check_start, method_names
 from rope_extend.units import parse_length
 
 
@@ -116,10 +116,12 @@ class Recipe(Config):
 
     label: ClassVar[str] = "recipe"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "method": ("method", "method_parameters", "trained_length", "anneal_steps"),
+        "method": (
+            "method", "method_parameters", "start", "current_length", "trained_length", "anneal_steps",
+        ),
         "data and blocks": (
-            "block_length", "curriculum", "positions", "packing", "text_column", "split", "data_weights",
-            "streaming", "max_documents", "max_tokens",
+            "block_length", "curriculum", "positions", "packing", "mixed_windows", "short_share",
+            "text_column", "split", "data_weights", "streaming", "max_documents", "max_tokens",
         ),
         "optimization": (
             "steps", "batch_size", "gradient_accumulation", "learning_rate", "warmup_steps", "weight_decay",
@@ -157,6 +159,18 @@ class Recipe(Config):
         PARAMETERS,
         "parameters of the method, such as beta_fast=32; not factor, which follows from the lengths",
     ] = field(default_factory=dict)
+    start: Annotated[
+        str,
+        choice(*STARTS),
+        "what is extended: plain RoPE from the pretrained window, or the table that the checkpoint has now, "
+        "from the window that it was trained to read under it",
+    ] = PRETRAINED
+    current_length: Annotated[
+        int | None,
+        optional(LENGTH),
+        "with start current, the window that the checkpoint was trained to read, in tokens, if its config is "
+        "wrong",
+    ] = None
     trained_length: Annotated[
         int | None, optional(LENGTH), "the pretrained window, in tokens, if the model's config is wrong"
     ] = None
@@ -181,6 +195,15 @@ class Recipe(Config):
         "several short documents per block, each attended to alone: positions restart in each document, or "
         "continue through the block; none drops documents shorter than a block",
     ] = UNPACKED
+    mixed_windows: Annotated[
+        bool,
+        FLAG,
+        "mix two kinds of blocks (2502.20082): one long document, or short documents, which use the table of "
+        "the trained window; for methods with two tables, such as short_original(yarn)",
+    ] = False
+    short_share: Annotated[
+        float, number(0, above=True, below=1), "with mixed_windows, the share of blocks of short documents"
+    ] = 0.3
     steps: Annotated[int, POSITIVE_COUNT, "optimizer steps"] = BY_METHOD
     anneal_steps: Annotated[
         int,
@@ -329,7 +352,9 @@ class Recipe(Config):
             RopeExtendError: an unknown method, or values that contradict each other.
         """
         check_method_name(self.method)
+        check_start("recipe", self.start, self.current_length)
         self._check_lengths()
+        self._check_mixed()
         self._check_groups()
         self._check_stream()
         self._check_weights()
@@ -396,6 +421,24 @@ class Recipe(Config):
                 "already covers all of target_length; leave one of the two out"
             )
 
+    def _check_mixed(self) -> None:
+        if not self.mixed_windows:
+            return
+        reasons = {
+            "packing": (self.packing != UNPACKED, "mixed windows pack short documents themselves"),
+            "positions": (self.positions != CONSECUTIVE, "sampled positions stand for one long document"),
+            "curriculum": (self.curriculum is not None, "its shorter blocks are neither of the two windows"),
+            "shifted_sparse": (self.shifted_sparse is not None, "its groups ignore where documents end"),
+            "streaming": (self.streaming, "a stream is one source in its own order"),
+            "data_weights": (self.data_weights is not None, "short_share says how often each kind comes"),
+            "anneal_steps": (self.anneal_steps > 0, "a method with two tables cannot be annealed"),
+        }
+        for name, (given, reason) in reasons.items():
+            if given:
+                raise RopeExtendError(
+                    f"recipe: mixed_windows and {name} cannot be combined: {reason}; leave one of the two out"
+                )
+
     def _check_groups(self) -> None:
         group = self.shifted_sparse
         if group is None:
@@ -443,6 +486,16 @@ class Recipe(Config):
     def length(self) -> int:
         """Tokens per training sequence: `block_length`, or else `target_length`."""
         return self.target_length if self.block_length is None else self.block_length
+
+    @property
+    def packs(self) -> bool:
+        """Whether some blocks hold several documents."""
+        return self.packing != UNPACKED or self.mixed_windows
+
+    @property
+    def restarts(self) -> bool:
+        """Whether positions begin at 0 in each document of a block."""
+        return self.packing == RESTART or self.mixed_windows
 
     def computed_defaults(self) -> Mapping[str, Any]:
         """Defaults of the fields that depend on the method; those of a schedule if the method is unknown."""

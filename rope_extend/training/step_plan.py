@@ -23,7 +23,7 @@ from torch import nn
 from rope_extend.attention.functions import acts_inside
 from rope_extend.attention.packed import takes_no_mask
 from rope_extend.config import AUTO
-from rope_extend.data.choices import CONSECUTIVE, UNPACKED
+from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import ForwardEstimate, ForwardEstimator
 from rope_extend.loss import NextTokenLoss, default_chunk_bytes
@@ -478,7 +478,7 @@ class _StepEstimator:
         self.scored = 3 * max(1, default_chunk_bytes(device) // (4 * vocabulary))  # tokens of three chunks
 
     def __enter__(self) -> Self:
-        model, packed = self.base, self.recipe.packing != UNPACKED
+        model, packed = self.base, self.recipe.packs
         with DirectKernelCalls(), MetaBytes(scored=2):
             self.masked = packed and not takes_no_mask(model)
         config = model.config.get_text_config(decoder=True)

@@ -15,6 +15,7 @@ from rope_extend.data.blocks import Blocks, cut_blocks
 from rope_extend.data.choices import RESTART, UNPACKED
 from rope_extend.data.curriculum import Curriculum, Stage
 from rope_extend.data.documents import Document, fingerprint, in_common, load_documents
+from rope_extend.data.mixed_windows import mixed_windows
 from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import PackedBlocks, packed_blocks
 from rope_extend.data.sources import dataset_id, held_out_split, is_dataset, read_texts, source_files
@@ -40,8 +41,16 @@ class TrainingData:
     documents: Sequence[Document] | None
 
 
-def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> TrainingData:
+def load_training_data(
+    recipe: Recipe, tokenizer: Any, processes: int = 1, trained_length: int | None = None
+) -> TrainingData:
     """Load the blocks of a run.
+
+    Args:
+        recipe: the run.
+        tokenizer: the model's tokenizer.
+        processes: number of processes with different blocks.
+        trained_length: the pretrained window in tokens, which `mixed_windows` needs.
 
     Raises:
         RopeExtendError: as `load_documents` and `cut_blocks`; the message names the source if there are
@@ -51,6 +60,8 @@ def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> Tr
         stream = _stream(recipe, tokenizer, processes)
         stream[0]  # fail now if it cannot be read
         return TrainingData(Curriculum([Stage(0, recipe.length, 1, stream)]), "stream", None)
+    if recipe.mixed_windows:
+        return _mixed_windows(recipe, tokenizer, trained_length)
     weighted = recipe.data_weights is not None
     names = list(recipe.data) if weighted else [recipe.data]
     sources: list[list[Document]] = []
@@ -70,6 +81,14 @@ def load_training_data(recipe: Recipe, tokenizer: Any, processes: int = 1) -> Tr
     joined = hashlib.sha256(" ".join(content).encode()).hexdigest()[:16]
     every = [document for documents in sources for document in documents]
     return TrainingData(Curriculum(stages), joined if weighted else content[0], every)
+
+
+def _mixed_windows(recipe: Recipe, tokenizer: Any, trained_length: int | None) -> TrainingData:
+    assert trained_length is not None
+    documents = _documents(recipe, recipe.data, tokenizer)
+    blocks = mixed_windows(documents, recipe.length, trained_length, recipe.short_share, seed=recipe.seed)
+    stages = Curriculum([Stage(0, recipe.length, 1, blocks)])
+    return TrainingData(stages, fingerprint(documents), documents)
 
 
 def check_split(recipe: Recipe) -> None:
@@ -202,7 +221,7 @@ def _documents(recipe: Recipe, source: str | Sequence[str], tokenizer: Any) -> l
         tokenizer,
         text_column=recipe.text_column,
         split=recipe.split,
-        min_tokens=shortest if recipe.packing == UNPACKED else 2,
+        min_tokens=2 if recipe.packs else shortest,
         max_documents=recipe.max_documents,
         max_tokens=recipe.max_tokens,
     )

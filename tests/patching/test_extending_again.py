@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from cases import TRAINED, llama
 from peft import LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
@@ -260,3 +261,35 @@ def test_a_table_that_does_not_rotate_stays_so() -> None:
         table = patch.rotary.inv_freq(patch.shape)
         assert table[-1] == 0
         assert table[:-1].tolist() == pytest.approx([t / 16 for t in plain()[:-1]], rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["yarn", "none"])
+@pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
+def test_a_recipe_extends_the_present_table(method: str, work: Path, tmp_path: Path) -> None:
+    """The adapter holds the whole table; the control `none` keeps the present one in the longer window."""
+    base = tmp_path / "base"
+    model = AutoModelForCausalLM.from_pretrained(work / "model")
+    with rx.extend(model, 2 * TRAINED, "yarn") as patch:
+        table, factor = patch.rotary.inv_freq(patch.shape), patch.rotary.attention_factor(patch.shape)
+        model.save_pretrained(base)
+    AutoTokenizer.from_pretrained(work / "model").save_pretrained(base)
+    recipe = rx.Recipe(
+        model=str(base), data=str(work / "data"), output_dir=str(tmp_path / "run"), method=method,
+        target_length=4 * TRAINED, start="current", steps=1, gradient_accumulation=1, lora_rank=2,
+    )  # fmt: skip
+    rx.finetune(recipe)
+    patch = rx.current_patch(rx.load(tmp_path / "run"))
+    assert patch is not None
+    assert (patch.target_length, patch.shape.trained_length) == (4 * TRAINED, TRAINED)
+    tuned = patch.rotary.inv_freq(patch.shape)
+    if method == "none":
+        assert tuned.tolist() == pytest.approx(table.tolist(), rel=1e-14)
+        assert patch.rotary.attention_factor(patch.shape) == pytest.approx(factor, rel=1e-14)
+    else:
+        with (
+            rx.extend(model, 2 * TRAINED, "yarn"),
+            rx.extend(model, 4 * TRAINED, "yarn", start="current") as p,
+        ):
+            assert patch.encoding == p.encoding
+    with pytest.raises(RopeExtendError, match="leave current_length out"):
+        replace(recipe, start="pretrained", current_length=64)

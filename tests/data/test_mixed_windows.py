@@ -1,0 +1,246 @@
+"""Blocks of two windows: every row trains as its documents would alone, each under its own table."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import FAMILIES, TRAINED, llama, tiny_config, tiny_llama
+from safetensors.torch import load_file
+from tolerances import assert_same_but_rounding
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import rope_extend as rx
+from rope_extend import RopeExtendError
+from rope_extend.attention.packed import document_inputs
+from rope_extend.data.documents import Document
+from rope_extend.data.mixed_windows import check_mixed_windows, mixed_windows, short_blocks
+from rope_extend.data.packing import PackedBlocks
+from rope_extend.loss import IGNORED, next_token_loss
+from rope_extend.training.finetune import Recipe, finetune
+
+BLOCK = 96
+"""Tokens of a block: three times the trained window."""
+PAIRS = 8
+LONG = tuple(1.0 + 0.5 * i for i in range(PAIRS))
+SHORT = tuple(1.0 + 0.1 * i for i in range(PAIRS))
+TWO_TABLES = {
+    "short_original": {"inner": {"name": "yarn", "factor": 3.0}},
+    "longrope": {"factor": 3.0, "long_factor": LONG, "short_factor": SHORT},
+    "longrope per row": {"factor": 3.0, "long_factor": LONG, "short_factor": SHORT, "per": "row"},
+}
+
+
+def texts(*sizes: int) -> list[Document]:
+    return [
+        Document(str(i), torch.randint(3, 60, (size,), generator=torch.Generator().manual_seed(i)))
+        for i, size in enumerate(sizes)
+    ]
+
+
+def made(name: str) -> rx.Encoding:
+    return rx.encoding(name.split()[0], **TWO_TABLES[name])
+
+
+def results(model: Any, loss: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    """A model that computes in float64 throughout: transformers' norm and tables are float32 in any model."""
+
+    def norm(self: LlamaRMSNorm, hidden: Tensor) -> Tensor:
+        return (
+            self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        )
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
+    return llama().double()
+
+
+def summed(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the losses of the next tokens, by torch alone."""
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+def mixed_batch() -> tuple[dict[str, Tensor], list[Tensor]]:
+    """A batch of a long and a short row, and its documents."""
+    sources = mixed_windows(texts(BLOCK + 10, 20, 40, 31, 9), BLOCK, TRAINED, 0.5, seed=0).sources
+    rows = [sources[0][0], sources[1][0]]
+    starts = (rows[1]["document_positions"] == 0).nonzero().flatten().tolist()
+    alone = [rows[1]["input_ids"][a:b] for a, b in pairwise([*starts, BLOCK])]
+    assert [len(text) for text in alone] == [20, 32, 8, 31, 5]
+    return default_collate(rows), [rows[0]["input_ids"], *alone]
+
+
+@pytest.mark.parametrize("name", TWO_TABLES)
+def test_loss_and_gradients_are_those_of_the_rows_alone(name: str, exact: PreTrainedModel) -> None:
+    """Against each document by itself, in float64."""
+    batch, alone = mixed_batch()
+    with rx.patch_model(exact, made(name), target_length=BLOCK):
+        inputs = document_inputs(exact, batch["document_positions"], restarts=True)
+        ours = results(exact, summed(exact(batch["input_ids"], **inputs).logits, batch["labels"]))
+        losses = [summed(exact(text[None]).logits, text[None]) for text in alone]
+        theirs = results(exact, torch.stack(losses).sum())
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-12, atol=0)
+    assert ours[1].keys() == theirs[1].keys()
+    for key, gradient in theirs[1].items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(ours[1][key], gradient, rtol=0, atol=1e-11 * scale, msg=key)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", TWO_TABLES)
+def test_the_loss_of_training_is_the_mean_over_the_documents(name: str, implementation: str) -> None:
+    """The function that the training loop calls, in float32, against transformers' own loss."""
+    model = llama()
+    model.set_attn_implementation(implementation)
+    batch, alone = mixed_batch()
+    with rx.patch_model(model, made(name), target_length=BLOCK), torch.no_grad():
+        inputs = document_inputs(model, batch["document_positions"], restarts=True)
+        ours = next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
+        losses = [model(text[None], labels=text[None]).loss * (len(text) - 1) for text in alone]
+    assert_same_but_rounding(ours, torch.stack(losses).sum() / sum(len(text) - 1 for text in alone))
+
+
+def test_short_rows_use_the_original_table_and_long_ones_the_extended(exact: PreTrainedModel) -> None:
+    """The short row gives plain RoPE's logits; in the long row, queries beyond the window give YaRN's."""
+    short, long = texts(20, 32, 30, 14), texts(BLOCK)[0].input_ids
+    row = short_blocks(short, BLOCK, TRAINED)[0]
+    positions = torch.stack([row["document_positions"], torch.arange(BLOCK)])
+    ids = torch.stack([row["input_ids"], long])
+    with torch.no_grad():
+        with rx.patch_model(exact, rx.encoding("none")):
+            plain = torch.cat([exact(text.input_ids[None]).logits[0] for text in short])
+            plain_long = exact(long[None]).logits[0]
+        two_layers = exact.model.layers
+        exact.model.layers = two_layers[:1]  # the second layer reads states of both tables
+        with rx.patch_model(exact, rx.encoding("yarn", factor=3.0)):
+            extended = exact(long[None]).logits[0]
+        with rx.patch_model(exact, made("short_original"), target_length=BLOCK):
+            beyond = exact(ids, **document_inputs(exact, positions, restarts=True)).logits[1, TRAINED:]
+        exact.model.layers = two_layers
+        with rx.patch_model(exact, made("short_original"), target_length=BLOCK):
+            logits = exact(ids, **document_inputs(exact, positions, restarts=True)).logits
+    torch.testing.assert_close(logits[0], plain, rtol=0, atol=1e-11)
+    torch.testing.assert_close(logits[1, :TRAINED], plain_long[:TRAINED], rtol=0, atol=1e-11)
+    # The factor on cos and sin is a float32 inside attention.
+    torch.testing.assert_close(beyond, extended[TRAINED:], rtol=0, atol=1e-6)
+    assert float((logits[1, TRAINED:] - plain_long[TRAINED:]).abs().max()) > 1e-2
+
+
+def test_blocks_are_of_two_kinds_in_their_shares() -> None:
+    documents = texts(300, 50, 20, 70, 33, 40, 95)
+    blocks = mixed_windows(documents, BLOCK, TRAINED, 0.25, seed=3)
+    counts = [0, 0]
+    for position in range(400):
+        item = blocks[position]
+        source, _ = blocks.locate(position)
+        counts[source] += 1
+        last = int(item["document_positions"].max())
+        assert (last == BLOCK - 1) if source == 0 else (last < TRAINED)
+        assert bool(((item["labels"] == IGNORED) == (item["document_positions"] == 0)).all())
+    assert counts[1] / 400 == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / 400) ** 0.5)
+    short = blocks.sources[1]
+    assert isinstance(short, PackedBlocks)
+    # All tokens of the short documents once, in order, except those left over.
+    joined = torch.cat([document.input_ids for document in documents if len(document) < BLOCK])
+    packed = torch.cat([short[i]["input_ids"] for i in range(len(short))])
+    assert len(joined) - len(packed) < BLOCK + len(documents)
+
+
+def test_without_short_documents_the_long_ones_are_cut() -> None:
+    short = mixed_windows(texts(100, 130), BLOCK, TRAINED, 0.3, seed=0).sources[1]
+    assert len(short) == 230 // BLOCK
+    assert all(int(short[i]["document_positions"].max()) < TRAINED for i in range(len(short)))
+    with pytest.raises(RopeExtendError, match="none of 2 documents has 96 tokens"):
+        mixed_windows(texts(50, 60), BLOCK, TRAINED, 0.3, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "length", "reason"),
+    [
+        (rx.encoding("yarn", factor=3.0), BLOCK, r"cannot be combined with yarn.*no second table"),
+        (rx.encoding("alibi"), BLOCK, "no second table"),
+        (made("short_original"), TRAINED, "needs blocks beyond the trained window of 32 tokens"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused_by_name(encoding: Any, length: int, reason: str) -> None:
+    shape = rx.RopeShape(16, 1e4, TRAINED)
+    with pytest.raises(RopeExtendError, match=reason):
+        check_mixed_windows(length, encoding, shape, tiny_llama().config)
+
+
+def test_layers_with_a_state_cannot_be_mixed() -> None:
+    shape = rx.RopeShape(16, 1e4, TRAINED)
+    config = tiny_config(next(case for case in FAMILIES if case.model_type == "lfm2"))
+    with pytest.raises(RopeExtendError, match=r"mixed_windows cannot be combined.*carry a state"):
+        check_mixed_windows(BLOCK, made("short_original"), shape, config)
+
+
+@pytest.fixture
+def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+    texts_of = tmp_path / "texts"
+    texts_of.mkdir()
+    text = (work / "data" / "a.txt").read_text()
+    for number, end in enumerate((40, 300, 900, 150, 700)):
+        (texts_of / f"{number}.txt").write_text(text[:end])
+    return Recipe(
+        model=str(work / "model"), data=str(texts_of), output_dir=str(tmp_path / "run"), target_length=128,
+        method="short_original(yarn)", mixed_windows=True, short_share=0.5, steps=4, batch_size=2,
+        gradient_accumulation=1, learning_rate=1e-2, warmup_steps=2, lora_rank=4, save_every=2,
+    )  # fmt: skip
+
+
+def test_a_run_with_mixed_windows_trains_and_resumes(
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        result = finetune(recipe)
+    assert "50 % PackedBlocks" in caplog.text
+    assert 0 < result.share_beyond < 0.5
+    other = replace(recipe, output_dir=str(tmp_path / "other"))
+    finetune(replace(other, steps=2))
+    finetune(other, resume=True)
+    ours, theirs = (
+        load_file(Path(each.output_dir) / "adapter_model.safetensors") for each in (recipe, other)
+    )
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert "mixed windows" in (Path(recipe.output_dir) / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"packing": "restart"}, "mixed_windows and packing cannot be combined"),
+        ({"positions": "pose", "block_length": 64}, "mixed_windows and positions cannot be combined"),
+        ({"curriculum": [[64, 2]]}, "mixed_windows and curriculum cannot be combined"),
+        ({"shifted_sparse": 32}, "mixed_windows and shifted_sparse cannot be combined"),
+        ({"streaming": True}, "mixed_windows and streaming cannot be combined"),
+        ({"data": ["a", "b"], "data_weights": [1, 2]}, "mixed_windows and data_weights cannot be combined"),
+        ({"anneal_steps": 1}, "mixed_windows and anneal_steps cannot be combined"),
+        ({"short_share": 1}, "short_share must be"),
+    ],
+)
+def test_fields_that_contradict_mixed_windows_are_refused(
+    recipe: Recipe, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        Recipe.from_dict({**recipe.to_dict(), **changes})
+
+
+def test_a_method_with_one_table_is_refused_before_the_data_is_read(recipe: Recipe) -> None:
+    with pytest.raises(RopeExtendError, match=r"mixed_windows cannot be combined with yarn.*short_original"):
+        finetune(replace(recipe, method="yarn", data="no/such/directory"))
