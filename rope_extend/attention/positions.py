@@ -30,13 +30,14 @@ from rope_extend.attention.functions import (
     extended_modules,
     handled_implementation,
 )
+from rope_extend.attention.growing import ROOM, append
 from rope_extend.attention.registry import never_compiled
-from rope_extend.attention.rotated_keys import KEPT
+from rope_extend.attention.rotated_keys import KEPT, follow, forget, released
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.parameters import LearnedParameters
-from rope_extend.models.rotary import InitialRotation
+from rope_extend.models.rotary import InitialRotation, has_float64
 from rope_extend.models.undo import UndoLog
 
 _FORWARD = "_rope_extend_forward"
@@ -55,7 +56,7 @@ class _Tracked:
 
     def __reduce__(self) -> tuple[Any, ...]:
         _, cls, *_ = type(self).__mro__[1:]
-        state = {name: value for name, value in vars(self).items() if name not in (KEPT, RUNNING)}
+        state = {name: value for name, value in vars(self).items() if name not in (KEPT, ROOM, RUNNING)}
         return _new_tracked, (cls,), state  # the class itself cannot be found by its name
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +66,7 @@ class _Tracked:
             PatchError: the cache holds tokens, and the model is not patched with the encoding of their keys.
         """
         if RUNNING in vars(self):
-            return super().update(*args, **kwargs)  # type: ignore[misc]
+            return self._add(*args, **kwargs)
         cache: Any = self
         if seen := cached_tokens(cache):
             raise PatchError(
@@ -74,10 +75,29 @@ class _Tracked:
                 f"start from an empty cache, or patch the model with {self.rope_extend_encoding} again"
             )
         # It was emptied: its next keys are those of another encoding, or of none.
-        for name in (KEPT, "rope_extend_positions", "rope_extend_encoding"):
+        forget(self)
+        for name in ("rope_extend_positions", "rope_extend_encoding"):
             vars(self).pop(name, None)
         _, cache.__class__, *_ = type(self).__mro__[1:]
         return cache.update(*args, **kwargs)
+
+    def _add(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer with new ones; rotated keys that are kept follow it."""
+        cache: Any = self
+        before = getattr(cache.layers[layer_idx], "keys", None) if layer_idx < len(cache.layers) else None
+        rotated = released(cache, layer_idx, before)
+        added = None if args or kwargs else append(cache, key_states, value_states, layer_idx)
+        if added is None:
+            added = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
+        if rotated is not None:
+            follow(cache, layer_idx, rotated, added[0])
+        return added
+
+    def reset(self) -> None:
+        forget(self)
+        super().reset()  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -89,12 +109,12 @@ class _Tracked:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        vars(self).pop(KEPT, None)
+        forget(self)
         if self.rope_extend_positions.shape[0] > 1:
             self.rope_extend_positions = self.rope_extend_positions.repeat_interleave(repeats, dim=0)
 
     def _select_rows(self, rows: Tensor) -> None:
-        vars(self).pop(KEPT, None)
+        forget(self)
         if self.rope_extend_positions.shape[0] > 1:
             self.rope_extend_positions = self.rope_extend_positions[
                 rows.to(self.rope_extend_positions.device)
@@ -133,6 +153,8 @@ class Forward:
     """The cache while the decoder runs; None if there is none yet."""
     running: bool = field(default=False, kw_only=True)
     """Whether the decoder runs; not when its layers run again for the backward pass."""
+    read: tuple[float, ...] = field(default=(), kw_only=True)
+    """The values of `AttentionHandler.on_the_device`."""
     tables: dict[tuple[Any, ...], Any] = field(default_factory=dict, kw_only=True)
     """Tensors computed in one layer and used again in the next ones."""
 
@@ -324,7 +346,11 @@ class AttentionHandler:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of an attention module: find the forward that its cos and sin belong to."""
         if getattr(module, HANDLER, None) is self:
-            self._running.frames.append(_Frame(is_decoder=False, forward=marked_forward((args, kwargs))))
+            named = kwargs.get("position_embeddings")  # the usual name; a search costs time
+            forward = None if named is None else marked_forward(named)
+            if forward is None:
+                forward = marked_forward((args, kwargs))
+            self._running.frames.append(_Frame(is_decoder=False, forward=forward))
 
     @never_compiled
     def exit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -342,12 +368,13 @@ class AttentionHandler:
         running = self._decoder_frame
         frame = running or _Frame(is_decoder=True)
         if frame.forward is None or position_ids is not frame.position_ids:
-            queries = _rows(self._with_values(position_ids, frame.past).cpu())
+            queries, read = self._read(position_ids, frame.past)
             past = self._positions_of_past(queries, frame.past)
             rows = max(past.shape[0], queries.shape[0])
             keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
             frame.position_ids, frame.forward = position_ids, self.new_forward(queries, keys)
             frame.forward.past, frame.forward.running = frame.past, running is not None
+            frame.forward.read = read
         if self._running.frames:
             self._running.frames[-1].forward = frame.forward  # of an attention module that has its own rotary
         return frame.forward
@@ -357,6 +384,24 @@ class AttentionHandler:
         """Remember which forward cos and sin belong to."""
         for table in tables:
             setattr(table, _FORWARD, forward)
+
+    def on_the_device(self) -> Tensor | None:
+        """Values of the encoding that a forward needs on the host, `[n]`; None if there are none."""
+        return None
+
+    def _read(self, position_ids: Tensor, past: Cache | None) -> tuple[Tensor, tuple[float, ...]]:
+        """Positions `[1 or batch, T]` and the values of `on_the_device`, read from the device at once."""
+        positions, values = self._with_values(position_ids, past), self.on_the_device()
+        if values is None:
+            return _rows(positions.cpu()), ()
+        if values.is_meta:  # in a dry run, positions are beyond those that need less
+            return _rows(positions), (-1.0,) * len(values)
+        if not has_float64(positions.device):
+            return _rows(positions.cpu()), tuple(values.tolist())
+        values = values.to(positions.device, torch.float64)
+        both = torch.cat([positions.flatten().to(torch.float64), values]).cpu()  # float64 holds all positions
+        count = positions.numel()
+        return _rows(both[:count].view(positions.shape)), tuple(both[count:].tolist())
 
     @staticmethod
     def _with_values(position_ids: Tensor, past: Cache | None) -> Tensor:
@@ -434,8 +479,10 @@ class AttentionHandler:
                     f"nor the cos and sin of the rotary module itself, but perhaps copies; turn gradient "
                     f"checkpointing off, or put the model on one device"
                 )
-            positions = _rows(self._with_values(position_ids, None).cpu())
-            return self.new_forward(positions, positions)
+            positions, read = self._read(position_ids, None)
+            forward = self.new_forward(positions, positions)
+            forward.read = read
+            return forward
         if forward.queries.shape[1] != queries or keys < queries:
             raise PatchError(
                 f"{self.encoding} does not know the positions in {name}: it has {queries} queries and {keys} "
@@ -474,8 +521,11 @@ def marked_forward(arguments: Any) -> Forward | None:
         arguments = arguments.values()
     elif not isinstance(arguments, tuple | list):
         return None
-    found = (marked_forward(argument) for argument in arguments)
-    return next((forward for forward in found if forward is not None), None)
+    for argument in arguments:
+        found = marked_forward(argument)
+        if found is not None:
+            return found
+    return None
 
 
 def _rows(position_ids: Tensor) -> Tensor:

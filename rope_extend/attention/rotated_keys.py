@@ -11,63 +11,32 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
+
+from rope_extend.attention.growing import GROWS, ROOM, Growing, allocated
 
 KEPT = "rope_extend_rotated_keys"
 """Attribute of a cache: `RotatedKeys` by the index of a layer. Copies of the cache do not have it."""
 CHOICE = "rope_extend_keep_rotated_keys"
 """Attribute of a cache by which users choose. Without it, rotated keys are kept."""
-SPARE = 16
-"""Tokens for which memory is allocated in addition. The kept keys are copied once in this many steps."""
-
-
-class _Source(NamedTuple):
-    """Which memory a tensor is, and in which state, except for the number of its tokens."""
-
-    storage: StorageWeakRef
-    """It does not keep the memory, but no other memory is equal to it, not even at the same address."""
-    offset: int
-    strides: tuple[int, ...]
-    version: int
-
-
-def _source(key: Tensor) -> _Source:
-    storage = StorageWeakRef(key.untyped_storage())  # type: ignore[no-untyped-call]
-    return _Source(storage, int(key.storage_offset()), key.stride(), key._version)
 
 
 class RotatedKeys(NamedTuple):
     """The rotated keys of one layer; a tuple, so that tools that look for tensors find them."""
 
-    lengths: tuple[int, ...]
-    """The lengths that set the table, one for each row or one for all."""
-    keys: Tensor
-    """`[batch, kv_heads, capacity, head_dim]`."""
-    tokens: int
-    """The number of tokens whose keys these are."""
-    source: _Source
-    """The layer's unrotated keys."""
+    state: tuple[int, ...]
+    """What the rotation depends on besides positions, such as the lengths that set the table."""
+    keys: Growing
+    """`[batch, kv_heads, n, head_dim]`, for the first n tokens of the layer."""
+    source: Tensor
+    """The layer's unrotated keys. While they are held, no other tensor gets their memory."""
+    version: int
+    """How often the memory of `source` had been written to."""
 
-    def continues(self, lengths: tuple[int, ...], key: Tensor) -> bool:
+    def continues(self, state: tuple[int, ...], key: Tensor) -> bool:
         """Whether these are the rotated keys of all tokens but the last of `key`, under the same table."""
-        rows = (*key.shape[:2], key.shape[-1])
-        same = (*self.keys.shape[:2], self.keys.shape[-1]) == rows and self.keys.dtype == key.dtype
-        return same and self.lengths == lengths and self.tokens == key.shape[2] - 1
-
-    def room(self) -> Tensor:
-        """The keys with memory for at least one token more."""
-        if self.tokens < self.keys.shape[2]:
-            return self.keys
-        return allocated(self.keys[:, :, : self.tokens])
-
-
-def allocated(keys: Tensor) -> Tensor:
-    """A copy of keys `[batch, kv_heads, n, head_dim]` with memory for `SPARE` tokens more."""
-    copy = keys.new_empty(*keys.shape[:2], keys.shape[2] + SPARE, keys.shape[-1])
-    copy[:, :, : keys.shape[2]] = keys
-    return copy
+        return self.source is key and self.state == state and self.keys.view.shape[2] == key.shape[2] - 1
 
 
 def layer_with(
@@ -75,36 +44,76 @@ def layer_with(
 ) -> DynamicLayer | None:
     """The layer of a cache whose keys `key` is; None if rotated keys cannot be kept for it.
 
-    Only a `DynamicLayer` is known to hold its keys in one tensor that it never writes to. Kept keys are
+    Only layers that are known to hold their keys in one tensor that they never write to. Kept keys are
     written to by the next token, so no backward pass may need them.
     """
-    if torch.is_grad_enabled() and (query.requires_grad or value.requires_grad):
+    if past is None or not isinstance(index, int) or not vars(past).get(CHOICE, True):
         return None
-    if past is None or not getattr(past, CHOICE, True) or not isinstance(index, int):
+    if torch.is_grad_enabled() and (query.requires_grad or value.requires_grad or key.requires_grad):
         return None
-    if key.is_meta or key.requires_grad or key.is_inference() or index >= len(past.layers):
+    layers = getattr(past, "layers", ())
+    if key.is_meta or key.is_inference() or index >= len(layers):
         return None
-    layer = past.layers[index]
-    return layer if type(layer) is DynamicLayer and layer.keys is key else None
+    layer = layers[index]
+    known = type(layer) is DynamicLayer or getattr(type(layer), GROWS, False)
+    return layer if known and layer.keys is key else None
 
 
-def keep(past: Cache, index: int, lengths: tuple[int, ...], keys: Tensor, key: Tensor) -> None:
+def kept_keys(past: Cache, index: int) -> RotatedKeys | None:
+    """The rotated keys of a layer; None if there are none."""
+    kept: dict[int, RotatedKeys] = vars(past).get(KEPT, {})
+    return kept.get(index)
+
+
+def keep(past: Cache, index: int, state: tuple[int, ...], keys: Growing, key: Tensor) -> None:
     """Keep the rotated keys of a layer whose unrotated ones are `key`."""
-    kept = vars(past).setdefault(KEPT, {})
-    kept[index] = RotatedKeys(lengths, keys, key.shape[2], _source(key))
+    vars(past).setdefault(KEPT, {})[index] = RotatedKeys(state, keys, key, key._version)
 
 
-def drop_changed(past: Cache) -> None:
-    """Before a forward: forget the rotated keys of layers that changed since the last one.
+def extended(rotated: RotatedKeys, new: Tensor) -> Growing:
+    """The rotated keys, with those of further tokens."""
+    keys = rotated.keys
+    if not keys.takes(keys.view, new):
+        keys = allocated(keys.view, new.shape[2])
+    return keys.append(new)
 
-    A cache that was cropped has the same keys, but fewer.
+
+def released(past: Cache, index: int, before: Tensor | None) -> RotatedKeys | None:
+    """Before a layer gets new keys: its rotated keys, which are no longer kept; None if they are out of date.
+
+    `before` are the layer's keys. They may have been cropped since their rotated keys were kept.
     """
     kept: dict[int, RotatedKeys] = vars(past).get(KEPT, {})
-    for index, rotated in list(kept.items()):
-        key = getattr(past.layers[index], "keys", None)
-        if not isinstance(key, Tensor) or key.dim() != 4 or key.is_inference():
-            del kept[index]  # inference tensors have no version
-        elif _source(key) != rotated.source:
-            del kept[index]
-        elif key.shape[2] < rotated.tokens:
-            kept[index] = rotated._replace(tokens=key.shape[2])
+    rotated = kept.pop(index, None)
+    if rotated is None or before is None or not _is_start_of(before, rotated):
+        return None
+    keys = rotated.keys
+    if before.shape[2] < keys.view.shape[2]:
+        # Nobody else has these keys, so the cropped ones are written to again.
+        rotated = rotated._replace(keys=Growing(keys.whole, keys.whole.narrow(2, 0, before.shape[2])))
+    return rotated
+
+
+def follow(past: Cache, index: int, rotated: RotatedKeys, after: Tensor) -> None:
+    """After a layer got new keys: keep the rotated keys of the first tokens of `after`."""
+    if not after.is_inference():  # its changes are not counted
+        keep(past, index, rotated.state, rotated.keys, after)
+
+
+def forget(past: Any) -> None:
+    """Forget all rotated keys of a cache, and free memory for further tokens."""
+    vars(past).pop(KEPT, None)
+    vars(past).pop(ROOM, None)
+
+
+def _is_start_of(before: Tensor, rotated: RotatedKeys) -> bool:
+    """Whether a tensor is the source of rotated keys, or its first tokens, and was not written to."""
+    source = rotated.source
+    if before is not source:
+        base = source if source._base is None else source._base
+        same = before._base is base and before.storage_offset() == source.storage_offset()
+        if not same or before.dim() != 4 or before.stride() != source.stride():
+            return False
+        if before.shape[:2] != source.shape[:2] or before.shape[2] > source.shape[2]:
+            return False
+    return before._version == rotated.version

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.attention.causal_suffix import without_mask
-from rope_extend.attention.functions import HANDLER, AttentionCall
+from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.growing import allocated
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler, Forward
 from rope_extend.attention.registry import (
     causal_mask,
     is_dense,
-    never_compiled,
     takes_suffix,
     without_cudnn,
 )
-from rope_extend.attention.rotated_keys import KEPT, RotatedKeys, allocated, drop_changed, keep, layer_with
+from rope_extend.attention.rotated_keys import extended, keep, kept_keys, layer_with
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
@@ -181,14 +181,6 @@ class RotationHandler(AttentionHandler):
             forward.scale = 1 + self.share * (forward.scale - 1)
         return forward
 
-    @never_compiled
-    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """As in `AttentionHandler`; rotated keys of a cache that was changed are forgotten."""
-        super().before(decoder, args, kwargs)
-        frame = self._decoder_frame
-        if frame is not None and frame.past is not None and getattr(decoder, HANDLER, None) is self:
-            drop_changed(frame.past)
-
     def begin_whole_rows(self, position_ids: Tensor) -> Forward:
         """`begin`, for schedules with one table per row: refuse a cache that was filled under other tables.
 
@@ -248,23 +240,22 @@ class RotationHandler(AttentionHandler):
         """Attention of one token. Earlier keys are rotated only if their table has changed."""
         (segment,), past, index = forward.segments, forward.past, call.module.layer_idx
         assert past is not None
-        query, key, total = call.query, call.key, call.key.shape[2]
-        kept: RotatedKeys | None = vars(past).get(KEPT, {}).get(index)
-        rotate_states = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
+        query, key = call.query, call.key
+        kept = kept_keys(past, index)
         if kept is not None and kept.continues(segment.lengths, key):
             both = self._rotate_one(torch.cat([query, key[:, :, -1:]], dim=1), forward)
-            query, new = torch.split(both, [query.shape[1], key.shape[1]], dim=1)
-            keys = kept.room()
-            keys[:, :, total - 1 : total] = new
+            query, new = both.split_with_sizes([query.shape[1], key.shape[1]], dim=1)
+            keys = extended(kept, new)
         else:
             cos_q, sin_q, cos_k, sin_k = forward.rotation(segment, query)
             if self.adapter.backwards:
                 sin_q, sin_k = -sin_q, -sin_k
+            rotate_states = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
             query = rotate_states(query, cos_q, sin_q)
             keys = allocated(rotate_states(key, cos_k, sin_k))
         keep(past, index, segment.lengths, keys, key)
-        mask = _part_of_mask(call.mask, 0, 1, total)
-        return call.own(query, keys[:, :, :total], call.value, mask)
+        mask = _part_of_mask(call.mask, 0, 1, key.shape[2])
+        return call.own(query, keys.view, call.value, mask)
 
     def _rotate_one(self, states: Tensor, forward: _Forward) -> Tensor:
         """Rotate queries and keys `[batch, heads, 1, head_dim]` at the last position of a forward."""

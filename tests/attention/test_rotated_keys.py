@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 import rope_extend as rx
-from rope_extend.attention.rotated_keys import CHOICE, KEPT, SPARE
+from rope_extend.attention.growing import spare
+from rope_extend.attention.rotated_keys import CHOICE, KEPT
 from rope_extend.memory.live_bytes import LiveBytes
 
 YARN = {"name": "yarn", "factor": FACTOR}
@@ -263,4 +264,4 @@ def test_memory_is_that_of_keys_values_and_rotated_keys() -> None:
         return memory.live
 
     positions = 8 * ids.numel()
-    assert held(model) <= held(stock) * (1.5 + SPARE / 2 / ids.shape[1]) + positions
+    assert held(model) <= held(stock) * 1.5 * (1 + spare(ids.shape[1]) / ids.shape[1]) + positions
