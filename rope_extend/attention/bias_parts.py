@@ -90,6 +90,7 @@ class PartialBias:
         shape: the sizes that the bias follows from, with the number of heads of the layer.
         positions: the positions of queries and keys.
         learned: the learned parameters; gradients reach them through `sources`.
+        until: the last query position at which the bias depends on the distance alone.
         causal: whether the bias also excludes the keys after a query; otherwise a mask does.
         share: the factor on the bias and on vectors on values; below 1 while a model is annealed.
 
@@ -105,6 +106,7 @@ class PartialBias:
         positions: CallPositions,
         learned: Mapping[str, Tensor],
         *,
+        until: float,
         causal: bool,
         share: float = 1.0,
     ) -> None:
@@ -120,9 +122,7 @@ class PartialBias:
             self.sources = tuple(learned.values())
             return
         device, keys = positions.keys.device, positions.keys.shape[1]
-        self.table = positions.last <= encoding.distance_only_until(shape, learned) and (
-            positions.gapless or positions.farthest < 4 * keys
-        )
+        self.table = positions.last <= until and (positions.gapless or positions.farthest < 4 * keys)
         if not self.table:
             self.sources = tuple(learned.values())
             return

@@ -10,6 +10,8 @@ So memory grows linearly with the length.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -106,6 +108,27 @@ class BiasHandler(SizedHandler):
             forward.tables["positions", low, device] = positions
         return positions
 
+    def on_the_device(self) -> Tensor | None:
+        """The last position at which the bias depends on the distance alone, of each layer or of all."""
+        if self.learned is None:
+            return None
+        found: list[Tensor] = []
+        layers: Sequence[int | None] = self.learned.layers or [None]
+        for layer in layers:
+            until = self.encoding.distance_only_until(self.shape, self.learned.of(layer))
+            if until is None:
+                return None
+            found.append(until if not found else until.to(found[0].device))
+        return torch.stack(found)
+
+    def _until(self, forward: Forward, module: Any) -> float:
+        """The last position at which the bias of a layer depends on the distance alone."""
+        if not forward.read:
+            return math.inf
+        assert self.learned is not None
+        layers = self.learned.layers
+        return forward.read[layers.index(module.layer_idx) if layers else 0]
+
     def _by_channels(self, call: _Call, slopes: Tensor, forward: Forward) -> tuple[Tensor, Tensor | None]:
         """Attention with the bias `-slope * distance` in extra channels of queries and keys."""
         query, key, value, scale = call.query, call.key, call.value, call.kwargs["scaling"]
@@ -145,8 +168,9 @@ class BiasHandler(SizedHandler):
                 f"{type(call.module).__name__} has {shape}"
             )
         bias = PartialBias(
-            self.encoding, shape, call.positions, learned, causal=call.mask is None, share=self.share
-        )
+            self.encoding, shape, call.positions, learned,
+            until=self._until(forward, call.module), causal=call.mask is None, share=self.share,
+        )  # fmt: skip
         if bias.needs_weights:  # only eager attention returns its weights
             call = replace(call, inner=own_function(call.module, "eager"))
         new, keys = call.query.shape[2], call.key.shape[2]

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rope_extend.attention.fused_kernels import cudnn_attention, kernel_dtype, takes_cudnn
+
 _WIDEST = 256
 """The most channels of a head that the flash kernel of a GPU computes."""
 _SPARE = 8
@@ -25,9 +27,10 @@ def partial_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention to one set of keys, and the log-sum-exp of its logits, without a mask.
 
-    Keys are never repeated for the heads of a group. Memory is linear in the number of tokens on a CPU, and
-    on a GPU for float16 and bfloat16 with up to 248 channels, or without gradients. Everything else, and
-    `plain=True`, computes all logits at once.
+    On a GPU, it is computed by cuDNN if torch would take cuDNN, no gradient is needed, and cuDNN does not
+    fail. Else by flash attention. Keys are repeated for the heads of a group in float32 on a GPU only. Memory
+    is linear in the number of tokens on a CPU, and on a GPU for float16 and bfloat16 with up to 248 channels,
+    or without gradients. Everything else, and `plain=True`, computes all logits at once.
 
     Args:
         query: `[batch, heads, Q, head_dim]`.
@@ -56,6 +59,10 @@ def partial_attention(
     if plain or not _has_kernel(query, max(query.shape[-1], value.shape[-1]), gradients):
         return _plain(query, key, value, causal=causal, scale=scale)
     if not gradients:
+        if takes_cudnn(query, key, value, causal=causal):
+            found = cudnn_attention(query, key, value, causal=causal, scale=scale)
+            if found is not None:
+                return found
         output, sums, _ = _kernel(query, key, value, causal, scale)
         return output, sums
     output, sums = _Partial.apply(query, key, value, causal, scale)  # type: ignore[no-untyped-call]
@@ -80,8 +87,8 @@ def merge(output: Tensor, sums: Tensor, other_output: Tensor, other_sums: Tensor
     total = weight + other_weight
     empty = total == 0
     total = torch.where(empty, 1.0, total)
-    merged = output.to(total.dtype) * (weight / total)[..., None]
-    merged = merged + other_output.to(total.dtype) * (other_weight / total)[..., None]
+    share = (other_weight / total)[..., None]
+    merged = torch.lerp(output.to(total.dtype), other_output.to(total.dtype), share)
     return merged, torch.where(empty, -math.inf, highest + total.log())
 
 
@@ -91,10 +98,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _of_one_dtype(*states: Tensor) -> list[Tensor]:
     """Queries, keys and values as torch's own attention takes them, also under autocast."""
-    device = states[0].device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        return [part.to(torch.get_autocast_dtype(device)) for part in states]
-    return [part.to(states[0].dtype) for part in states]
+    return [part.to(kernel_dtype(states[0])) for part in states]
 
 
 def _has_kernel(query: Tensor, width: int, gradients: bool) -> bool:

@@ -82,9 +82,9 @@ class FIRE(BiasEncoding):
             height.index_select(1, piece).view(size), slope.index_select(1, piece).view(size), share
         )
 
-    def distance_only_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> float:
+    def distance_only_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> Tensor:
         """L: all queries up to this position have the same normaliser."""
-        return float(self._threshold(shape, learned).detach())
+        return self._threshold(shape, learned).detach()
 
     @staticmethod
     def _threshold(shape: ModelShape, learned: Mapping[str, Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rope_extend.attention.causal_suffix import WHOLE_QUERIES, flash_serves, suffix_attention
 from rope_extend.attention.registry import without_cudnn
 from rope_extend.evaluation.loss_computer import LossComputer
 from rope_extend.memory.meta_device import META, MetaBytes, dry_run_attention
@@ -54,12 +55,14 @@ class Rates:
     Attributes:
         linear: of matrix products.
         attention: of causal attention over a whole window.
-        chunked: of attention of a chunk to all earlier tokens, which cuDNN does not compute on a GPU.
+        chunked: of attention of a chunk to itself and to all earlier tokens, without a mask.
+        segments: of attention of segments with tables of their own, which cuDNN does not compute on a GPU.
     """
 
     linear: float
     attention: float
     chunked: float
+    segments: float
 
 
 def operations_of(model: nn.Module) -> Operations:
@@ -125,9 +128,16 @@ def _measured_rates(width: int, heads: int, head: int, dtype: torch.dtype, devic
     with torch.no_grad():
         products = seconds(lambda: states @ matrix)
         attend = partial(F.scaled_dot_product_attention, query, query, query, is_causal=True)
-        attention = chunked = seconds(attend)
-        if device.type == "cuda":
+        whole = 4.0 * heads * head * _pairs(tokens, None) / seconds(attend)
+        chunked = segments = whole
+        # As the evaluator computes them, with the kernels that torch takes on this device.
+        if device.type == "cuda" and flash_serves(query, query, query):
+            part = tokens // 2 // WHOLE_QUERIES * WHOLE_QUERIES or tokens // 2
+            earlier = 4 * part
+            key = torch.randn(1, heads, earlier + part, head, device=device, dtype=dtype)
+            work = 4.0 * heads * head * (part * earlier + _pairs(part, None))
+            attend = partial(suffix_attention, query[:, :, :part], key, key, head**-0.5)
+            chunked = work / seconds(attend)
             with without_cudnn():
-                chunked = seconds(attend)
-    work = 4.0 * heads * head * _pairs(tokens, None)
-    return Rates(8.0 * rows * width**2 / products, work / attention, work / chunked)
+                segments = work / seconds(attend)
+    return Rates(8.0 * rows * width**2 / products, whole, chunked, segments)

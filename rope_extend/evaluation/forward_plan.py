@@ -201,7 +201,8 @@ def plan_forward(
             batch_tokens=default_batch_tokens(load_options.torch_device) if batched else 1,
             setups=setups,
         )
-        return _plan(estimator, sorted(set(lengths)), chunk)
+        used = (*by_memory.values(), *(encoding for _, encoding in by_layers.values()))
+        return _plan(estimator, sorted(set(lengths)), chunk, segments=any(map(_has_segments, used)))
 
     return try_estimate(estimate, lm, "a forward")
 
@@ -212,7 +213,12 @@ def _memory_class(encoding: Encoding | None) -> Any:
         return False, False
     if isinstance(encoding, RopeEncoding) and not encoding.remaps:
         return encoding.rotates_in_attention, encoding.per_row
-    return type(encoding)
+    return type(encoding), encoding.depends_on_length
+
+
+def _has_segments(encoding: Encoding | None) -> bool:
+    """Whether queries of one forward have tables of their own, so that attention runs in segments."""
+    return isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention
 
 
 def _adapter_layers(adapter: Path) -> str:
@@ -249,7 +255,10 @@ def _with_adapter(
             tuned.unload()
 
 
-def _plan(estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None) -> ForwardPlan:
+def _plan(
+    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, *, segments: bool = False
+) -> ForwardPlan:
+    """The plan; `segments` if attention of an encoding runs in segments."""
     operations = operations_of(estimator.model)
     rates = measured_rates(estimator.model, estimator.device)
     plans = []
@@ -257,6 +266,7 @@ def _plan(estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None
         linear, attention = operations.linear * tokens, operations.attention(tokens)
         estimate = estimator.estimate(tokens, chunk)
         rate = rates.attention if estimate.chunk_size >= tokens else rates.chunked
+        rate = min(rate, rates.segments) if segments else rate
         seconds = linear / rates.linear + attention / rate
         plans.append(LengthPlan(**vars(estimate), flops=operations.of(tokens), seconds=seconds))
     longest_fit = None

@@ -32,6 +32,10 @@ class LearnedParameters(nn.Module):
         shape: the numbers that the first values are computed from.
         layers: indices of the layers that the encoding acts in.
         device: device of the parameters.
+
+    Attributes:
+        per_layer: whether each layer has its own.
+        layers: indices of the layers that have; empty if all share theirs.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class LearnedParameters(nn.Module):
     ) -> None:
         super().__init__()
         self.per_layer = encoding.per_layer
+        self.layers = list(layers) if encoding.per_layer else []
         for name in [f"layer{layer}" for layer in layers] if encoding.per_layer else [_SHARED]:
             values = {key: value.to(device, torch.float32) for key, value in encoding.initial(shape).items()}
             self.add_module(name, nn.ParameterDict(values))

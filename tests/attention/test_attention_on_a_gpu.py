@@ -9,9 +9,9 @@ import torch
 from batches import LENGTH, same, tokens
 from cases import FACTOR, TARGET, llama
 from logical_devices import inputs, spread
+from test_causal_suffix import dense_suffix
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flash_attention
@@ -92,7 +92,7 @@ def test_flash_attention_finds_its_kernel_by_name(name: str, monkeypatch: pytest
     assert set(names) == {"flash_attention_2"}
 
 
-@pytest.mark.parametrize(("name", "most"), [(name, int(name != "yarn")) for name in INSIDE if name != "fire"])
+@pytest.mark.parametrize(("name", "most"), [(name, int(name != "yarn")) for name in INSIDE])
 @torch.no_grad()
 def test_the_host_looks_at_a_gpu_once_in_a_forward(name: str, most: int) -> None:
     """At the positions, which then are on the host for all layers. A static method never looks."""
@@ -142,6 +142,7 @@ class Calls(TorchFunctionMode):
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """The flash kernel serves every call, as on a GPU in bfloat16."""
     monkeypatch.setattr(causal_suffix, "can_use_flash_attention", lambda parameters: True)
+    monkeypatch.setattr(causal_suffix, "flash_suffix", dense_suffix)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_no_mask_is_made_where_the_flash_kernel_needs_none(name: str, chunk: int
         expected = model.model(ids, use_cache=False).last_hidden_state
         with Calls() as calls:
             found = torch.cat(list(chunked.in_chunks(ids, chunk)), dim=1)
-    assert set(calls.masks) <= {type(None), CausalBias}
+    assert set(calls.masks) <= {type(None)}
     same(found, expected)
 
 

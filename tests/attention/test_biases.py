@@ -73,7 +73,8 @@ def test_biases_equal_the_formulas(case: Any, encoding: BiasEncoding) -> None:
         exact = {name: value.double() for name, value in learned.items()}
         expected = dense(case, exact, 6, query.T, torch.arange(300)[None], SHAPE.trained_length)[0]
         torch.testing.assert_close(bias.double(), expected, rtol=2e-6, atol=1e-5)
-        until = int(min(300, encoding.distance_only_until(SHAPE, learned) + 1))
+        limit = encoding.distance_only_until(SHAPE, learned)
+        until = 300 if limit is None else int(min(300, float(limit) + 1))
         for position in (until - 1, until // 2):  # up to there, one table serves all queries
             row = bias[:, position, : position + 1].flip(-1)
             torch.testing.assert_close(row, bias[:, until - 1, :until].flip(-1)[:, : position + 1])

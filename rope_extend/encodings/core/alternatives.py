@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
 
@@ -44,9 +43,12 @@ class BiasEncoding(Encoding):
         """
         return None
 
-    def distance_only_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> float:
-        """The last query position at which the bias depends on the distance alone; infinity for all."""
-        return math.inf
+    def distance_only_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> Tensor | None:
+        """The last query position at which the bias depends on the distance alone, `[]`; None for all.
+
+        It stays on the device of the parameters: all layers' are read at once.
+        """
+        return None
 
 
 class RelativeEncoding(BiasEncoding):
