@@ -7,12 +7,15 @@ import math
 from rope_extend.encodings import NTK, Linear, Llama3, RopeEncoding, YaRN
 from rope_extend.encodings.core.critical import critical_range
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.current_table import divisors_of
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.space import Space, Table
 
 
 def longrope_attention_factor(config: SearchConfig, space: Space) -> float:
     """The attention factor of LongRoPE, `sqrt(1 + ln s / ln L)`, or the one of the settings."""
+    if space.long is not None:
+        return space.long.attention_factor
     if config.attention_factor is not None:
         return config.attention_factor
     return math.sqrt(1 + math.log(space.factor) / math.log(space.shape.trained_length))
@@ -24,7 +27,14 @@ def yarn_attention_factor(space: Space) -> float:
 
 
 def seeds(space: Space, attention_factor: float) -> list[Table]:
-    """LongRoPE's seeds, position interpolation, NTK and YaRN, all with the same attention factor."""
+    """LongRoPE's seeds, position interpolation, NTK and YaRN, all with the same attention factor.
+
+    For short texts: plain RoPE, the table of long texts, and their geometric mean.
+    """
+    if space.long is not None:
+        divisors = divisors_of(space.long.shape.inv_freq(), space.shape)
+        powers = ([divisor**power for divisor in divisors] for power in (0.0, 0.5, 1.0))
+        return [space.table(values, attention_factor) for values in powers]
     factor = space.factor
     encodings: list[RopeEncoding] = [Linear(factor), YaRN(factor)]
     if space.pairs > 1:  # NTK keeps the fastest pair, and needs another one
@@ -33,7 +43,13 @@ def seeds(space: Space, attention_factor: float) -> list[Table]:
 
 
 def published(space: Space) -> dict[str, Table]:
-    """The closed forms as published, by name, each with its own attention factor."""
+    """The closed forms as published, by name, each with its own attention factor.
+
+    For short texts: plain RoPE, and the table of long texts, which the model uses now.
+    """
+    if space.long is not None:
+        plain, _, present = seeds(space, space.long.attention_factor)
+        return {"as it is": present, "none": plain}
     encodings: dict[str, RopeEncoding] = {"linear": Linear(space.factor), "yarn": YaRN(space.factor)}
     if space.pairs > 1:
         encodings["ntk"] = NTK(space.factor)
@@ -45,7 +61,12 @@ def published(space: Space) -> dict[str, Table]:
 
 
 def with_moved_critical_pair(space: Space) -> dict[str, Table]:
-    """YaRN and NTK with up to four critical pairs each, with YaRN's attention factor (2502.20082)."""
+    """YaRN and NTK with up to four critical pairs each, with YaRN's attention factor (2502.20082).
+
+    None for short texts.
+    """
+    if space.long is not None:
+        return {}
     first, last = critical_range(space.shape)
     indices = sorted({round(first + (last - first) * n / 3) for n in range(4)})
     tables: dict[str, Table] = {}

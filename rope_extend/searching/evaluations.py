@@ -125,8 +125,8 @@ class Evaluator:
             quiet_patching(),
             patch_model(
                 self.model,
-                table.encoding(space.factor),
-                trained_length=space.shape.trained_length,
+                space.encoding(table),
+                trained_length=space.pretrained.trained_length,
                 target_length=space.target_length,
             ),
         ):

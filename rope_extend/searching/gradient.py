@@ -78,12 +78,12 @@ class Point:
 
 
 @contextmanager
-def differentiable_rotation(model: nn.Module, divisors: Tensor, attention_factor: Tensor) -> Iterator[None]:
+def differentiable_rotation(model: nn.Module, inv_freq: Tensor, attention_factor: Tensor) -> Iterator[None]:
     """Let cos and sin of a patched model have gradients with respect to a table.
 
     Args:
         model: a model that is patched by a static table.
-        divisors: float64 `[dim/2]`.
+        inv_freq: float64 `[dim/2]`, radians per token.
         attention_factor: the factor on cos and sin.
 
     Raises:
@@ -101,8 +101,7 @@ def differentiable_rotation(model: nn.Module, divisors: Tensor, attention_factor
         if not has_float64(x.device):
             raise RopeExtendError(f"gradient needs float64, which {x.device} does not have; use race")
         positions = position_ids[0] if position_ids.dim() == 3 else position_ids  # text has equal parts
-        table = (module.shape.inv_freq() / divisors).to(x.device)
-        angles = module.pad_unrotated(positions[..., None].to(torch.float64) * table)
+        angles = module.pad_unrotated(positions[..., None].to(torch.float64) * inv_freq.to(x.device))
         factor, dtype = attention_factor.to(x.device), module.dtype or x.dtype
         return expand_cos_sin(
             (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype), module.layout
@@ -151,16 +150,19 @@ def gradient_of_document(context: Context, point: Point, start: Table, number: i
             )
         return logged
     began, model, fitness = perf_counter(), evaluator.model, evaluator.fitness
-    encoding = start.encoding(space.factor)
+    encoding = space.encoding(start)
+    present = 1.0 if space.current is None else space.current.attention_factor
     with (
         quiet_patching(),
         patch_model(
-            model, encoding, trained_length=space.shape.trained_length, target_length=space.target_length
+            model, encoding, trained_length=space.pretrained.trained_length, target_length=space.target_length
         ),
         evaluation_mode(model) as device,
         _frozen(model),
         torch.enable_grad(),
-        differentiable_rotation(model, point.divisors(), point.attention.exp()),
+        differentiable_rotation(
+            model, space.shape.inv_freq() / point.divisors(), present * point.attention.exp()
+        ),
     ):
         total, tokens = [torch.zeros_like(leaf) for leaf in leaves], 0
         for part, weight in evaluator.weights.items():
@@ -204,7 +206,7 @@ def run(context: Context) -> list[Table]:
         values = gradient_of_document(context, point, start, step % config.documents)
         if all(map(math.isfinite, values)):
             point.rises.grad = torch.tensor(values[:-1], dtype=torch.float64)
-            fixed = config.attention_factor is not None
+            fixed = config.attention_factor is not None or space.long is not None
             point.attention.grad = None if fixed else torch.tensor(values[-1], dtype=torch.float64)
             optimizer.param_groups[0]["lr"] = RATE * (1 - step / config.iterations)
             optimizer.step()

@@ -22,6 +22,8 @@ from rope_extend.evaluation.identity import Identity, model_identity
 from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
 from rope_extend.memory.segments import expand_segments
+from rope_extend.method_names import CURRENT
+from rope_extend.models.current_table import CurrentTable, current_table, divisors_of
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.view import shape_of
@@ -35,7 +37,9 @@ from rope_extend.searching.search_config import (
     GRADIENT,
     HELD_OUT_TABLES,
     LOAD_FIELDS,
+    ORIGINAL,
     RACE,
+    SHORT_TEXTS,
     SearchConfig,
 )
 from rope_extend.searching.search_log import LOG, SearchLog
@@ -54,7 +58,10 @@ STRATEGIES: dict[str, Strategy] = {
 }
 """The strategies by name."""
 
-_NOT_IN_IDENTITY = ("model", "data", "output", "short", "iterations", "text_column", "split", *LOAD_FIELDS)
+_NOT_IN_IDENTITY = (
+    "model", "data", "output", "short", "start", "current_length", "search_for", "iterations",
+    "text_column", "split", *LOAD_FIELDS,
+)  # fmt: skip
 """Settings on which no evaluation depends, or that have an entry of their own.
 
 A finished search can be resumed with more iterations.
@@ -159,14 +166,8 @@ def plan_search(config: SearchConfig) -> SearchPlan:
 def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
     options = config.load_options()
     empty = options.empty(config.model)
-    shape = shape_of(empty, config.trained_length)
-    if config.target_length <= shape.trained_length:
-        raise RopeExtendError(
-            f"search: target_length must exceed the trained window of {shape.trained_length} tokens, got "
-            f"{config.target_length}"
-        )
     strategy = STRATEGIES[config.strategy]
-    space = Space(shape, config.target_length, strategy.head_room)
+    space = _space(config, empty, strategy.head_room)
     documents = strategy.passes(config) + HELD_OUT_TABLES * config.holdout
     each = (config.needle_weight < 1) + (config.needle_weight > 0)
     table = space.table([1.0] * (space.pairs - 1) + [space.factor])
@@ -175,11 +176,52 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
         [config.target_length],
         load_options=options,
         empty=empty,
-        encodings=[table.encoding(space.factor)],
-        trained_length=shape.trained_length,
+        encodings=[space.encoding(table)],
+        trained_length=space.pretrained.trained_length,
     )
     passes = documents * each
     return space, SearchPlan(config.strategy, passes, passes * config.target_length, forward)
+
+
+def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
+    """Where a search looks: relative to plain RoPE, or to the table that the model has."""
+    current = None
+    if config.start == CURRENT:
+        current = current_table(empty, config.trained_length, config.current_length)
+        if config.search_for == SHORT_TEXTS:
+            return _space_of_short_texts(config, current)
+        if not all(current.shape.table):
+            raise RopeExtendError(
+                "search: some channel pairs of this model do not rotate under its present table, so they "
+                "have no divisor; use start pretrained"
+            )
+        shape: RopeShape = current.shape
+    else:
+        shape = shape_of(empty, config.trained_length)
+    if config.target_length <= shape.trained_length:
+        raise RopeExtendError(
+            f"search: target_length must exceed the trained window of {shape.trained_length} tokens, got "
+            f"{config.target_length}"
+        )
+    return Space(shape, config.target_length, head_room, current)
+
+
+def _space_of_short_texts(config: SearchConfig, current: CurrentTable) -> Space:
+    """Where a search for short texts looks: up to the largest divisor of the table of long texts."""
+    shape, window = current.pretrained, current.shape.trained_length
+    if current.is_plain:
+        raise RopeExtendError(
+            f"search: search_for {SHORT_TEXTS} needs a model that was extended before, and the model has "
+            "plain RoPE; search for long texts first"
+        )
+    if config.target_length > shape.trained_length:
+        raise RopeExtendError(
+            f"search: with search_for {SHORT_TEXTS}, target_length must be at most the "
+            f"{shape.trained_length} tokens of pretraining, where the short list is used; got "
+            f"{config.target_length}"
+        )
+    largest = max(divisors_of(current.shape.inv_freq(), shape))
+    return Space(shape, window, largest * shape.trained_length / window, long=current)
 
 
 def _checked_output(config: SearchConfig, resume: bool, overwrite: bool) -> Path | None:
@@ -290,7 +332,8 @@ def _searched(config: SearchConfig, space: Space, evaluator: Evaluator) -> Searc
     names = [document.name for document in evaluator.fitness.documents]
     return SearchResult(
         config=config,
-        shape=space.shape,
+        shape=space.pretrained,
+        encoding=space.result(winner, original_short=config.short == ORIGINAL),
         rows=found,
         cost=evaluator.log.cost,
         curve=evaluator.curve,

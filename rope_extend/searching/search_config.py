@@ -27,6 +27,7 @@ from rope_extend.config import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.prompts import depths_from
+from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
 from rope_extend.models.load_choices import ATTENTION, DTYPES
 from rope_extend.models.locating import check_path
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 RACE, GENETIC, GENETIC_2, GRADIENT = "race", "longrope", "longrope2", "gradient"
 STRATEGIES = (RACE, GENETIC, GENETIC_2, GRADIENT)
 """The strategies by name, the default first."""
+
+LONG_TEXTS, SHORT_TEXTS = "long", "short"
+"""Which texts the table is searched for; LongRoPE ends with a search for short ones."""
 
 SAME, ORIGINAL = "same", "original"
 """Which divisors a text within the trained window gets: the searched ones, or all 1."""
@@ -104,6 +108,24 @@ class SearchConfig(Config):
         choice(SAME, ORIGINAL),
         "divisors within the trained window: the same, or all 1, which then depend on the length of the text",
     ] = SAME
+    start: Annotated[
+        str,
+        choice(*STARTS),
+        "what divisors are relative to: plain RoPE and the pretrained window, or the table that the "
+        "checkpoint has now and the window that it was trained to read under it (LongRoPE's second search)",
+    ] = PRETRAINED
+    current_length: Annotated[
+        int | None,
+        optional(LENGTH),
+        "with start current, the window that the checkpoint was trained to read, in tokens, if its config is "
+        "wrong",
+    ] = None
+    search_for: Annotated[
+        str,
+        choice(LONG_TEXTS, SHORT_TEXTS),
+        "the table of long texts; or, with start current, that of texts of target_length within the "
+        "pretrained window, while long texts keep the checkpoint's table (longrope and gradient only)",
+    ] = LONG_TEXTS
     start_tokens: Annotated[
         bool,
         FLAG,
@@ -165,11 +187,37 @@ class SearchConfig(Config):
             raise RopeExtendError(
                 f"search: start_tokens is searched by the strategy {GENETIC} only; got {self.strategy}"
             )
+        check_start("search", self.start, self.current_length)
+        if self.start == CURRENT and (self.start_tokens or self.short == ORIGINAL):
+            name = "start_tokens" if self.start_tokens else f"short {ORIGINAL}"
+            raise RopeExtendError(
+                f"search: {name} returns to plain RoPE for some positions, and start {CURRENT} keeps the "
+                "table that the checkpoint was trained under; leave one of the two out"
+            )
+        if self.search_for == SHORT_TEXTS:
+            self._check_short()
         if self.strategy == RACE and self.race_passes < SMALLEST_RACE:
             raise RopeExtendError(
                 f"search: with {self.documents} documents and {self.holdout} held out, nothing is left of "
                 f"the race's budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller "
                 "holdout"
+            )
+
+    def _check_short(self) -> None:
+        if self.strategy not in (GENETIC, GRADIENT):
+            raise RopeExtendError(
+                f"search: search_for {SHORT_TEXTS} needs the strategy {GENETIC} or {GRADIENT}, because the "
+                f"others look for larger divisors only; got {self.strategy}"
+            )
+        if self.start != CURRENT:
+            raise RopeExtendError(
+                f"search: search_for {SHORT_TEXTS} keeps the table that the checkpoint has for long texts; "
+                f"set start to {CURRENT}"
+            )
+        if self.attention_factor is not None:
+            raise RopeExtendError(
+                f"search: search_for {SHORT_TEXTS} keeps the attention factor that the checkpoint has, which "
+                "both tables share; leave attention_factor out"
             )
 
     def computed_defaults(self) -> Mapping[str, Any]:

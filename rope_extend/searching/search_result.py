@@ -13,8 +13,8 @@ from rope_extend.encodings.core.saved import EncodingFile, write_encoding_file
 from rope_extend.evaluation.results import or_none
 from rope_extend.evaluation.statistics import Difference
 from rope_extend.files import replacing_files, write_json, write_text
-from rope_extend.method_names import ENCODING_FILE
-from rope_extend.searching.search_config import ORIGINAL, SearchConfig
+from rope_extend.method_names import CURRENT, ENCODING_FILE
+from rope_extend.searching.search_config import ORIGINAL, SHORT_TEXTS, SearchConfig
 from rope_extend.searching.search_log import Cost
 from rope_extend.searching.space import Table
 from rope_extend.units import format_duration, format_length
@@ -62,7 +62,8 @@ class SearchResult:
 
     Attributes:
         config: the settings.
-        shape: the rotary shape of the model.
+        shape: the rotary shape of the model as it was pretrained.
+        encoding: the winner as an encoding.
         rows: finalists and closed forms on the held-out documents, the winner first.
         cost: what the search cost, with the part before it was resumed.
         curve: documents measured, and the best fitness on all documents so far, each time it improved.
@@ -73,6 +74,7 @@ class SearchResult:
 
     config: SearchConfig
     shape: RopeShape
+    encoding: LongRoPE
     rows: Sequence[HeldOutRow]
     cost: Cost
     curve: Sequence[tuple[int, float]]
@@ -89,12 +91,6 @@ class SearchResult:
     def table(self) -> Table:
         """The winner's divisors, start tokens and attention factor."""
         return self.winner.table
-
-    @property
-    def encoding(self) -> LongRoPE:
-        """The winner as an encoding."""
-        factor = self.config.target_length / self.shape.trained_length
-        return self.table.encoding(factor, original_short=self.config.short == ORIGINAL)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values of JSON."""
@@ -133,7 +129,7 @@ class SearchResult:
     def card(self) -> str:
         """The card: what was searched, on which documents, what it cost, and how to use it."""
         config, cost = self.config, self.cost
-        target = format_length(config.target_length)
+        target = format_length(self.encoding.target_length(self.shape) or config.target_length)
         weights = ", ".join(
             f"{weight:.3g} × {'needle' if part == 'needle' else f'loss at {part} tokens'}"
             for part, weight in config.weights().items()
@@ -157,9 +153,9 @@ In Python: `rope_extend.extend(model, "{target}", "DIRECTORY")`, or `rope_extend
 - Rotation: {self.shape.dim} channels of a head, base {self.shape.theta:g}.
 - Strategy: {config.strategy}, seed {config.seed}.
 - Fitness: {weights}.
-- Divisors, fastest pair first: {divisors}
+- Divisors{_relative(config)}, fastest pair first: {divisors}
 - Attention factor {self.table.attention_factor:g}, start tokens {self.table.start_tokens}.
-- Within the trained window: {"plain RoPE" if config.short == ORIGINAL else "the same divisors"}.
+- {self._other_texts()}
 
 ## Held-out documents
 
@@ -188,6 +184,18 @@ Held out:
 {_bullets(self.holdout)}
 """
 
+    def _other_texts(self) -> str:
+        """A line of the card: which divisors the texts get that were not searched for."""
+        if self.config.search_for == SHORT_TEXTS:
+            return (
+                "These divisors are for texts within the trained window. Longer ones keep the model's table."
+            )
+        if self.config.short == ORIGINAL:
+            return "Within the trained window: plain RoPE."
+        if self.encoding.depends_on_length:
+            return "Within the trained window: the short list that the model has."
+        return "Within the trained window: the same divisors."
+
     def write(self, directory: Path) -> None:
         """Write the files of a finished search; all of them appear, or none.
 
@@ -201,8 +209,15 @@ Held out:
             write_json(files / SUMMARY, self.to_dict())
             curve = [(passes, value) for passes, value in self.curve if math.isfinite(value)]
             plot_search_curve(curve, files / CURVE, title=f"{self.config.strategy}: fitness so far")
-            content = EncodingFile(self.encoding.to_dict(), self.shape, self.config.target_length)
+            content = EncodingFile(
+                self.encoding.to_dict(), self.shape, self.encoding.target_length(self.shape)
+            )
             write_encoding_file(files / ENCODING_FILE, content)
+
+
+def _relative(config: SearchConfig) -> str:
+    """What the divisors of a card are relative to, if that is not plain RoPE."""
+    return " of the table that the model had, which the encoding multiplies" * (config.start == CURRENT)
 
 
 def _bullets(names: Sequence[str]) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from rope_extend.encodings import LongRoPE, RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.current_table import CurrentTable
 
 STEP = 100
 """Divisors are multiples of 1/100, as in LongRoPE (2402.13753, table 4)."""
@@ -41,35 +44,24 @@ class Table:
         divisors, start_tokens, attention_factor = json.loads(key)
         return cls(tuple(divisors), start_tokens, attention_factor)
 
-    def encoding(self, factor: float, *, original_short: bool = False) -> LongRoPE:
-        """The candidate as an encoding.
-
-        Args:
-            factor: target length divided by trained length.
-            original_short: whether texts within the trained window keep plain RoPE's frequencies.
-        """
-        return LongRoPE(
-            factor,
-            long_factor=self.divisors,
-            short_factor=None if original_short else self.divisors,
-            start_tokens=self.start_tokens,
-            attention_scale=self.attention_factor,
-        )
-
 
 @dataclass(frozen=True)
 class Space:
     """Where a search looks: non-decreasing divisors from 1 to `largest`, in steps of 0.01.
 
     Attributes:
-        shape: the rotary shape of the model.
+        shape: the rotary shape that divisors are relative to: of the pretrained model, or of `current`.
         target_length: the window to reach, in tokens.
         head_room: the largest divisor, divided by the factor.
+        current: the schedule that candidates are multiplied with, in a search on an extended model.
+        long: the schedule of long texts, in a search for short ones; `shape` is then that of pretraining.
     """
 
     shape: RopeShape
     target_length: int
     head_room: float
+    current: CurrentTable | None = None
+    long: CurrentTable | None = None
 
     @property
     def pairs(self) -> int:
@@ -85,6 +77,41 @@ class Space:
     def largest(self) -> int:
         """The largest divisor, in hundredths."""
         return int(self.head_room * self.factor * STEP + 1e-6)
+
+    @property
+    def pretrained(self) -> RopeShape:
+        """The rotary shape of the model as it was pretrained."""
+        return self.shape if self.current is None else self.current.pretrained
+
+    def encoding(self, table: Table, *, original_short: bool = False) -> LongRoPE:
+        """A candidate as an encoding of the pretrained model, with one table for all lengths.
+
+        Args:
+            table: the candidate.
+            original_short: whether texts within the trained window keep plain RoPE's frequencies.
+        """
+        if self.current is None:
+            return LongRoPE(
+                self.factor,
+                long_factor=table.divisors,
+                short_factor=None if original_short else table.divisors,
+                start_tokens=table.start_tokens,
+                attention_scale=table.attention_factor,
+            )
+        product = self.shape.inv_freq() / torch.tensor(table.divisors, dtype=torch.float64)
+        factor = self.current.attention_factor * table.attention_factor
+        return replace(self.current, short=None).with_table(product, factor, self.target_length)
+
+    def result(self, table: Table, *, original_short: bool = False) -> LongRoPE:
+        """The candidate that a search has found, with the list that the model has for other texts."""
+        if self.long is not None:
+            return replace(self.long, short=table.divisors).with_table(
+                self.long.shape.inv_freq(), self.long.attention_factor, self.target_length
+            )
+        encoding = self.encoding(table, original_short=original_short)
+        if self.current is None or self.current.short is None:
+            return encoding
+        return replace(encoding, short_factor=self.current.short)
 
     def table(self, divisors: Iterable[float], attention_factor: float = 1.0, start_tokens: int = 0) -> Table:
         """The nearest candidate: divisors rounded to the step and limited to the range.

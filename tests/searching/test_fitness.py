@@ -48,7 +48,7 @@ def test_the_score_is_the_weighted_mean_loss_under_the_candidate() -> None:
     table = space.table([1 + pair / 4 for pair in range(space.pairs)], 1.1)
     measured = evaluator.scores(space, [table])[0]
     held_out = score(evaluator.held_out(space, table), weights)
-    with rx.patch_model(model, table.encoding(space.factor), target_length=TARGET):
+    with rx.patch_model(model, space.encoding(table), target_length=TARGET):
         for numbers, value in (([0, 1], measured), ([2], held_out)):
             rows = [naive_losses(model, texts[number].input_ids) for number in numbers]
             answers = [naive_losses(model, needles[number].input_ids)[-5:] for number in numbers]

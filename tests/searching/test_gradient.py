@@ -45,6 +45,10 @@ def start_of(space: Space) -> Table:
     return space.table([1 + 3 * pair / (space.pairs - 1) for pair in range(space.pairs)], 1.1)
 
 
+def table_of(point: gradient.Point, space: Space) -> torch.Tensor:
+    return space.shape.inv_freq() / point.divisors()
+
+
 def encoding_of(point: gradient.Point) -> rx.Encoding:
     divisors = point.divisors().tolist()
     return rx.encoding(
@@ -64,9 +68,9 @@ def test_the_rotation_with_gradients_is_that_of_the_encoding() -> None:
         point.attention += 0.1
         with rx.patch_model(model, encoding_of(point), target_length=TARGET):
             expected = model(ids).logits
-        with rx.patch_model(model, start.encoding(4.0), target_length=TARGET):
+        with rx.patch_model(model, found.space.encoding(start), target_length=TARGET):
             before = model(ids).logits
-            with gradient.differentiable_rotation(model, point.divisors(), point.attention.exp()):
+            with gradient.differentiable_rotation(model, table_of(point, found.space), point.attention.exp()):
                 actual = model(ids).logits
             assert torch.equal(model(ids).logits, before)
     assert_same_but_rounding(actual, expected)
@@ -84,8 +88,8 @@ def test_the_gradient_is_that_of_the_naive_loss() -> None:
     values = gradient.gradient_of_document(found, point, start, 1)
     model, fitness = found.evaluator.model, found.evaluator.fitness
     with (
-        rx.patch_model(model, start.encoding(4.0), target_length=TARGET),
-        gradient.differentiable_rotation(model, point.divisors(), point.attention.exp()),
+        rx.patch_model(model, found.space.encoding(start), target_length=TARGET),
+        gradient.differentiable_rotation(model, table_of(point, found.space), point.attention.exp()),
     ):
         rows = []
         for tokens in (fitness.documents[1].input_ids, fitness.needles[1].input_ids):
