@@ -80,6 +80,7 @@ def curve(setting: Setting) -> Iterator[Figure]:
     seconds, peak = min(measured(setting, lm, lengths) for _ in range(2))
     name = f"64 lengths to {tokens:,} tokens"
     yield from against_plan(name, plan, seconds, peak, setting)
+    yield Figure(f"{name}: time of the plan", plan.seconds, "s", at_most=on_hopper(setting, 12.0))
     yield Figure(f"{name}: time", seconds, "s", at_most=setting.target(16.0))
     rate = next((rate for gpu, rate in PEAK.items() if gpu in device_name()), None)
     if rate is not None:
@@ -114,6 +115,18 @@ def pieces(setting: Setting) -> Iterator[Figure]:
     measured(setting, lm, [setting.chunk])
     seconds, peak = measured(setting, lm, [setting.pieces], setting.chunk)
     yield from against_plan(f"{setting.pieces:,} tokens", plan, seconds, peak, setting)
+    longer = 4 * setting.pieces
+    million = planned(setting, longer, chunk=setting.chunk)
+    yield Figure(
+        f"{longer:,} tokens: time of the plan", million.seconds, "s", at_most=on_hopper(setting, 600)
+    )
+    yield Figure(f"{longer:,} tokens: memory of the plan", million.memory / 1e9, "GB")
+
+
+def on_hopper(setting: Setting, value: float) -> float | None:
+    """A target that holds for an H100, and for what is faster."""
+    rate = next((rate for gpu, rate in PEAK.items() if gpu in device_name()), 0.0)
+    return setting.target(value) if rate >= PEAK["H100"] else None
 
 
 def out_of_memory(setting: Setting) -> Iterator[Figure]:

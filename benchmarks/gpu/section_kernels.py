@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gpu.steps import Figure, Setting, Step, seconds_of
 from rope_extend.attention import causal_suffix
+from rope_extend.attention.fused_kernels import takes_cudnn
+from rope_extend.attention.log_sum_exp import partial_attention
+from rope_extend.attention.registry import without_cudnn
 from rope_extend.evaluation.flops import measured_rates
 
 SUBJECT = (
     "Attention of the 8B shape in bfloat16: the kernel that torch takes, operations per second, the time of "
-    "the first call of a shape, and the difference from float64."
+    "the first call of a shape, and the difference from float64; and a chunk in parts, merged by log-sum-exp."
 )
 
 
@@ -122,6 +126,47 @@ def rounding(setting: Setting) -> Iterator[Figure]:
         yield Figure(f"{name}: difference, relative", gap, at_most=2 * 2**-8)
 
 
+@torch.no_grad()
+def parts(setting: Setting) -> Iterator[Figure]:
+    """A chunk in parts that are merged by log-sum-exp, compared with float64 and with one call."""
+    query, key, value = heads(setting, setting.pieces, setting.chunk)
+    scale, own = query.shape[-1] ** -0.5, slice(setting.pieces - setting.chunk, None)
+    square = (query, key[:, :, own], value[:, :, own])
+    rows = torch.linspace(0, setting.chunk - 1, 32).long()
+    expected, sums = exact(query, key, value, rows), exact_sums(*square[:2], rows)
+    faster = takes_cudnn(*square, causal=True)
+    for name, context in (("torch's choice", nullcontext), ("flash", without_cudnn)):
+        with context():
+            with _Kernels() as kernels:
+                _, found_sums = partial_attention(*square, causal=True, scale=scale)
+            merged = causal_suffix.in_parts(query, key, value, scale)
+        note = ", ".join(dict.fromkeys(kernels.names)) or "kernel not known"
+        chosen = rows.to(setting.device)
+        gap = float((found_sums[:, :, chosen].double() - sums).abs().max())
+        # Weights of the parts are then wrong by 0.1 %, less than a rounding to bfloat16.
+        yield Figure(f"{name}: difference of the log-sum-exp", gap, at_most=1e-3, note=note)
+        found = merged[:, :, chosen].double()
+        gap = float((found - expected).norm() / expected.norm())
+        # Weights, parts and result are rounded to bfloat16, each by at most half a unit in the last place.
+        yield Figure(f"{name}: difference of merged parts, relative", gap, at_most=3 * 2**-8)
+    parted = seconds_of(lambda: causal_suffix.in_parts(query, key, value, scale), setting.device, 5)
+    with without_cudnn():
+        one = seconds_of(lambda: suffix(query, key, value), setting.device, 5)
+    note = "" if faster else "torch does not take cuDNN here, so the evaluator makes one call"
+    most = setting.target(1.0) if faster else None
+    yield Figure("parts: time / one call of flash attention", parted / one, at_most=most, note=note)
+
+
+def exact_sums(query: Tensor, key: Tensor, rows: Tensor) -> Tensor:
+    """The log-sum-exp of the logits of some queries of causal attention, by number, in float64."""
+    groups, found = query.shape[1] // key.shape[1], []
+    for row in rows.tolist():
+        q = query[0, :, row].double().unflatten(0, (-1, groups))
+        scores = q @ key[0, :, : row + 1].double().mT * query.shape[-1] ** -0.5
+        found.append(scores.logsumexp(-1).flatten())
+    return torch.stack(found, dim=1)[None]
+
+
 def rates(setting: Setting) -> Iterator[Figure]:
     """The rates that plans of time use."""
     measured = measured_rates(in_bfloat16(setting.config, "meta"), torch.device(setting.device))
@@ -129,4 +174,9 @@ def rates(setting: Setting) -> Iterator[Figure]:
         yield Figure(f"rate of the plan: {name}", rate / 1e12, "TFLOP/s")
 
 
-STEPS = (Step("speed", speed, 60), Step("rounding", rounding, 60), Step("rates", rates, 30))
+STEPS = (
+    Step("speed", speed, 60),
+    Step("rounding", rounding, 60),
+    Step("parts", parts, 60),
+    Step("rates", rates, 30),
+)
