@@ -203,6 +203,10 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gguf", metavar="FILE", help="for llama.cpp: the weights, converted by its convert_hf_to_gguf.py"
     )
+    parser.add_argument(
+        "--target-version", metavar="VERSION",
+        help="version of vLLM, such as 0.10: later ones do not compute dual_chunk",
+    )  # fmt: skip
     parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=_BASE_MODEL)
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")
     parser.add_argument(
@@ -231,15 +235,19 @@ def export(arguments: argparse.Namespace) -> None:
         print(
             support_table(
                 [record.encoding], record.shape, model_type=record.model_type,
-                target_length=record.target_length,
+                target_length=record.target_length, target_version=arguments.target_version,
             )
         )  # fmt: skip
     elif arguments.support:
         shape = RopeShape(dim=8, theta=10_000.0, trained_length=4096)
-        print(support_table(list(examples(shape, 32_768)), shape, target_length=32_768))
+        version = arguments.target_version
+        print(
+            support_table(list(examples(shape, 32_768)), shape, target_length=32_768, target_version=version)
+        )
     else:
         path = run(
             arguments.directory, arguments.output, arguments.to, overwrite=arguments.overwrite,
             verify=not arguments.no_verify, base_model=arguments.base_model, gguf=arguments.gguf,
+            target_version=arguments.target_version,
         )  # fmt: skip
         print("written:", path)

@@ -65,8 +65,3 @@ class DualChunk(RemapEncoding):
             Region(lambda i: (i % size + size).clamp(max=largest), key),
             Region(lambda i: torch.full_like(i, min(2 * size - 1, largest)), key),
         )
-
-    def served_as(self) -> str:
-        """The key of Qwen2.5-1M's config. Its `chunk_size` is S, not C."""
-        size = self.chunk + self.local
-        return f'"dual_chunk_attention_config": {{"chunk_size": {size}, "local_size": {self.local}}}'

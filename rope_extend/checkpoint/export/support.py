@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rope_extend.checkpoint.export.gguf import architecture_of, schedule
+from rope_extend.checkpoint.export.served_remaps import KEY, remap_obstacle, served_keys
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.encodings import (
     Encoding,
+    PlainRope,
     RemapEncoding,
     RopeEncoding,
     RopeShape,
@@ -62,6 +65,7 @@ def support(
     model_type: str | None = None,
     *,
     target_length: int | None = None,
+    target_version: str | None = None,
 ) -> Support:
     """Whether, and how, a target computes an encoding without this library.
 
@@ -71,21 +75,20 @@ def support(
         target: one of `TARGETS`.
         model_type: the family; default: one of Llama's shape.
         target_length: the extended window, in tokens; default: the encoding's own.
+        target_version: the version of the target, such as `0.10`, which decides in a few cases.
 
     Raises:
-        RopeExtendError: an unknown target, or an encoding that does not fit the shape.
+        RopeExtendError: an unknown target, a version that is none, or an encoding that does not fit the
+            shape.
     """
     if target not in TARGETS:
         raise RopeExtendError(f"export supports {', '.join(TARGETS)}, got {target!r}")
+    if target_version is not None and not re.fullmatch(r"\d+\.\d+(\.\w+)*", target_version):
+        raise RopeExtendError(f"target_version is a version such as 0.10 or 0.10.2, got {target_version!r}")
     effects = encoding.effects(shape)
     obstacle = effects.reason()
-    if target in ("vllm", "sglang") and isinstance(encoding, RemapEncoding) and encoding.served_as():
-        return Support(
-            target,
-            PLUGIN,
-            f"SGLang and vLLM up to 0.10 compute it from {encoding.served_as()}, which no export here could "
-            f"verify; vLLM from 0.11 on ignores that key",
-        )
+    if isinstance(encoding, RemapEncoding):
+        return _for_remap(encoding, shape, target, model_type, target_length, target_version)
     if obstacle and not (target == "transformers" and effects.per_row):
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
@@ -107,6 +110,8 @@ def gguf_refusal(encoding: Encoding, shape: RopeShape, model_type: str) -> Suppo
         model_type: the family.
     """
     reason = encoding.effects(shape).reason()
+    if isinstance(encoding, RemapEncoding):
+        reason = remap_obstacle(encoding, "llama.cpp", model_type, None)
     if not reason and _is_unknown(find_adapter(model_type)):
         reason = _UNKNOWN
     return _refused("llama.cpp", reason) if reason else None
@@ -137,6 +142,21 @@ def _native(target: str, form: Mapping[str, Any], window: int) -> Support:
     kind = form["rope_type"]
     reason = f"as base {form['rope_theta']:.6g}" if kind == "default" else f"type {kind}"
     return Support(target, NATIVE, reason, {"rope_parameters": form, "max_position_embeddings": window})
+
+
+def _for_remap(
+    encoding: RemapEncoding,
+    shape: RopeShape,
+    target: str,
+    model_type: str | None,
+    target_length: int | None,
+    version: str | None,
+) -> Support:
+    if reason := remap_obstacle(encoding, target, model_type, version):
+        return _refused(target, reason)
+    length = target_length or encoding.target_length(shape) or shape.trained_length
+    form = {"rope_parameters": PlainRope().rope_parameters(shape), "max_position_embeddings": length}
+    return Support(target, NATIVE, f"by {KEY}", {**form, **served_keys(encoding, length)})
 
 
 def _for_transformers(
@@ -259,6 +279,7 @@ def support_table(
     *,
     model_type: str | None = None,
     target_length: int | None = None,
+    target_version: str | None = None,
     targets: Sequence[str] = TARGETS,
 ) -> str:
     """A Markdown table of encodings and targets, with the reasons numbered below it.
@@ -268,6 +289,7 @@ def support_table(
         shape: the rotary shape of the pretrained model.
         model_type: the family; default: one of Llama's shape.
         target_length: the extended window, in tokens; default: each encoding's own.
+        target_version: the version of the targets, which decides in a few cases.
         targets: the columns.
     """
     reasons: dict[str, int] = {}
@@ -275,7 +297,10 @@ def support_table(
     for encoding in rows:
         cells = []
         for target in targets:
-            cell = support(encoding, shape, target, model_type, target_length=target_length)
+            cell = support(
+                encoding, shape, target, model_type,
+                target_length=target_length, target_version=target_version,
+            )  # fmt: skip
             cells.append(f"{cell.verdict} ({reasons.setdefault(cell.reason, len(reasons) + 1)})")
         lines.append(f"| `{encoding}` | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])

@@ -18,6 +18,7 @@ types
   and the same keys in `longrope`; `yarn` has no `attention_factor`. Its `longrope` looks up position L as
   position 0 if the batch has no later one, where L is `original_max_position_embeddings`.
   `get_context_length`: `max_position_embeddings` times `factor`, unless there is an original one.
+- both, for methods that rotate distant pairs in another way: see `served_remaps.py`.
 - llama.cpp: see `rope_extend.checkpoint.export.gguf`.
 """
 
@@ -40,6 +41,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from rope_extend.checkpoint.export.gguf import annotate, can_verify, is_float32, verify_gguf
+from rope_extend.checkpoint.export.served_remaps import KEY
 from rope_extend.checkpoint.export.support import Support, gguf_refusal, support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.hub import local_directory
@@ -51,7 +53,7 @@ from rope_extend.checkpoint.restoring import checked_record, load
 from rope_extend.checkpoint.saving import save
 from rope_extend.checkpoint.staging import CHAT_TEMPLATES, refuse_base_model, staged
 from rope_extend.checkpoint.verifying import verify as verify_checkpoint
-from rope_extend.encodings import RopeEncoding, encoding
+from rope_extend.encodings import DualChunk, RopeEncoding, encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
 from rope_extend.models.families import adapter_for
@@ -59,12 +61,15 @@ from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.stock_config import ORIGINAL_WINDOW, carried, softmax_scale_of, window_values
 from rope_extend.models.view import CONFIG_RECORD
+from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
 _LEFT_BEHIND = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 """Suffixes of files that are not exported: the state of a training run, and models of another format."""
 _REWRITTEN = ("config.json", RECORD_NAME, "verification.json")
+_STOCK_KEYS = ("rope_parameters", "max_position_embeddings")
+"""The keys of a form that every family has."""
 
 
 def export(
@@ -76,6 +81,7 @@ def export(
     verify: bool = True,
     base_model: str | None = None,
     gguf: str | PathLike[str] | None = None,
+    target_version: str | None = None,
 ) -> Path:
     """Write a checkpoint that a target reads without this library; returns its directory.
 
@@ -93,6 +99,7 @@ def export(
             process of its own; for llama.cpp, llama.cpp does if llama-cpp-python is installed.
         base_model: name or path of an adapter's base model; overrides the one in the record.
         gguf: for llama.cpp, the file that its `convert_hf_to_gguf.py` wrote from these weights.
+        target_version: the version of vLLM, such as `0.10`: only up to that one it computes `dual_chunk`.
 
     Raises:
         RopeExtendError: the target does not support the encoding, with the reason; the model is not patched;
@@ -106,9 +113,9 @@ def export(
             raise RopeExtendError(f"{target} is the checkpoint itself; choose another output")
         if (source / "adapter_config.json").exists():
             refuse_base_model(target, base_model or record.base_model)
-        form = _checked_form(record, target, to, gguf, overwrite)
+        form = _checked_form(record, target, to, gguf, overwrite, target_version)
         return _export(source, target, record, form, overwrite, verify, base_model, gguf)
-    form = _checked_form(Record.of(model, base_model), target, to, gguf, overwrite)
+    form = _checked_form(Record.of(model, base_model), target, to, gguf, overwrite, target_version)
     existing = next(path for path in (target.parent, *target.parent.parents) if path.exists())
     try:
         # On the disk of the output, so that weights can be linked.
@@ -122,14 +129,27 @@ def export(
 
 
 def _checked_form(
-    record: Record, target: Path, to: str, gguf: str | PathLike[str] | None, overwrite: bool
+    record: Record,
+    target: Path,
+    to: str,
+    gguf: str | PathLike[str] | None,
+    overwrite: bool,
+    version: str | None,
 ) -> Support:
     """How a target computes the recorded encoding.
 
     Raises:
         RopeExtendError: it does not, or the arguments do not fit together.
     """
-    form = support(record.encoding, record.shape, to, record.model_type, target_length=record.target_length)
+    form = support(
+        record.encoding, record.shape, to, record.model_type,
+        target_length=record.target_length, target_version=version,
+    )  # fmt: skip
+    if version is not None and not (to == "vllm" and isinstance(record.encoding, DualChunk)):
+        raise RopeExtendError(
+            f"target_version={version} only decides whether vLLM computes dual_chunk; leave it out for "
+            f"{record.encoding.name} and {to}"
+        )
     if gguf is not None and (file := target / Path(gguf).name).exists():
         if os.path.samefile(file, gguf):
             raise RopeExtendError(f"{file} is the source itself; choose another output")
@@ -175,7 +195,7 @@ def _export(
                 source = merge(source, merged, base_model=base_model)
             _export_config(source, staging, record, form)
             if verify:
-                _verify(staging, source)
+                _verify(staging, source, record)
     return target
 
 
@@ -221,12 +241,15 @@ def _export_config(source: Path, staging: Path, record: Record, form: Support) -
     data = plain_config(read_json(source / "config.json"))
     pairs = _stock_pairs(source)
     with one_error(f"{source / 'config.json'} is damaged"):
-        configs = [_with_form(data, pretrained(AutoConfig, str(source)), form.form)]
-    if form.target == "transformers" or form.form["rope_parameters"]["rope_type"] == "default":
+        config = pretrained(AutoConfig, str(source))
+        configs = [_with_form(data, config, form.form)]
+    if KEY in form.form:
+        _check_layers(config, record, form)
+    elif form.target == "transformers" or form.form["rope_parameters"]["rope_type"] == "default":
         configs.insert(0, data)  # the saved config also has the family's own settings
-    for config in configs:
-        write_json(staging / "config.json", config)
-        if _stock_computes(staging, record, pairs, as_saved=config is data):
+    for values in configs:
+        write_json(staging / "config.json", values)
+        if _stock_computes(staging, record, pairs, as_saved=values is data):
             break
     else:
         raise RopeExtendError(
@@ -270,7 +293,21 @@ def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> di
     part |= window_values(form["max_position_embeddings"], original if part.get(ORIGINAL_WINDOW) else None)
     if CONFIG_RECORD in result:
         result[CONFIG_RECORD]["rope_parameters"] = parameters
-    return result
+    return {**result, **{key: form[key] for key in form if key not in _STOCK_KEYS}}
+
+
+def _check_layers(config: Any, record: Record, form: Support) -> None:
+    """Refuse a model that has layers with a sliding window, which an engine would process otherwise.
+
+    Raises:
+        RopeExtendError: the model has such layers.
+    """
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise RopeExtendError(
+            f"{record.encoding} cannot be exported to {form.target}: this {record.model_type} model has "
+            f"layers with a sliding window, where {form.target} would apply {KEY} as well; load it with "
+            f"rope_extend.load"
+        )
 
 
 def _stock_pairs(directory: Path) -> list[int]:
@@ -296,7 +333,15 @@ def _stock_computes(directory: Path, record: Record, pairs: list[int], *, as_sav
         return False
 
 
-def _verify(directory: Path, original: Path) -> None:
-    verification = verify_checkpoint(directory, reference=original)
+def _verify(directory: Path, original: Path, record: Record) -> None:
+    length = None
+    if isinstance(record.encoding, DualChunk):
+        length = record.encoding.chunk
+        logger.warning(
+            "compared with the original up to %s, one chunk: stock transformers ignores %s, and processes "
+            "longer texts as the model was pretrained",
+            format_length(length), KEY,
+        )  # fmt: skip
+    verification = verify_checkpoint(directory, reference=original, length=length)
     if verification.verdict != "equal":
         raise RopeExtendError(f"the export computes other logits than the original: {verification.reason}")

@@ -22,7 +22,7 @@ class Effects:
         adds_bias: whether a bias is added to the attention logits, instead of RoPE.
         adds_vectors: whether vectors are added to the token embeddings, instead of RoPE.
         replaces_softmax: whether attention is a sum that is carried from token to token.
-        remaps: whether distant pairs of a query and a key are given other positions.
+        remaps: whether distant pairs of a query and a key are rotated in another way than near ones.
     """
 
     depends_on_length: bool = False
@@ -59,7 +59,7 @@ class Effects:
         if not self.rotary:
             return "it acts inside attention, with or instead of a rotation"
         if self.remaps:
-            return "it gives distant pairs of tokens other positions, inside attention"
+            return "it rotates distant pairs of tokens in another way than near ones, inside attention"
         if self.decays:
             return "the product of a query and a key shrinks with their distance"
         if self.scales_logits:

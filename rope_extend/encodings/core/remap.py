@@ -1,4 +1,4 @@
-"""Encodings that give queries and keys other positions, by how far apart they are.
+"""Encodings that give queries and keys other positions, or other frequencies, by how far apart they are.
 
 A model that never saw distant tokens does well with near ones. So near pairs keep their distance, and distant
 pairs are given one that occurred in training. Nothing is trained.
@@ -151,10 +151,6 @@ class RemapEncoding(RopeEncoding):
     def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
         """Whether a text with positions from `lowest` to `highest` is processed as by plain RoPE."""
         return self.borders.is_plain(lowest, highest)
-
-    def served_as(self) -> str:
-        """The keys in `config.json` from which SGLang, and vLLM up to 0.10, compute the map; or empty."""
-        return ""
 
     def largest_distance(self, shape: RopeShape, length: int) -> float:
         """The largest distance that is given to a pair in a text of `length` tokens."""

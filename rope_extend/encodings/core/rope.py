@@ -29,7 +29,7 @@ class RopeEncoding(Encoding):
     start_tokens: int = 0
     """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
     remaps: ClassVar[bool] = False
-    """Whether it gives distant pairs of tokens other positions, as SelfExtend does."""
+    """Whether it rotates distant pairs of tokens in another way than near ones, as SelfExtend does."""
     inner_name: ClassVar[str] = ""
     """The parameter that takes another method, as in `resonance(yarn)`; empty if there is none."""
 

@@ -1,0 +1,154 @@
+"""Dual chunk attention for SGLang and vLLM: the key means our map, and is written only where it is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import TARGET, TRAINED, FamilyCase, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend import RopeExtendError, RopeShape
+from rope_extend.checkpoint.export.support import IMPOSSIBLE, NATIVE, PLUGIN, support
+from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.verifying import VERIFICATION_NAME
+from rope_extend.cli.main import main
+from rope_extend.encodings import DualChunk
+
+SHAPE = RopeShape(16, 10_000.0, TRAINED)
+METHOD = rx.encoding("dual_chunk", chunk=16, local=5)
+KEY = "dual_chunk_attention_config"
+
+
+def saved(directory: Path, method: Any = METHOD, model_type: str = "qwen2", **config: Any) -> Path:
+    model = tiny_model(FamilyCase(model_type, config))
+    with rx.patch_model(model, method, target_length=TARGET):
+        return rx.save(model, directory)
+
+
+def positions_of_sglang(config: dict[str, int], total: int) -> Tensor:
+    """The distance of each pair in `DualChunkRotaryEmbedding` and its backend, NaN for later keys.
+
+    The embedding has tables of positions for a query in its own chunk (`q`), for the chunk before (`qc`), and
+    one row of the latter for all earlier chunks. The prefill goes through the chunks of queries.
+    """
+    length = config["chunk_size"] - config["local_size"]
+    q_t = torch.arange(length)
+    qc_t = (torch.arange(length) + length).clamp(max=config["chunk_size"])
+    k_t = torch.arange(total) % length
+    found = torch.full((total, total), float("nan"), dtype=torch.float64)
+    for begin in range(0, total, length):
+        for i in range(begin, min(begin + length, total)):
+            found[i, begin : i + 1] = (q_t[i % length] - k_t[begin : i + 1]).double()
+            if begin >= length:
+                found[i, begin - length : begin] = (qc_t[i % length] - k_t[begin - length : begin]).double()
+            if begin >= 2 * length:
+                found[i, : begin - length] = (qc_t[length - 1] - k_t[: begin - length]).double()
+    return found
+
+
+@pytest.mark.parametrize(("chunk", "local"), [(16, 5), (16, 40), (7, 1), (1, 1)])
+def test_the_key_means_our_map(chunk: int, local: int) -> None:
+    """The distances of all pairs, and no factor on the logits of texts within the window."""
+    method = DualChunk(chunk, local)
+    form = support(method, SHAPE, "sglang", "qwen2", target_length=TARGET).form
+    assert form is not None
+    config, total = form[KEY], 90
+    queries, keys = torch.arange(total)[:, None], torch.arange(total)
+    ours = method.distance(SHAPE, queries, keys.clamp(max=queries))
+    causal = keys <= queries
+    assert torch.equal(positions_of_sglang(config, total)[causal], ours[causal])
+    lengths = torch.arange(1, TARGET + 1)
+    factor = (0.1 * torch.log(lengths / config["original_max_position_embeddings"]) + 1).clip(min=1)
+    assert torch.equal(factor, torch.ones(TARGET))
+
+
+def test_an_export_has_the_key_and_is_the_stock_model_within_a_chunk(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "saved")
+    for to, version in (("sglang", None), ("vllm", "0.10.2")):
+        out = export(directory, tmp_path / to, to, verify=False, target_version=version)
+        config = json.loads((out / "config.json").read_text())
+        assert config[KEY] == {
+            "chunk_size": 21, "local_size": 5, "original_max_position_embeddings": TARGET,
+        }  # fmt: skip
+        assert (config["model_type"], config["max_position_embeddings"]) == ("qwen2", TARGET)
+        assert config["rope_parameters"]["rope_type"] == "default"
+        ids = torch.arange(3, 3 + 16)[None]
+        with torch.no_grad():
+            stock, patched = AutoModelForCausalLM.from_pretrained(out).eval(), rx.load(directory)
+            assert torch.equal(stock(ids).logits, patched(ids).logits)
+            assert torch.equal(rx.load(out)(ids.repeat(1, 4)).logits, patched(ids.repeat(1, 4)).logits)
+
+
+@pytest.mark.slow
+def test_an_export_is_compared_within_a_chunk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = saved(tmp_path / "saved")
+    with caplog.at_level(logging.WARNING):
+        out = export(directory, tmp_path / "out", "sglang")
+    assert "up to 16, one chunk: stock transformers ignores" in caplog.text
+    assert json.loads((out / VERIFICATION_NAME).read_text())["length"] == 16
+
+
+REFUSED = [
+    ("vllm", None, METHOD, "qwen2", r"only vLLM up to 0.10 computes it.*give that version if it is yours"),
+    ("vllm", "0.11.0", METHOD, "qwen2", r"only vLLM up to 0.10 computes it.*use SGLang"),
+    ("vllm", "1.0", METHOD, "qwen2", r"only vLLM up to 0.10 computes it"),
+    ("vllm", "0.9.2", METHOD, "llama", rf"it reads {KEY} in models of qwen2, qwen2_moe, qwen3, qwen3_moe"),
+    (
+        "vllm",
+        "0.10",
+        DualChunk(40, 5),
+        "qwen2",
+        r"whole blocks of its cache, of 16 tokens.*use chunk=32",
+    ),
+    ("sglang", None, METHOD, "llama", rf"it reads {KEY} in models of qwen2, qwen2_moe, qwen3_moe only"),
+    ("sglang", None, METHOD, "qwen3", rf"it reads {KEY} in models of qwen2"),
+    ("sglang", None, rx.encoding("self_extend", group=4, window=8), "qwen2", r"distant pairs .* another way"),
+    ("llama.cpp", None, METHOD, "qwen2", r"--grp-attn-n, moves cached positions block by block"),
+    ("transformers", None, METHOD, "qwen2", r"rotates distant pairs of tokens in another way"),
+]
+
+
+@pytest.mark.parametrize(("to", "version", "method", "model_type", "reason"), REFUSED)
+def test_the_key_is_written_only_where_it_is_read(
+    to: str, version: str | None, method: Any, model_type: str, reason: str, tmp_path: Path
+) -> None:
+    found = support(method, SHAPE, to, model_type, target_length=TARGET, target_version=version)
+    assert found.verdict == (PLUGIN if to == "transformers" else IMPOSSIBLE)
+    directory = saved(tmp_path / "saved", method, model_type)
+    file = tmp_path / "model.gguf" if to == "llama.cpp" else None
+    with pytest.raises(RopeExtendError, match=rf"cannot be exported to {to}: .*{reason}"):
+        export(directory, tmp_path / "out", to, target_version=version, gguf=file)
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_with_a_sliding_window_and_useless_versions_are_refused(tmp_path: Path) -> None:
+    sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    directory = saved(tmp_path / "sliding", **sliding)
+    with pytest.raises(RopeExtendError, match=r"layers with a sliding window, where sglang would apply"):
+        export(directory, tmp_path / "out", "sglang")
+    yarn = saved(tmp_path / "yarn", rx.encoding("yarn", factor=8.0))
+    with pytest.raises(RopeExtendError, match=r"target_version=0.10 only decides whether vLLM computes dual"):
+        export(yarn, tmp_path / "out", "vllm", target_version="0.10")
+    with pytest.raises(RopeExtendError, match=r"a version such as 0.10 or 0.10.2, got 'ten'"):
+        export(yarn, tmp_path / "out", "vllm", target_version="ten")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_names_the_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, out = saved(tmp_path / "saved"), tmp_path / "out"
+    arguments = ["export", str(directory), "--to", "vllm", "--output", str(out), "--no-verify"]
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "--target-version 0.10" in capsys.readouterr().err
+    main([*arguments, "--target-version", "0.10"])
+    assert KEY in json.loads((out / "config.json").read_text())
+    capsys.readouterr()
+    main(["export", str(directory), "--support", "--target-version", "0.10"])
+    assert f"{NATIVE} (2) | {NATIVE} (2) | {IMPOSSIBLE} (3)" in capsys.readouterr().out
