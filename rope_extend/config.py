@@ -12,6 +12,7 @@ import argparse
 import copy
 import difflib
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, fields
 from numbers import Integral, Real
@@ -59,9 +60,12 @@ def require(ok: bool) -> None:
 
 
 def items(value: Any) -> list[Any]:
-    """A list that is not empty; text is split at commas, and a single item becomes a list of one."""
+    """A list that is not empty; text is split at commas, and a single item becomes a list of one.
+
+    Commas in brackets do not count, as in `yarn(beta_fast=32,beta_slow=1)`.
+    """
     if isinstance(value, str):
-        return [item.strip() for item in value.split(",")]
+        return [item.strip() for item in re.split(r",(?![^(]*\))", value)]
     result = list(value) if isinstance(value, list | tuple) else [value]
     require(bool(result))
     return result

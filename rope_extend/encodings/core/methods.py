@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import yaml
 
 from rope_extend.encodings.core.encoding import (
     Encoding,
@@ -19,7 +21,7 @@ from rope_extend.encodings.core.rope import ComposedRope, RopeEncoding
 from rope_extend.encodings.core.saved import read_encoding_file
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.method_names import encoding_file
+from rope_extend.method_names import encoding_file, name_and_parameters
 from rope_extend.units import format_length
 
 EncodingT_co = TypeVar("EncodingT_co", bound=Encoding, covariant=True)
@@ -32,19 +34,23 @@ class Method(Generic[EncodingT_co]):
     Attributes:
         classes: the encodings, the outermost first; only rotary schedules can be composed. The innermost may
             be a `SavedEncoding`, which has what is used of a class here.
+        parameters: parameters that are part of the name, as in `yarn(critical=17)`.
     """
 
     classes: tuple[Any, ...]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def for_target(self, shape: RopeShape, target_length: int, **parameters: Any) -> EncodingT_co:
         """The encoding for a window of `target_length` tokens.
 
-        A parameter goes to the outermost encoding that has it.
+        A parameter goes to the outermost encoding that has it. One that is part of the name may be given
+        again, which replaces it.
 
         Raises:
             RopeExtendError: unknown or invalid parameters.
         """
-        *outer, innermost = zip(self.classes, self.split_parameters(parameters), strict=True)
+        given = {**self.parameters, **parameters}
+        *outer, innermost = zip(self.classes, self.split_parameters(given), strict=True)
         built: EncodingT_co = innermost[0].for_target(shape, target_length, **innermost[1])
         for cls, values in reversed(outer):
             built = cls.for_target(shape, target_length, **values, **{cls.inner_name: built})
@@ -130,11 +136,19 @@ class SavedEncoding:
 def rotary_method(name: str) -> Method[RopeEncoding]:
     """The rotary method called `name`, which may be composed: `resonance(yarn)`.
 
+    Parameters may follow the innermost name: `yarn(critical=17)`.
+
     Raises:
-        RopeExtendError: unknown name, not a rotary method, or an outer method that takes no inner one.
+        RopeExtendError: unknown name, not a rotary method, an outer method that takes no inner one, or
+            parameters that none of them has.
     """
     if str(name) not in encoding_classes() and (file := encoding_file(str(name))) is not None:
         return Method((_rotary_file(str(name), file),))
+    bare, texts = name_and_parameters(str(name))
+    if texts:
+        method = replace(rotary_method(bare), parameters=_values(texts))
+        method.split_parameters(method.parameters)  # refuses those that none of the encodings has
+        return method
     parts = [part.strip() for part in str(name).split("(")]  # spaces within a path are part of it
     opened = len(parts) - 1
     tail = parts[-1].rstrip(") ")
@@ -158,6 +172,18 @@ def rotary_method(name: str) -> Method[RopeEncoding]:
             raise RopeExtendError(f"{name}: {part} takes no method inside it; those that do: {composed}")
         classes.append(cls)
     return Method(tuple(classes))
+
+
+def _values(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Parameters from their texts, which are read as YAML.
+
+    Raises:
+        RopeExtendError: a text is not valid YAML.
+    """
+    try:
+        return {key: yaml.safe_load(text) for key, text in texts.items()}
+    except yaml.YAMLError as error:
+        raise RopeExtendError(f"cannot read the parameters {dict(texts)}: {error}") from error
 
 
 def _rotary_file(name: str, file: Path) -> SavedEncoding:

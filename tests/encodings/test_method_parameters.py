@@ -1,0 +1,77 @@
+"""Parameters that stand behind a method's name: `yarn(critical=17)`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import tiny_llama
+
+import rope_extend as rx
+from rope_extend.encodings import method_named
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.method_names import check_method_name, name_and_parameters
+
+SHAPE = rx.RopeShape(64, 100_000.0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "parameters"),
+    [
+        ("yarn", "yarn", {}),
+        ("resonance(yarn)", "resonance(yarn)", {}),
+        ("yarn(critical=17)", "yarn", {"critical": "17"}),
+        ("yarn( beta_fast = 16 , beta_slow=2 )", "yarn", {"beta_fast": "16", "beta_slow": "2"}),
+        ("short_original(yarn(critical=17))", "short_original(yarn)", {"critical": "17"}),
+        ("ntk(critical=theoretical)", "ntk", {"critical": "theoretical"}),
+        ("runs/a=b/factors", "runs/a=b/factors", {}),
+    ],
+)
+def test_a_name_is_split_from_its_parameters(text: str, name: str, parameters: dict[str, str]) -> None:
+    assert name_and_parameters(text) == (name, parameters)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("yarn(critical=17)", rx.encoding("yarn", factor=2.0, critical=17)),
+        ("yarn(beta_fast=16,beta_slow=2)", rx.encoding("yarn", factor=2.0, beta_fast=16, beta_slow=2)),
+        ("ntk(critical=theoretical)", rx.encoding("ntk", factor=2.0, critical="theoretical")),
+        (
+            "short_original(yarn(critical=17))",
+            rx.encoding("short_original", inner=rx.encoding("yarn", factor=2.0, critical=17)),
+        ),
+    ],
+)
+def test_the_encoding_has_them(text: str, expected: rx.Encoding) -> None:
+    check_method_name(text)
+    assert method_named(text).for_target(SHAPE, 16_384) == expected
+
+
+def test_a_model_is_extended_with_them() -> None:
+    one, other = tiny_llama(), tiny_llama()
+    rx.extend(one, 128, "yarn(beta_fast=16)")
+    rx.extend(other, 128, "yarn", beta_fast=16)
+    ids = torch.arange(100)[None] % 50
+    with torch.no_grad():
+        assert torch.equal(one(ids).logits, other(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("yarn(critical=)", "pairs such as"),
+        ("yarn(critical=1,critical=2)", "pairs such as"),
+        ("yarn(betafast=3)", "unknown parameter 'betafast'"),
+        ("yarn(factor=3)", "factor follows from target_length"),
+        ("yran(critical=17)", "Did you mean 'yarn'"),
+    ],
+)
+def test_wrong_ones_are_refused(text: str, message: str) -> None:
+    with pytest.raises(RopeExtendError, match=message):
+        method_named(text).for_target(SHAPE, 16_384)
+
+
+def test_commas_in_brackets_do_not_split_a_list() -> None:
+    config = EvaluationConfig(model="unused", methods="none,yarn(beta_fast=16,beta_slow=2),ntk")
+    assert config.methods == ("none", "yarn(beta_fast=16,beta_slow=2)", "ntk")
