@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from rope_extend.evaluation.output_directory import FILES
 from rope_extend.files import replacing
 from rope_extend.plots.style import Canvas
 
@@ -119,13 +120,13 @@ def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PNG pictures are files of one pixel: drawing them takes most of the time of a small report."""
+    """Pictures of reports are files of one pixel: drawing them takes most of the time of a small report."""
     pixel = BytesIO()
     Image.new("RGB", (1, 1)).save(pixel, "png")
     original = Canvas.save
 
     def save(self: Canvas) -> Path:
-        if self.path.suffix != ".png":
+        if self.path.suffix != ".png" and self.path.name not in FILES:
             return original(self)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as partial:

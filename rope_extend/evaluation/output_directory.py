@@ -19,7 +19,10 @@ from rope_extend.evaluation.retrieval import TRIALS
 from rope_extend.files import PARTIAL
 
 RESULTS = "results.jsonl"
-FILES = (RESULTS, "table.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")
+FILES = (
+    RESULTS, "table.md", "table.csv", "perplexity.png", "perplexity.svg", "loss_by_position.png",
+    "loss_by_position.svg", "report.html",
+)  # fmt: skip
 """The files of a report of perplexity."""
 
 LOSSES = "losses"

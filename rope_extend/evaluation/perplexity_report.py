@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
@@ -36,7 +35,7 @@ from rope_extend.evaluation.report_sections import (
 from rope_extend.evaluation.results import EvaluationRow, file_name, or_none
 from rope_extend.evaluation.verdicts import verdict_sentences
 from rope_extend.files import replacing_files, write_text
-from rope_extend.report.html import Picture, page
+from rope_extend.report.html import Part, page
 from rope_extend.report.tables import Sentences, public_name
 from rope_extend.report.versions import versions
 
@@ -50,6 +49,7 @@ def write_report(
     trained_length: int,
     title: str | None = None,
     overwrite: bool = False,
+    lead: Sequence[Sentences] = (),
 ) -> list[Path]:
     """Write `results.jsonl`, the table as Markdown and CSV, the plots and a page; return their paths.
 
@@ -64,6 +64,7 @@ def write_report(
         trained_length: the pretrained window in tokens.
         title: heading of the pictures.
         overwrite: replace an older report.
+        lead: what the table and the page begin with.
 
     Raises:
         RopeExtendError: there are no rows, two have the same label, or `check_files` refuses the directory.
@@ -81,11 +82,12 @@ def write_report(
                 row.result.write_losses(partial / kept[row.label])
         results, table, data, *pictures, html = (partial / name for name in FILES)
         write_text(results, _lines(rows, kept))
-        write_text(table, markdown_report(rows))
+        write_text(table, "".join(f"{part.markdown()}\n\n" for part in lead) + markdown_report(rows))
         write_text(data, csv_table(rows))
-        plot_perplexity(rows, trained_length, pictures[0], title=title)
-        plot_loss_by_position(rows, trained_length, pictures[1], title=title)
-        write_text(html, _page(rows, title or "Perplexity by length", pictures))
+        for picture in pictures:
+            draw = plot_perplexity if picture.stem == "perplexity" else plot_loss_by_position
+            draw(rows, trained_length, picture, title=title)
+        write_text(html, _page(rows, title or "Perplexity by length", lead))
     remove_losses(directory, earlier - {*kept.values()})
     return [directory / name for name in (*FILES, *kept.values())]
 
@@ -184,39 +186,28 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
     return text.getvalue()
 
 
-def _page(rows: Sequence[EvaluationRow], title: str, pictures: Sequence[Path]) -> str:
-    """The HTML page of an evaluation."""
-    first, *sections = perplexity_section(rows), *control_sections(rows)
-    descriptions = ("Perplexity against length", "Loss by position")
-    with TemporaryDirectory() as directory:
-        return page(
-            title,
-            ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))],
-            [
-                *_answers(rows, Path(directory)),
-                first,
-                "Small: 95 % interval, by bootstrap over documents. To compare two rows, use their "
-                "difference on the same documents, which is far more precise: rope-extend compare.",
-                *(Picture(path, text) for path, text in zip(pictures, descriptions, strict=True)),
-                *sections,
-                position_section(rows),
-                cost_section(rows),
-                encoding_section(rows),
-            ],
-            versions(),
-        )
+def _page(rows: Sequence[EvaluationRow], title: str, lead: Sequence[Sentences] = ()) -> str:
+    """The HTML page of an evaluation: the verdicts and what they rest on first, details later."""
+    from rope_extend.evaluation.report_charts import heat_maps, perplexity_chart, position_chart, ratio_chart
 
-
-def _answers(rows: Sequence[EvaluationRow], directory: Path) -> list[Sentences | Picture]:
-    """What a reader wants to know first: the verdicts, and the ratios to the cropped context."""
-    from rope_extend.plots.curves import MOST_RATIO, plot_ratio
-
-    answers: list[Sentences | Picture] = []
-    if (said := verdict_sentences(rows)) is not None:
-        answers.append(said)
-    # Plain RoPE fails beyond its window; next to it the others could not be told apart.
-    near = [gain for gain in against_cropped(rows) if gain.differences[-1].ratio <= MOST_RATIO]
-    if near:
-        drawn = plot_ratio(near, directory / "ratio.png")
-        answers.append(Picture(drawn, "Perplexity divided by that of the cropped context, by length"))
-    return answers
+    said, gains = verdict_sentences(rows), against_cropped(rows)
+    answers: list[Part] = [*lead, *([] if said is None else [said])]
+    answers += [ratio_chart(gains)] if gains else []
+    return page(
+        title,
+        ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))],
+        [
+            *answers,
+            perplexity_chart(rows),
+            perplexity_section(rows),
+            "Small: 95 % interval, by bootstrap over documents. To compare two rows, use their "
+            "difference on the same documents, which is far more precise: rope-extend compare.",
+            *control_sections(rows),
+            *heat_maps([row.retrieval for row in rows if row.retrieval is not None]),
+            position_chart(rows),
+            position_section(rows),
+            cost_section(rows),
+            encoding_section(rows),
+        ],
+        versions(),
+    )

@@ -27,7 +27,7 @@ def perplexity_section(rows: Sequence[EvaluationRow]) -> Section:
     head = ["", *map(format_length, lengths)]
     lines: list[Line] = [head]
     lines += [[row.label, *(cell(row, length) for length in lengths)] for row in rows]
-    return Section("Perplexity", lines, _notes(rows))
+    return Section("Perplexity", lines, _notes(rows), best="lowest")
 
 
 def control_sections(rows: Sequence[EvaluationRow]) -> list[Section]:
@@ -44,6 +44,7 @@ def control_sections(rows: Sequence[EvaluationRow]) -> list[Section]:
                 f"Perplexity divided by that of {gains[0].first.label}, on the same targets",
                 lines,
                 ["Below 1, the longer context helps: cropping it to the trained window is worse."],
+                best="lowest",
             )
         )
     if compared := regressions(rows):

@@ -14,7 +14,7 @@ from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.output_directory import RESULTS
 from rope_extend.evaluation.results import RetrievalResult, file_name
 from rope_extend.files import replacing_files, write_text
-from rope_extend.report.html import Picture, page
+from rope_extend.report.html import Part, page
 from rope_extend.report.tables import Line, Section, interval, public_name
 from rope_extend.report.versions import versions
 from rope_extend.units import format_length
@@ -82,19 +82,16 @@ def write_retrieval(results: Sequence[RetrievalResult], directory: str | Path) -
 
     directory = Path(directory)
     earlier, pictures = _earlier_pictures(directory), _pictures(results)
-    drawn: list[Picture] = []
     with replacing_files(directory, last=RESULTS) as partial:
         for name, (task, result) in pictures.items():
             if result is None:
-                path = plot_accuracy(results, task, partial / name)
-                drawn.append(Picture(path, f"{task}: trials solved against length"))
+                plot_accuracy(results, task, partial / name)
             else:
-                path = plot_heat_map(result, task, partial / name)
-                drawn.append(Picture(path, f"{task}, {result.label}: trials solved by depth and length"))
+                plot_heat_map(result, task, partial / name)
         rows = [json.dumps({**result.to_dict(), "versions": versions()}) + "\n" for result in results]
         write_text(partial / RESULTS, "".join(rows))
         write_text(partial / TABLE, retrieval_table(results))
-        write_text(partial / PAGE, _page(results, drawn))
+        write_text(partial / PAGE, _page(results))
     for name in earlier - pictures.keys():
         (directory / name).unlink(missing_ok=True)
     return [directory / name for name in (RESULTS, TABLE, PAGE, *pictures)]
@@ -164,7 +161,7 @@ def retrieval_sections(results: Sequence[RetrievalResult]) -> list[Section]:
             for result in measured
             if result.crop
         ]
-        sections.append(Section(f"Retrieval, {task}", lines, notes))
+        sections.append(Section(f"Retrieval, {task}", lines, notes, best="highest"))
     return sections
 
 
@@ -188,7 +185,10 @@ def _window(results: Sequence[RetrievalResult]) -> list[Section]:
     return [Section(f"Within the trained window, {trained} tokens, before and after", lines, [note])]
 
 
-def _page(results: Sequence[RetrievalResult], pictures: Sequence[Picture]) -> str:
+def _page(results: Sequence[RetrievalResult]) -> str:
+    from rope_extend.evaluation.report_charts import accuracy_chart, heat_maps
+
+    charts: list[Part] = [accuracy_chart(results, task) for task in _tasks(results)]
     cost: list[Line] = [["", "prompt tokens", "tokens/s", "peak memory, MiB"]]
     cost += [
         [
@@ -207,7 +207,8 @@ def _page(results: Sequence[RetrievalResult], pictures: Sequence[Picture]) -> st
         [
             *retrieval_sections(results),
             *_window(results),
-            *pictures,
+            *charts,
+            *heat_maps(results),
             Section("Cost", cost, ["This run only, without trials that an earlier run had finished."]),
             Section("Models", models),
         ],

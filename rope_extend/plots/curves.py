@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots.rows import ComparedRows, Floats, PerplexityRow
+from rope_extend.plots.grouping import loss_by_group
+from rope_extend.plots.rows import ComparedRows, PerplexityRow
 from rope_extend.plots.style import (
     INK,
     QUIET,
     Canvas,
-    colours,
     draw_line,
     legend,
     length_axis,
@@ -24,6 +23,7 @@ from rope_extend.plots.style import (
     name_ends,
     perplexity_axis,
 )
+from rope_extend.report.chart import MOST_RATIO
 
 
 def _is_cropped(row: PerplexityRow) -> bool:
@@ -73,7 +73,7 @@ def plot_loss_by_position(
     first = max(1, longest // 256)
     ends = []
     for row, style in line_styles(rows, _is_cropped):
-        positions, means = _grouped(row.result.nll_by_position, first)
+        positions, means = loss_by_group(row.result.nll_by_position, first)
         ends += draw_line(axes, positions, means, row.label, **{**style, "marker": ""})
     axes.set_ylabel("loss, nats per token", color=INK)
     in_documents = all(row.result.protocol in ("prefix", "cropped") for row in rows)
@@ -104,13 +104,13 @@ def plot_comparison(
     canvas = Canvas(path, title or "Perplexity, and the difference", subtitle, panels=2, room=16)
     upper, lower = canvas.panels
     ends = []
-    looks = colours(row.label for row in rows.values())  # two rows of one method need two colours here
-    for row, style in line_styles(list(rows.values()), _is_cropped):
-        style["color"], style["marker"] = looks[row.label]
+    styles = {id(row): style for row, style in line_styles(list(rows.values()), _is_cropped)}
+    for key, style in styles.items():
+        row = rows[key]
         lengths, values = np.array(sorted(row.result.ppl.items()), dtype=np.float64).T
         ends += draw_line(upper, lengths, values, row.label, markersize=5.5, **style)
     for pair in comparisons:
-        colour = looks[pair.second.label][0]
+        colour = styles[id(pair.second)]["color"]
         lengths = np.array([difference.length for difference in pair.differences], dtype=np.float64)
         nats = np.array([difference.nats for difference in pair.differences])
         draw_line(lower, lengths, nats, "", color=colour, marker="o")
@@ -168,22 +168,3 @@ def plot_ratio(comparisons: Sequence[ComparedRows], path: str | Path) -> Path:
     length_axis(axes, measured, "length, tokens")
     name_ends(axes, ends)
     return canvas.save()
-
-
-MOST_RATIO = 2.0
-"""The largest ratio that `plot_ratio` shows."""
-
-
-def _mean(losses: Floats) -> float:
-    """The mean of the positions that were scored; the others are NaN."""
-    scored = losses[~np.isnan(losses)]
-    return float(scored.mean()) if scored.size else np.nan
-
-
-def _grouped(losses: Floats, first: int) -> tuple[Floats, Floats]:
-    """The middle of each group of positions and its mean loss, from `first` on, four groups to a doubling."""
-    last = len(losses) + 1  # entry p is the loss of the target at position p + 1
-    edges = first * 2 ** np.arange(0, np.log2(last / first) + 0.25, 0.25)
-    groups = list(itertools.pairwise(np.unique(edges.round().astype(np.int64).clip(1, last)).tolist()))
-    means = np.array([_mean(losses[start - 1 : stop - 1]) for start, stop in groups])
-    return np.array([np.sqrt(start * (stop - 1)) for start, stop in groups]), means

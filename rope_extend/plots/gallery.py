@@ -31,7 +31,7 @@ from rope_extend.encodings import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.plots.frequencies import plot_frequencies
-from rope_extend.plots.style import INK, PALETTE, PLAIN, QUIET
+from rope_extend.plots.style import INK, PALETTE, QUIET, method_colour, write_figure
 from rope_extend.units import format_length
 
 ROTARY = RopeShape(dim=64, theta=10_000.0, trained_length=2048)
@@ -124,7 +124,7 @@ def _figure(title: str, columns: int = 1, rows: int = 1, height: float = 4.0) ->
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    figure.savefig(path, dpi=_DPI)
+    write_figure(figure, path, path.suffix[1:], _DPI)
     return path
 
 
@@ -188,8 +188,7 @@ def draw_spectra(path: Path, names: Sequence[str] = ("none", "linear", "ntk", "y
     figure, (axes,) = _figure("Frequencies before and after an extension", height=3.6)
     for row, schedule in enumerate(_schedules(names)):
         table = schedule.inv_freq(ROTARY).numpy()
-        colour = PLAIN if row == 0 else PALETTE[(row - 1) % len(PALETTE)]
-        axes.vlines(table, -row - 0.35, -row + 0.35, color=colour, linewidth=1.6)
+        axes.vlines(table, -row - 0.35, -row + 0.35, color=method_colour(schedule.name), linewidth=1.6)
     axes.set_yticks([-row for row in range(len(names))], [str(schedule) for schedule in _schedules(names)])
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
@@ -233,10 +232,10 @@ def draw_biases(
     figure, (axes,) = _figure(f"Biases by distance, head {head + 1} of {MODEL.heads}", height=4.2)
     distance = torch.unique(torch.logspace(0, np.log10(TARGET), 300).long())
     query = torch.full_like(distance, TARGET)
-    for name, colour in zip(names, PALETTE, strict=False):
+    for name in names:
         values = _bias(_bias_encoding(name), distance, query)[head]
         values = values - values[0]  # only differences change a softmax
-        axes.plot(distance.numpy(), values, color=colour, linewidth=1.8, label=name)
+        axes.plot(distance.numpy(), values, color=method_colour(name), linewidth=1.8, label=name)
     axes.set_xscale("log", base=2)
     axes.set_ylim(-12, 2)
     axes.axvline(ROTARY.trained_length, color=QUIET, linewidth=1)
@@ -254,13 +253,14 @@ def draw_decay(path: Path) -> Path:
     """The similarity of an equal query and key by distance, after rotation, and the weight left by biases."""
     figure, (upper, lower) = _figure("Attention by distance", rows=2, height=5.6)
     near = torch.arange(0, 512)
-    schedules = _schedules(("none", "linear", "yarn", "nope"))
-    for schedule, colour in zip(schedules, (PLAIN, *PALETTE), strict=False):
+    for schedule in _schedules(("none", "linear", "yarn", "nope")):
+        colour = method_colour(schedule.name)
         similarity = torch.cos(near[:, None] * schedule.inv_freq(ROTARY)).mean(dim=1).numpy()
         upper.plot(near.numpy(), similarity, color=colour, linewidth=1.8, label=str(schedule))
     upper.set_ylabel("mean cosine over pairs", color=INK)
     upper.legend(frameon=False, fontsize=9, ncols=4, loc="upper right")
-    for name, colour in zip(("alibi", "kerple", "t5_bias"), PALETTE, strict=False):
+    for name in ("alibi", "kerple", "t5_bias"):
+        colour = method_colour(name)
         values = _bias(_bias_encoding(name), near, near)
         for head, dash in ((1, "-"), (5, (0, (4, 2)))):
             label = f"{name}, head {head + 1}"
@@ -286,12 +286,12 @@ _REMAPS = ("self_extend", "rerope", "jet_long", "dual_chunk", "sinks", "string")
 def draw_distances(path: Path, names: Sequence[str] = _REMAPS) -> Path:
     """The distance that each method gives to the last token of a text and all tokens before it."""
     figure, panels = _figure("Distances given to distant tokens", columns=3, rows=2, height=4.8)
-    for axes, name, colour in zip(panels, names, PALETTE, strict=False):
+    for axes, name in zip(panels, names, strict=False):
         length = 3 * ROTARY.trained_length // 2 if name == "string" else TARGET  # its reach is shorter
         method = rotary_method(name).for_target(ROTARY, length)
         assert isinstance(method, RemapEncoding)
         given = method.distance(ROTARY, torch.tensor(length - 1), torch.arange(length)).flip(0)
-        axes.plot(np.arange(length), given.numpy(), color=colour, linewidth=1.8)
+        axes.plot(np.arange(length), given.numpy(), color=method_colour(name), linewidth=1.8)
         axes.axhline(ROTARY.trained_length, color=QUIET, linewidth=1, linestyle=(0, (4, 2)))
         axes.set_ylim(0, 1.15 * ROTARY.trained_length)
         axes.set_title(name, fontsize=9.5, color=INK)

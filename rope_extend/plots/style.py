@@ -1,19 +1,18 @@
 """The style of all pictures: palette, axes, line styles, and the figure that is saved.
 
 Figures are drawn with matplotlib's objects on its Agg canvas: no window, no global state, safe in any thread.
-The colours follow Okabe and Ito, and colour-blind readers can tell them apart. Colour is never the only
-distinction: each line has its name at its end, and dashes distinguish untrained from fine-tuned.
+Each method has the colour of `rope_extend.report.colours`. Colour is never the only distinction: each line
+has its name at its end, and dashes distinguish untrained from fine-tuned.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
@@ -23,18 +22,20 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
 from rope_extend.plots.rows import Row
+from rope_extend.report.chart import kind_of, looks_of_rows
+from rope_extend.report.colours import HUES, look
+from rope_extend.report.colours import PLAIN as PLAIN_LOOK
+from rope_extend.report.spreading import spread_apart
+from rope_extend.report.ticks import length_ticks
 from rope_extend.units import format_length
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 FORMATS = (".png", ".svg", ".pdf")
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B07A00", "#3A8DC4")
-"""The last two are darker than those of Okabe and Ito, whose contrast with white is below 3:1."""
-_FIXED = ("linear", "ntk", "yarn", "dynamic_ntk", "dynamic_yarn", "longrope")
-"""The methods that have the colours of `PALETTE` in every picture, in its order."""
-_MARKERS = ("o", "s", "^", "D", "v", "P")
-PLAIN = "#5F5F5F"
+PALETTE = tuple(light for light, _ in HUES)
+"""Colours of lines that are no methods."""
+PLAIN = PLAIN_LOOK[0]
 """The colour of plain RoPE and of models that were not changed."""
 INK, QUIET, _GRID, _BEYOND = "#222222", "#777777", "#E4E4E4", "#F6F6F6"
 _TEXT_HEIGHT = 0.047
@@ -97,8 +98,22 @@ class Canvas:
         """Write the file, in a directory that is created if missing; returns its path."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as partial:
-            self.figure.savefig(partial, dpi=200, format=self.path.suffix[1:].lower())
+            write_figure(self.figure, partial, self.path.suffix[1:].lower())
         return self.path
+
+
+def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
+    """Write a figure; an equal figure makes an equal file.
+
+    Args:
+        figure: the figure.
+        path: the file; its suffix does not matter.
+        kind: `png`, `svg` or `pdf`.
+        dpi: dots per inch of a PNG file.
+    """
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    with rc_context({"svg.hashsalt": "rope_extend"}):  # else the names in an SVG file are random
+        figure.savefig(path, dpi=dpi, format=kind, metadata=metadata)
 
 
 def legend(rows: Sequence[AnyRow], cropped: Callable[[AnyRow], bool]) -> str:
@@ -110,30 +125,20 @@ def legend(rows: Sequence[AnyRow], cropped: Callable[[AnyRow], bool]) -> str:
 
 
 def _kind(row: AnyRow, cropped: Callable[[AnyRow], bool]) -> str:
-    if cropped(row):
-        return "context cropped"
-    return "untrained" if row.adapter is None else "fine-tuned"
+    return kind_of(row.adapter, cropped=cropped(row))
 
 
-def colours(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """A colour and a marker for each method. Plain RoPE is always grey.
-
-    The methods of `_FIXED` look the same in every picture. The others get what is left, in order.
-    """
-    looks = [(colour, _MARKERS[(i + n) % 6]) for n in range(6) for i, colour in enumerate(PALETTE)]
-    names = [method for method in dict.fromkeys(methods) if method != "none"]
-    known = {method: looks[_FIXED.index(method)] for method in names if method in _FIXED}
-    left = [look for look in looks if look not in known.values()]
-    others = dict(zip([method for method in names if method not in known], left, strict=False))
-    return {"none": (PLAIN, "o"), **known, **others}
+def method_colour(method: str) -> str:
+    """The colour of a method, in every picture."""
+    return look(method).light
 
 
 def line_styles(
     rows: Sequence[AnyRow], cropped: Callable[[AnyRow], bool]
 ) -> list[tuple[AnyRow, dict[str, Any]]]:
-    """Each row with the style of its line.
+    """Each row with the style of its line: the colour of its method, and the dashes of its kind.
 
-    Each method has its own colour if the dashes distinguish its rows; otherwise each row has its own.
+    Further rows of one method and kind have other shades and markers.
 
     Args:
         rows: one line each.
@@ -145,16 +150,15 @@ def line_styles(
     if not rows:
         raise RopeExtendError("no rows to draw")
     kinds = [_kind(row, cropped) for row in rows]
-    counts = Counter(zip((row.method for row in rows), kinds, strict=True))
-    names = [
-        row.method if counts[row.method, kind] == 1 else row.label
-        for row, kind in zip(rows, kinds, strict=True)
-    ]
-    looks = colours(names)
+    looks = looks_of_rows([(row.method, kind) for row, kind in zip(rows, kinds, strict=True)])
     styled = []
-    for row, kind, name in zip(rows, kinds, names, strict=True):
-        colour, marker = looks[name]
-        style = {"color": colour, "marker": marker, "linestyle": DASHES[kind][0], "linewidth": 1.8}
+    for row, kind, found in zip(rows, kinds, looks, strict=True):
+        style = {
+            "color": found.light,
+            "marker": found.marker,
+            "linestyle": DASHES[kind][0],
+            "linewidth": 1.8,
+        }
         if row.adapter is None:
             style["markerfacecolor"] = "white"
         styled.append((row, style))
@@ -188,26 +192,6 @@ def name_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
         )  # fmt: skip
 
 
-def spread_apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Move heights in 0 … 1 apart to at least `gap`, with the least squared movement, in the same order.
-
-    With q_i = height_i − i · gap, the condition is that q does not fall. This is isotonic regression, which
-    pooling adjacent violators solves exactly.
-    """
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    pools: list[list[float]] = []
-    for rank, i in enumerate(order):
-        pools.append([heights[i] - rank * gap])
-        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    flat = [float(np.mean(pool)) for pool in pools for _ in pool]
-    highest = max(0.0, 1 - (len(heights) - 1) * gap)
-    spread = [0.0] * len(heights)
-    for rank, i in enumerate(order):
-        spread[i] = min(max(flat[rank], 0.0), highest) + rank * gap
-    return spread
-
-
 def perplexity_axis(axes: Axes) -> None:
     """Make the vertical axis one of perplexities, logarithmic."""
     axes.set_yscale("log")
@@ -221,22 +205,10 @@ def perplexity_axis(axes: Axes) -> None:
 def length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
     """Make the horizontal axis one of lengths in tokens, logarithmic."""
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(_labelled(lengths)))
+    axes.xaxis.set_major_locator(FixedLocator(length_ticks(lengths, MOST_TICKS)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
     axes.set_xlabel(label, color=INK)
-
-
-def _labelled(lengths: Sequence[int]) -> list[int]:
-    """The lengths whose labels fit next to each other: powers of two first; only those if there are many."""
-    logs = {length: math.log2(length) for length in sorted(lengths, reverse=True)}
-    room = (max(logs.values()) - min(logs.values())) / MOST_TICKS
-    powers = [length for length in logs if length & (length - 1) == 0]
-    kept: list[int] = []
-    for length in powers if len(lengths) > MOST_TICKS and len(powers) > 2 else [*powers, *logs]:
-        if all(abs(logs[other] - logs[length]) >= room for other in kept if other != length):
-            kept.append(length)
-    return sorted(set(kept))
 
 
 def mark_window(axes: Axes, trained_length: int) -> None:

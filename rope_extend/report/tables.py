@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class TwoLines(NamedTuple):
@@ -27,11 +27,13 @@ class Section:
         heading: what the table shows.
         lines: the head, then the rows; the first cell of a row is its name.
         notes: what a reader must know, one sentence each.
+        best: which number of a column a page marks as the best one; None if the rows do not compete.
     """
 
     heading: str
     lines: Sequence[Line]
     notes: Sequence[str] = ()
+    best: Literal["lowest", "highest"] | None = None
 
     def markdown(self, *, heading: bool = True) -> str:
         """The heading with a colon, the table, and the notes as a list."""

@@ -13,11 +13,12 @@ from typing import Any
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing_directory
-from rope_extend.report.html import Picture, page
+from rope_extend.report.html import Part, page
 from rope_extend.report.tables import Line, Section, number, public_name
 from rope_extend.report.versions import versions
 from rope_extend.training.metrics import same_text
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.run_charts import course_chart, loss_chart
 from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
@@ -115,22 +116,20 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
     log = RunLog.read(directory / "metrics.jsonl", recipe.steps)
     final = directory / REPORT
     with replacing_directory(final) as partial:
-        pictures = [
-            Picture(
-                plot_training(directory / "metrics.jsonl", partial / "training.png"),
-                "Loss and norm of the gradient by step",
-            )
-        ]
+        plot_training(directory / "metrics.jsonl", partial / "training.png")
+        pictures = {"training.png": "Loss and norm of the gradient by step"}
+        charts: list[Part] = [loss_chart(log.steps)]
         if log.curves:
-            path = plot_course(log.curves, trained_length, partial / "perplexity.png")
-            pictures.insert(0, Picture(path, "Perplexity against length, before and after training"))
+            plot_course(log.curves, trained_length, partial / "perplexity.png")
+            pictures = {"perplexity.png": "Perplexity against length, before and after training", **pictures}
+            charts.insert(0, course_chart(log.curves, trained_length))
         sections = _sections(log)
         title, lead = f"Training report: {directory.resolve().name}", _lead(recipe, trained_length)
         text = [f"# {title}", lead, *(section.markdown() for section in sections)]
-        text += [f"![{picture.description}]({picture.path.name})" for picture in pictures]
+        text += [f"![{description}]({name})" for name, description in pictures.items()]
         (partial / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
         (partial / "report.html").write_text(
-            page(title, [lead], [*pictures, *sections], versions()), encoding="utf-8"
+            page(title, [lead], [*charts, *sections], versions()), encoding="utf-8"
         )
     return final
 

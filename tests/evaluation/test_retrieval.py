@@ -304,6 +304,7 @@ def test_generation_is_greedy_whatever_the_checkpoint_prefers(bundled: PreTraine
         own.do_sample, own.temperature, own.repetition_penalty = False, None, None
 
 
+@pytest.mark.slow
 def test_the_bundled_model_finds_its_key_within_its_window_and_not_beyond(bundled: PreTrainedModel) -> None:
     mode = bundled.training
     found = measured(bundled.train(), tasks=[DEMO], lengths=[256, 512], trials=4)
@@ -450,6 +451,7 @@ def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatc
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("private_cache")
 def test_needles_are_hidden_in_the_documents(work: Path, tmp_path: Path) -> None:
     retrieved(tmp_path / "out", tasks=["needle"], lengths=[256], depths=1, trials=2, data=str(work / "data"))

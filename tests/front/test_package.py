@@ -37,12 +37,14 @@ def top_level(names: list[str]) -> set[str]:
     return {name.split("/")[0] for name in names if ".dist-info" not in name and ".data" not in name}
 
 
+@pytest.mark.slow
 def test_the_wheel_has_one_top_level_name(distributions: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(distributions[1]).namelist()
     assert top_level(names) == {"rope_extend"}
     assert "rope_extend/patches/llama.py" in names
     assert "rope_extend/py.typed" in names
     assert "rope_extend/demo/model/model.safetensors" in names
+    assert {"rope_extend/report/page.css", "rope_extend/report/page.js"} <= set(names)
     assert "rope_extend/advice/recipes/llama3_8b_32k_yarn.yaml" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
