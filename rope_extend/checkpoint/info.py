@@ -25,6 +25,7 @@ from rope_extend.encodings import (
 )
 from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.current_table import current_window, suggested_start
 from rope_extend.models.families import adapter_for
 from rope_extend.models.frequency_tables import has_tables_of
 from rope_extend.models.loading import empty_model
@@ -70,6 +71,9 @@ class ModelInfo:
         rope_parameters: the rotary parameters that stock loaders read.
         encoding: the current encoding; None if rope_extend does not know the `rope_type`.
         record: what rope_extend wrote into the config; None for a checkpoint it has not changed.
+        current_length: the window in tokens that the model was made for under its present table.
+        start: which `start` of an extension suits it, `pretrained` or `current`.
+        start_reason: why.
         slow_channels: channel pairs that never completed a turn within the trained window.
         unapplied: the encoding that the active adapter was trained with, if the model does not use it, for
             example because stock peft loaded the adapter; otherwise None.
@@ -83,6 +87,9 @@ class ModelInfo:
     encoding: str | None
     record: dict[str, Any] | None
     slow_channels: int
+    current_length: int
+    start: str
+    start_reason: str
     unapplied: str | None = None
 
     def effect(self, encoding: RopeEncoding, target_length: int) -> MethodEffect:
@@ -161,6 +168,7 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
     )
     # The stock table must be computable. A config that is broken in other ways fails here, not later.
     active_table(rotary, base.config, shape.trained_length)
+    start, start_reason = suggested_start(base, shape.trained_length)
     return ModelInfo(
         model_type=base.config.model_type,
         shape=shape,
@@ -170,6 +178,9 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         encoding=str(known) if known else None,
         record=record,
         slow_channels=int((shape.trained_length * shape.inv_freq() < 2 * math.pi).sum()),
+        current_length=current_window(base),
+        start=start,
+        start_reason=start_reason,
         unapplied=_unapplied(model, marks),
     )
 

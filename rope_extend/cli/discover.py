@@ -171,6 +171,8 @@ def info(arguments: argparse.Namespace) -> None:
     print(f"encoding        {model.encoding or 'unknown to rope_extend'}")
     print(f"rope_parameters {model.rope_parameters}")
     print(f"trained window  {shape.trained_length} tokens; the config claims {model.window}")
+    print(f"present window  {model.current_length} tokens, under its present table")
+    print(f"start           {model.start}: {model.start_reason}")
     print(f"rotated         {shape.dim} of {model.head_dim} channels per head, base {shape.theta:g}")
     print(
         f"slow channels   {model.slow_channels} of {shape.dim // 2} pairs never completed a turn in training"

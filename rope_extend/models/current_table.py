@@ -16,6 +16,7 @@ from rope_extend.encodings import Encoding, LongRoPE, Method, RopeEncoding, Rope
 from rope_extend.encodings.core.checks import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR, check_length
 from rope_extend.encodings.core.shapes import ExtendedShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.method_names import CURRENT, PRETRAINED
 from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
 from rope_extend.models.view import config_record, rotary_part, shape_of, unwrap
 
@@ -211,3 +212,27 @@ def extended_again(
             "leave start='current' out"
         )
     return encoding if current.is_plain else current.extended_by(encoding, target_length)
+
+
+def suggested_start(model: nn.Module, trained_length: int | None = None) -> tuple[str, str]:
+    """Which `start` suits a checkpoint, and why, from its config alone.
+
+    Nothing in a config says whether its scaling was trained. If `max_position_embeddings` is less than the
+    window of the scaling, the scaling was added by hand, as the makers of Qwen advise, and was not trained.
+    """
+    config = unwrap(model).config
+    window = rotary_part(config)[0].max_position_embeddings
+    try:
+        current = current_table(model, trained_length)
+    except RopeExtendError:
+        return PRETRAINED, "its present table is not one for all texts, so it cannot be extended again"
+    if current.is_plain:
+        return PRETRAINED, "the model has plain RoPE, so both starts are the same"
+    if config_record(config) is None and window < current.shape.trained_length:
+        return PRETRAINED, (
+            f"max_position_embeddings is {window}, so the scaling was added to the "
+            "config and not trained; current suits if it was"
+        )
+    return CURRENT, (
+        "its weights know the present table if they were trained under it; pretrained suits if they were not"
+    )

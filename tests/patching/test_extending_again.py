@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
+from rope_extend.cli.main import main
 from rope_extend.encodings import LongRoPE
 from rope_extend.encodings.core.shapes import ExtendedShape
 
@@ -293,3 +294,32 @@ def test_a_recipe_extends_the_present_table(method: str, work: Path, tmp_path: P
             assert patch.encoding == p.encoding
     with pytest.raises(RopeExtendError, match="leave current_length out"):
         replace(recipe, start="pretrained", current_length=64)
+
+
+@pytest.mark.parametrize(
+    ("made", "window", "start", "reason"),
+    [
+        (llama, TRAINED, "pretrained", "plain RoPE"),
+        (
+            lambda: stock("llama3", low_freq_factor=1.0, high_freq_factor=4.0),
+            NOW,
+            "current",
+            "know the present",
+        ),
+        (lambda: stock("yarn"), NOW, "current", "know the present"),
+        (lambda: stock("yarn", window=TRAINED), NOW, "pretrained", "max_position_embeddings is 32, so the"),
+        (lambda: stock("dynamic", window=TRAINED), TRAINED, "pretrained", "not one for all texts"),
+    ],
+)
+def test_info_says_which_start_suits(
+    made: Any, window: int, start: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = rx.info(made())
+    assert (found.current_length, found.start) == (window, start)
+    assert reason in found.start_reason
+    made().save_pretrained(tmp_path)
+    capsys.readouterr()
+    main(["info", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert f"present window  {window} tokens" in printed
+    assert f"start           {start}: " in printed
