@@ -29,13 +29,9 @@ class Growing(NamedTuple):
 
     def takes(self, current: Tensor, new: Tensor) -> bool:
         """Whether `new` can be written after `current`."""
-        whole = self.whole
-        return (
-            current is self.view
-            and current.shape[2] + new.shape[2] <= whole.shape[2]
-            and fits(whole, new)
-            and (not whole.is_inference() or torch.is_inference_mode_enabled())
-        )
+        if current is not self.view or not fits(current, new):
+            return False
+        return current.shape[2] + new.shape[2] <= self.whole.shape[2]
 
     def append(self, new: Tensor) -> Growing:
         """With the columns of `new`."""
@@ -46,13 +42,11 @@ class Growing(NamedTuple):
 
 def fits(states: Tensor, new: Tensor) -> bool:
     """Whether `new` can follow `states`: the same rows, heads, width, dtype and device."""
-    return (
-        states.dim() == new.dim() == 4
-        and states.dtype == new.dtype
-        and states.shape[:2] == new.shape[:2]
-        and states.shape[3] == new.shape[3]
-        and states.device == new.device
-    )
+    if states.dtype != new.dtype or states.dim() != 4 or new.dim() != 4 or states.device != new.device:
+        return False
+    rows, heads, _, width = states.shape
+    others = new.shape
+    return rows == others[0] and heads == others[1] and width == others[3]
 
 
 def spare(tokens: int) -> int:
@@ -81,14 +75,14 @@ def append(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, 
     if index >= len(cache.layers) or key.is_meta:
         return None
     layer = cache.layers[index]
-    if type(layer) is not DynamicLayer and not getattr(type(layer), GROWS, False):
-        return None
-    keys, values = layer.keys, layer.values
-    if keys is None or not fits(keys, key) or not fits(values, value) or keys.shape[2] != values.shape[2]:
-        return None
     rooms: dict[int, tuple[Growing, Growing]] = vars(cache).setdefault(ROOM, {})
     room = rooms.get(index)
-    if room is None or not (room[0].takes(keys, key) and room[1].takes(values, value)):
+    if room is None or not (room[0].takes(layer.keys, key) and room[1].takes(layer.values, value)):
+        if type(layer) is not DynamicLayer and not getattr(type(layer), GROWS, False):
+            return None
+        keys, values = layer.keys, layer.values
+        if keys is None or not fits(keys, key) or not fits(values, value) or keys.shape[2] != values.shape[2]:
+            return None
         rooms.pop(index, None)  # its memory is not needed for the copies
         room = allocated(keys, key.shape[2]), allocated(values, value.shape[2])
     rooms[index] = room = room[0].append(key), room[1].append(value)

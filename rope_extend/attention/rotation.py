@@ -74,8 +74,10 @@ class _Forward(Forward):
 
     def _cut(self) -> list[_Segment]:
         lengths = self.encoding.table_length(self.shape, self.queries + 1)
-        centres = torch.zeros_like(self.queries)
         decay = self.encoding.decay(self.shape)
+        if lengths.shape == (1, 1) and decay is None:  # a step of decoding is as slow as its operations
+            return [_Segment(0, 1, (int(lengths),), (0,))]
+        centres = torch.zeros_like(self.queries)
         if decay is not None:
             block = _decay_block(decay)
             centres = self.queries // block * block
@@ -161,6 +163,7 @@ class RotationHandler(AttentionHandler):
         super().__init__(encoding, adapter)
         self.shape = shape
         self._normalised = normalised
+        self._latest: tuple[int, Tensor, float] | None = None
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Act inside the attention of a decoder; for a schedule with one table per row, only find the caches.
@@ -259,19 +262,51 @@ class RotationHandler(AttentionHandler):
 
     def _rotate_one(self, states: Tensor, forward: _Forward) -> Tensor:
         """Rotate queries and keys `[batch, heads, 1, head_dim]` at the last position of a forward."""
-        (segment,) = forward.segments
-        cos, sin, *_ = forward.rotation(segment, states, first=forward.keys.shape[1] - 1)
-        if self.adapter.backwards:
-            sin = -sin
-        half = cos.shape[-1]
-        if self.adapter.pairs != "halves" or states.shape[-1] != 2 * half:
+        name = ("one token", states.dtype, states.device)
+        found = forward.tables.get(name)
+        if found is None:
+            found = forward.tables[name] = self._of_one_token(forward, states)
+        cos, sin = found
+        if not self._has_halves(states):
             return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
         # A step of decoding is as slow as its number of operations: three here, eight in `rotate`.
-        name = ("whole", states.dtype, states.device)
-        if name not in forward.tables:
-            forward.tables[name] = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-        cos, sin = forward.tables[name]
-        return torch.addcmul(states * cos, states.roll(half, dims=-1), sin)
+        return torch.addcmul(states * cos, states.roll(self.shape.dim // 2, dims=-1), sin)
+
+    def _has_halves(self, states: Tensor) -> bool:
+        """Whether all channels rotate, and those of a pair are half a head apart."""
+        return self.adapter.pairs == "halves" and states.shape[-1] == self.shape.dim
+
+    def _of_one_token(self, forward: _Forward, like: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin at the last position of a forward, for each pair.
+
+        If a head has halves, for each channel; sin is then negative in the first half.
+        """
+        (segment,) = forward.segments
+        if not self._has_halves(like):
+            cos, sin, *_ = forward.rotation(segment, like, first=forward.keys.shape[1] - 1)
+            return cos, -sin if self.adapter.backwards else sin
+        if forward.queries.shape[0] > 1 or self.encoding.start_tokens:
+            cos, sin, *_ = forward.rotation(segment, like, first=forward.keys.shape[1] - 1)
+            sign = -1 if self.adapter.backwards else 1
+            return torch.cat([cos, cos], dim=-1), torch.cat([-sign * sin, sign * sin], dim=-1)
+        table, factor = self._table_of_channels(segment.lengths[0])
+        angles = table * int(forward.queries)
+        both = torch.stack([angles[0].cos(), angles[1].sin()]) * factor
+        cos, sin = both.to(like.device, like.dtype).unbind()
+        return cos, sin
+
+    def _table_of_channels(self, length: int) -> tuple[Tensor, float]:
+        """Frequencies for cos and for sin by channel, `[2, dim]` float64 on the CPU, and the factor."""
+        latest = self._latest
+        if latest is None or latest[0] != length:
+            with torch.device("cpu"):
+                table = self.encoding.inv_freq(self.shape, length)
+                factor = 1.0 if self._normalised else self.encoding.attention_factor(self.shape, length)
+                factor = float(torch.tensor(factor))  # as `_Forward.rotation` rounds it
+            signed = -table if self.adapter.backwards else table
+            tables = torch.stack([torch.cat([table, table]), torch.cat([-signed, signed])])
+            self._latest = latest = length, tables, factor
+        return latest[1:]
 
     def _by_segments(
         self, call: AttentionCall, forward: _Forward, later: bool

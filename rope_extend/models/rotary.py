@@ -272,10 +272,13 @@ class ExtendedRotaryEmbedding(nn.Module):
         if self.handler is not None:
             begin = self.handler.begin_whole_rows if self.encoding.per_row else self.handler.begin
             forward = begin(position_ids)
-        factor: Tensor | float
         if in_attention:
-            angles, factor = torch.zeros(*position_ids.shape, self.shape.dim // 2, device=x.device), 1.0
-        elif self.encoding.depends_on_length:
+            assert self.handler is not None
+            cos_sin = self._unrotated(position_ids, x)
+            self.handler.mark(cos_sin if isinstance(cos_sin, tuple) else (cos_sin,), forward)
+            return cos_sin
+        factor: Tensor | float
+        if self.encoding.depends_on_length:
             angles, factor = self._rowwise(x, position_ids)
         elif self._start is not None and self._share == 0:
             return self._rotated_by_start(x, position_ids if parts is None else parts)
@@ -293,6 +296,13 @@ class ExtendedRotaryEmbedding(nn.Module):
         if self.handler is not None:
             self.handler.mark(cos_sin if isinstance(cos_sin, tuple) else (cos_sin,), forward)
         return cos_sin
+
+    def _unrotated(self, position_ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        """cos 1 and sin 0, laid out as the model takes them."""
+        width = self.pairs * (1 if self.layout in ("once", "complex") else 2)
+        cos = torch.ones(*position_ids.shape, width, dtype=self.dtype or x.dtype, device=x.device)
+        sin = torch.zeros_like(cos)
+        return torch.complex(cos.float(), sin.float()) if self.layout == "complex" else (cos, sin)
 
     def _check_one_position(self, parts: Tensor) -> None:
         """Refuse positions `[3, batch, T]` of which the parts differ.

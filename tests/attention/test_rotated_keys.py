@@ -228,7 +228,7 @@ class _Large(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["dynamic_ntk", "short_original"])
 def test_a_decoded_token_costs_what_it_costs_without_a_patch(name: str) -> None:
-    """Counted: earlier keys are not multiplied, and the operations in addition do not follow the context."""
+    """Counted: earlier keys are neither multiplied nor copied, and few operations are added."""
     stock, more = llama(), []
     for context in (100, 200):
         counts = []
@@ -243,9 +243,11 @@ def test_a_decoded_token_costs_what_it_costs_without_a_patch(name: str) -> None:
         ours, theirs = counts
         arithmetic = ("mul", "add", "sub", "addcmul", "cos", "sin")
         assert not [operation for operation in arithmetic if ours.large[operation] > theirs.large[operation]]
+        assert theirs.large["cat"] and not ours.large["cat"] + ours.large["clone"] + ours.large["new_empty"]
         more.append(ours.operations - theirs.operations)
+        print(more)
     layers = stock.config.num_hidden_layers
-    assert more[0] == more[1] <= 15 * layers + 50
+    assert more[0] == more[1] <= 13 * layers + 16
 
 
 def test_memory_is_that_of_keys_values_and_rotated_keys() -> None:
