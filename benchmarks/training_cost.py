@@ -21,7 +21,7 @@ from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import adapted
-from rope_extend.training.memory_options import TILE, MemoryOptions, apply_memory_options
+from rope_extend.training.memory_options import GPU_TILE, MemoryOptions, apply_memory_options
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import plan_training
 
@@ -257,7 +257,7 @@ OF_PLAN = 0.97
 
 def training_8b(
     repetitions: int, config: LlamaConfig = EIGHT_BILLION, tokens: int = 32_768, device: str | None = None,
-    limit: float = CARD, tile: int = TILE,
+    limit: float = CARD, tile: int = GPU_TILE,
 ) -> Iterator[Row]:  # fmt: skip
     """LoRA of a model of 8 billion random weights in bfloat16: longest window, and cost of offloading.
 

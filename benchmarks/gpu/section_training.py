@@ -147,10 +147,10 @@ def longest_of_the_peer(setting: Setting) -> Iterator[Figure]:
         def fits(tokens: int) -> bool:
             return case.peak(case.theirs, ids_of(setting, tokens), MemoryOptions()) < setting.budget
 
-        found, step = 0, 4 * setting.tile
+        found, step = 0, setting.tile
         while fits(found + step):  # by powers of two
             found, step = found + step, found + step
-        while step > setting.tile:  # then between the last two
+        while step > setting.tile // 4:  # then between the last two
             step //= 2
             found += step * fits(found + step)
         yield Figure("Trainer and peft: longest window", found, "tokens")

@@ -12,6 +12,7 @@ from measuring import EIGHT_BILLION
 from transformers import LlamaConfig
 
 from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.training.memory_options import GPU_TILE
 
 CARD = 85e9
 """Bytes that a GPU with 80 GiB has free. What a larger one has in addition is taken before a step."""
@@ -85,7 +86,7 @@ class Setting:
 
 FULL = Setting(
     "cuda", False, EIGHT_BILLION, curve=131_072, pieces=262_144, chunk=16_384, block=32_768,
-    long_block=131_072, tile=1024, longest=2**22, budget=CARD, positions=2**21,
+    long_block=131_072, tile=GPU_TILE, longest=2**22, budget=CARD, positions=2**21,
 )  # fmt: skip
 DRY = Setting(
     "cpu", True,

@@ -10,7 +10,7 @@ import torch
 
 from rope_extend.advice.gpus import UTILISATION, Gpu, gpus_with
 from rope_extend.errors import RopeExtendError
-from rope_extend.memory.budget import MARGIN
+from rope_extend.memory.budget import usable_share
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted
@@ -117,7 +117,7 @@ def _memory(estimate: TrainingPlan, step: StepMemory, gpu: Gpu) -> Memory:
     evaluation, evaluates = estimate.evaluation, True
     if evaluation is not None and not evaluation.fits:  # it was estimated with the weights of `chosen`
         needed = evaluation.memory - (estimate.chosen.weights - step.weights)
-        evaluates = needed <= MARGIN * estimate.available
+        evaluates = needed <= usable_share(estimate.device) * estimate.available
     return Memory(
         gpu.name, gpu.memory, step.total, step.host,
         f"{step.memory_options}, weights in 4 bits" if step.quantized else str(step.memory_options),

@@ -26,7 +26,7 @@ from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedL
 from rope_extend.evaluation.flops import measured_rates, operations_of
 from rope_extend.evaluation.loss_computer import LossComputer, default_batch_tokens
 from rope_extend.loss import default_chunk_bytes
-from rope_extend.memory.budget import MARGIN, available_memory, weight_bytes
+from rope_extend.memory.budget import available_memory, usable_share, weight_bytes
 from rope_extend.memory.meta_device import (
     META,
     DirectKernelCalls,
@@ -322,7 +322,8 @@ class ForwardEstimator:
 
     def fits(self, memory: int) -> bool:
         """Whether the device has this much memory; with `spread`, without the weights."""
-        return (memory - self.weights if self.spread else memory) <= MARGIN * self.available
+        needed = memory - self.weights if self.spread else memory
+        return needed <= usable_share(self.device) * self.available
 
     def longest_fit(self, tokens: int, size: int = SMALLEST_CHUNK) -> int:
         """The longest window that fits, to within a 64th of `tokens`, which does not fit."""

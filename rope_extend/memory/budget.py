@@ -9,11 +9,21 @@ import torch
 from torch import nn
 from transformers.utils import cached_file
 
+from rope_extend.memory.segments import segments_are_fixed
 from rope_extend.models.load_options import LoadOptions, is_quantized
 from rope_extend.models.view import unwrap
 
-MARGIN = 0.95
-"""Share of the free memory that plans use; kernels and allocators need the rest."""
+MARGIN, FRAGMENTED_MARGIN = 0.95, 0.9
+"""Share of the free memory that plans use; kernels and allocators need the rest.
+
+The second is for a GPU whose segments cannot grow: memory between large tensors is then lost. It was chosen,
+not measured.
+"""
+
+
+def usable_share(device: torch.device) -> float:
+    """Share of a device's free memory that plans use."""
+    return FRAGMENTED_MARGIN if device.type == "cuda" and segments_are_fixed() else MARGIN
 
 
 def weight_bytes(name: str, model: nn.Module, load_options: LoadOptions) -> int:

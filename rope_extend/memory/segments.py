@@ -9,6 +9,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+_NAME, _GROW = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+
 
 def expand_segments(setting: bool | str) -> None:
     """Let the CUDA allocator grow its segments, which reduces fragmentation.
@@ -25,15 +27,23 @@ def expand_segments(setting: bool | str) -> None:
         if setting is True:
             logger.info("expandable_segments has no effect: there is no GPU")
         return
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    present = os.environ.get(name) or os.environ.get("PYTORCH_ALLOC_CONF", "")
+    present = _settings()
     if "expandable_segments" in present:
         return
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         if setting is True:
             logger.warning(
                 "expandable_segments has no effect: CUDA is already initialized; set "
-                "%s=expandable_segments:True before the program starts", name,
+                "%s=%s before the program starts", _NAME, _GROW,
             )  # fmt: skip
         return
-    os.environ[name] = ",".join(filter(None, (present, "expandable_segments:True")))
+    os.environ[_NAME] = ",".join(filter(None, (present, _GROW)))
+
+
+def segments_are_fixed() -> bool:
+    """Whether CUDA is in use with segments that cannot grow, so that large tensors leave gaps."""
+    return torch.cuda.is_initialized() and _GROW not in _settings()  # type: ignore[no-untyped-call]
+
+
+def _settings() -> str:
+    return os.environ.get(_NAME) or os.environ.get("PYTORCH_ALLOC_CONF", "")

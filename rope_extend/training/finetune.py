@@ -246,6 +246,7 @@ def plan(recipe: Recipe, *, limit_memory: int | None = None, elsewhere: bool = F
         RopeExtendError: the recipe does not work with its model, or the model's family does not run on the
             meta device.
     """
+    expand_segments(recipe.expandable_segments)  # as the run does, before anything asks the device
     device = LoadOptions().torch_device
     absent = limit_memory is not None and (elsewhere or device.type == "cpu")
     planned_gpu = torch.device("cuda") if absent else None  # it has no index, unlike those of this machine

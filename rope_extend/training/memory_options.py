@@ -36,17 +36,27 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.models.view import decoder_layers
 from rope_extend.training.host_offload import HostOffload
 
-TILE = 1024
-"""Default number of tokens per tile of an MLP: enough to keep a GPU busy."""
+TILE, GPU_TILE = 1024, 4096
+"""Default numbers of tokens per tile of an MLP; the second in steps of at least `MANY` tokens on a GPU.
 
-NORM_TILES = 4
-"""Tiles of an MLP in one tile of a norm, whose inner states are narrower: a GPU gets fewer small kernels."""
+A tile takes about 60 kernels. In such a step a GPU may be done with small tiles before the CPU has started
+the next ones, and the peak is not in the MLPs.
+"""
+MANY = 32_768
+
+NORM_TILES, NORM_TILE = 4, 4096
+"""A tile of a norm is as many tiles of an MLP, whose inner states are wider, but at most so many tokens."""
 
 _RECOMPUTE = "_gradient_checkpointing_func"
 """The attribute in which transformers gives each layer its checkpointing function."""
 
 MLP_NAMES = ("mlp", "feed_forward")
 """Names of the MLP in the decoder layers of all families."""
+
+
+def default_tile(tokens: int, device: torch.device) -> int:
+    """Default number of tokens per tile of an MLP, for a step of `tokens` on a device."""
+    return GPU_TILE if device.type == "cuda" and tokens >= MANY else TILE
 
 
 @dataclass(frozen=True)
@@ -308,7 +318,8 @@ def tiled(model: nn.Module, tokens: int) -> Iterator[Tileable]:
             f"no MLP of {type(model).__name__} can run in tiles: {'; '.join(found.reasons)}. Set mlp_tiles "
             "to auto or 0"
         )
-    sizes = {**dict.fromkeys(found.modules, tokens), **dict.fromkeys(_norms(model), NORM_TILES * tokens)}
+    of_norm = min(NORM_TILES * tokens, max(tokens, NORM_TILE))
+    sizes = {**dict.fromkeys(found.modules, tokens), **dict.fromkeys(_norms(model), of_norm)}
     # An instance may already have a forward from elsewhere, such as accelerate.
     before = [vars(module).get("forward") for module in sizes]
     for module, size in sizes.items():

@@ -27,7 +27,7 @@ from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import ForwardEstimate, ForwardEstimator
 from rope_extend.loss import NextTokenLoss, default_chunk_bytes
-from rope_extend.memory.budget import MARGIN, available_memory, quantized_savings, weight_bytes
+from rope_extend.memory.budget import MARGIN, available_memory, quantized_savings, usable_share, weight_bytes
 from rope_extend.memory.meta_device import (
     META,
     DirectKernelCalls,
@@ -43,9 +43,9 @@ from rope_extend.models.view import decoder_layers
 from rope_extend.training.host_offload import HostOffload
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import (
-    TILE,
     MemoryOptions,
     apply_memory_options,
+    default_tile,
     recomputes,
     tileable,
 )
@@ -136,7 +136,7 @@ class TrainingPlan:
 
     def fits(self, step: StepMemory) -> bool:
         """Whether the memory for a step is available."""
-        return _memory_share(step, self.available, self.host) <= 1
+        return _memory_share(step, self.available, self.host, self.device) <= 1
 
     def check(self) -> None:
         """Refuse a block or an evaluation that does not fit.
@@ -160,7 +160,7 @@ class TrainingPlan:
             f"blocks of up to {self.longest_block:,} tokens fit" if self.longest_block else "no block fits"
         )
         needed, available, where = step.total, self.available, f"on {self.device}"
-        if step.total <= MARGIN * self.available:
+        if step.total <= usable_share(self.device) * self.available:
             needed, available, where = step.host, self.host, "in host memory"
         raise RopeExtendError(
             f"a step of {self.batch} x {self.length:,} tokens needs about {format_bytes(needed)}, but only "
@@ -212,9 +212,9 @@ def _added(memory_options: MemoryOptions, before: MemoryOptions | None) -> str:
     return "+ " + ", ".join(part for part in memory_options.parts if part not in before.parts)
 
 
-def _memory_share(step: StepMemory, available: int, host: int) -> float:
+def _memory_share(step: StepMemory, available: int, host: int, device: torch.device) -> float:
     """Fraction of the usable memory, after the safety margin, that a step needs."""
-    return max(step.total / max(1, available), step.host / max(1, host)) / MARGIN
+    return max(step.total / max(1, available) / usable_share(device), step.host / max(1, host) / MARGIN)
 
 
 def plan_training(
@@ -332,7 +332,7 @@ def _plan_steps(
     recipe = estimator.recipe
 
     def share(step: StepMemory) -> float:
-        return _memory_share(step, available, host)
+        return _memory_share(step, available, host, estimator.device)
 
     steps: list[StepMemory] = []
     chosen: StepMemory | None = None
@@ -420,8 +420,10 @@ def candidate_options(
         if mlps.reasons:
             which = "some MLPs do not" if mlps.modules else "no MLP can"
             remarks.append(f"{which} run in tiles: {'; '.join(mlps.reasons)}")
-        if "mlp_tiles" in automatic and mlps.modules and recipe.length * recipe.batch_size > TILE:
-            memory_options = replace(memory_options, mlp_tiles=TILE)
+        tokens = recipe.length * recipe.batch_size
+        tile = default_tile(tokens, device)
+        if "mlp_tiles" in automatic and mlps.modules and tokens > tile:
+            memory_options = replace(memory_options, mlp_tiles=tile)
             candidates.append(memory_options)
     if "offload_checkpoints" in automatic and memory_options.gradient_checkpointing and device.type == "cuda":
         candidates.append(replace(memory_options, offload_checkpoints=True))

@@ -40,6 +40,26 @@ def test_what_torch_keeps_cached_is_available(card: dict[str, int]) -> None:
     assert available_memory(LoadOptions("cuda:0", dtype=torch.bfloat16, limit_memory=10)) == 10
 
 
+def test_plans_leave_more_free_where_segments_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook that has used CUDA before: gaps between large tensors are lost."""
+    with torch.device("meta"):
+        model = tiny_llama()
+    gpu, cpu = (
+        forward_plan.ForwardEstimator(model, torch.device(device), weights=0, available=100)
+        for device in ("cuda", "cpu")
+    )
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert [gpu.fits(90), gpu.fits(91), cpu.fits(95), cpu.fits(96)] == [True, False, True, False]
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as environment:
+            environment.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+            assert [gpu.fits(95), gpu.fits(96)] == [True, False]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # the run will let them grow
+    assert gpu.fits(95)
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

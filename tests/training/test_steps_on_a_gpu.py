@@ -15,9 +15,9 @@ from rope_extend.models.processes import PATIENCE
 from rope_extend.training import finetune as tuning
 from rope_extend.training import host_offload
 from rope_extend.training.host_offload import HostOffload, PinnedCopy, pinned_blocks
-from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, tiled
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_plan import plan_training
+from rope_extend.training.step_plan import candidate_options, plan_training
 
 EIGHT_BILLION = 4096
 """Channels of an 8B Llama, each of 2 bytes."""
@@ -31,6 +31,23 @@ def test_pinned_memory_is_what_the_input_needs(tokens: int) -> None:
     assert all(block == 2 ** round(math.log2(block)) for block in blocks)
     assert size <= sum(blocks) < size + host_offload.SMALLEST_BLOCK
     assert len(blocks) < size / host_offload.LARGEST_BLOCK + 16
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device", "tile"),
+    [(16_384, "cuda", 1024), (32_768, "cuda", 4096), (500_000, "cuda", 4096), (500_000, "cpu", 1024)],
+)
+def test_long_steps_on_a_gpu_have_few_tiles(tokens: int, device: str, tile: int) -> None:
+    """Of 60 kernels each, at 500k tokens: 123 in each layer instead of 489; for norms as many as before."""
+    run = Recipe("model", "books", "runs/one", tokens)
+    with torch.device("meta"):
+        model = tiny_llama()
+    candidates, _ = candidate_options(run, model, torch.device(device))
+    assert {options.mlp_tiles for options in candidates} == {0, tile}
+    with tiled(model, tile):
+        layer = model.model.layers[0]
+        sizes = [part.forward.args[-1] for part in (layer.mlp, layer.input_layernorm)]
+    assert sizes == [tile, 4096]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
