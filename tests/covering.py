@@ -96,16 +96,25 @@ def covering(
 
 
 def in_families(
-    cases: Sequence[Case], turn: int | None = None, always: str | None = None
+    cases: Sequence[Case], turn: int | None = None, always: str | None = None, *, few: bool = False
 ) -> pytest.MarkDecorator:
-    """Parametrise `family` and `case` by the covering design; the other pairs are marked `full`."""
+    """Parametrise `family` and `case` by the covering design; the other pairs are marked `full`.
+
+    With `few`, for checks that save and load models, the default run keeps of the design the families of
+    `SHAPES` and one family for each method; the other families are marked `slow`.
+    """
     chosen = covering(cases, turn, always)
     parameters: list[Any] = []
+    kept: set[str] = set()
     for family in FAMILIES:
         for case in cases:
             extra = (str(family), str(case)) not in chosen
             if not extra or OPTIONS.full:
                 marks = [pytest.mark.full] if extra else []
+                if few and not extra:
+                    if str(family) not in SHAPES and str(case) in kept:
+                        marks = [pytest.mark.slow]
+                    kept.add(str(case))
                 parameters.append(pytest.param(family, case, id=f"{family}-{case}", marks=marks))
     return pytest.mark.parametrize(("family", "case"), parameters)
 

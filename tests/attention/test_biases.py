@@ -64,17 +64,17 @@ def stir(patch: rx.Patch) -> None:
 @of_positions
 def test_biases_equal_the_formulas(case: Any, encoding: BiasEncoding) -> None:
     learned = encoding.initial(SHAPE)
-    query = torch.arange(300)[:, None]
-    distance = (query - torch.arange(300)).clamp(min=0)
+    query = torch.arange(150)[:, None]
+    distance = (query - torch.arange(150)).clamp(min=0)
     generator = torch.Generator().manual_seed(5)
     for _ in range(3):
         bias = encoding.bias(SHAPE, distance, query, learned)
         assert bias.dtype == torch.float32
         exact = {name: value.double() for name, value in learned.items()}
-        expected = dense(case, exact, 6, query.T, torch.arange(300)[None], SHAPE.trained_length)[0]
+        expected = dense(case, exact, 6, query.T, torch.arange(150)[None], SHAPE.trained_length)[0]
         torch.testing.assert_close(bias.double(), expected, rtol=2e-6, atol=1e-5)
         limit = encoding.distance_only_until(SHAPE, learned)
-        until = 300 if limit is None else int(min(300, float(limit) + 1))
+        until = 150 if limit is None else int(min(150, float(limit) + 1))
         for position in (until - 1, until // 2):  # up to there, one table serves all queries
             row = bias[:, position, : position + 1].flip(-1)
             torch.testing.assert_close(row, bias[:, until - 1, :until].flip(-1)[:, : position + 1])
@@ -228,13 +228,13 @@ def places(kind: str, length: int) -> tuple[Tensor, Tensor]:
     BIASES,
     ("kind", "length"),
     [
-        ("plain", 400),
+        ("plain", 300),
         ("late", 60),
         ("padded", 150),
         ("packed", 150),
         ("window", 150),
         ("gaps", 150),
-        ("prefix", 400),
+        ("prefix", 300),
         ("images", 150),
         ("both ways", 60),
     ],

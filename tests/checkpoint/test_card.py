@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from cases import TARGET, TRAINED, llama
+from covering import few
 from peft import LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
@@ -275,11 +276,11 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
 
 @pytest.mark.parametrize(
     "recipe",
-    [
+    few([
         "data: 5", "data: [5]", "data: {a: b}", "data: [[a]]", "steps: [1]", "positions: 3", "packing: []",
         "shifted_sparse: x", "block_length: {}", "[1, 2]", "x", "", "\0", "a: " + "[" * 20_000,
         f"{ALIASES}data: *a11", f"{ALIASES}steps: *a11",
-    ],
+    ], 3),
 )  # fmt: skip
 def test_a_recipe_of_another_form_is_left_out_of_the_card(
     adapter: Path, recipe: str, caplog: pytest.LogCaptureFixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import ENCODINGS, FACTOR, FAMILIES, TARGET, TRAINED, EncodingCase, FamilyCase, tiny_model
+from covering import few
 from integrity import contents
 from peft import LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
@@ -202,7 +203,7 @@ def check_export(path: Path, case: EncodingCase, model_type: str, to: str) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["yarn", "yarn-options", "linear", "ntk_by_parts", "p_rope", "longrope-row", "logn(ntk)"]
+    "name", few(["yarn", "yarn-options", "linear", "ntk_by_parts", "p_rope", "longrope-row", "logn(ntk)"], 3)
 )
 @pytest.mark.parametrize("model_type", NAMED)
 def test_an_export_reads_in_stock_transformers(tmp_path: Path, model_type: str, name: str) -> None:
@@ -210,7 +211,7 @@ def test_an_export_reads_in_stock_transformers(tmp_path: Path, model_type: str, 
 
 
 @pytest.mark.parametrize("to", ["vllm", "sglang"])
-@pytest.mark.parametrize("name", ["yarn-attention", "linear", "p_rope", "xpos"])
+@pytest.mark.parametrize("name", few(["yarn-attention", "linear", "p_rope", "xpos"], 2))
 def test_what_servers_read_means_the_same_in_transformers(tmp_path: Path, name: str, to: str) -> None:
     for model_type in ("llama", "phi3"):
         check_export(tmp_path / model_type, ROWS[name], model_type, to)
@@ -281,6 +282,7 @@ def test_weights_are_copied_where_they_cannot_be_linked(
     assert (output / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_export_is_verified(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
     output = export(directory, tmp_path / "out")

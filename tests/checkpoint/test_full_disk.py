@@ -135,7 +135,7 @@ def writes(kind: str, checkpoints: Path) -> Callable[[Path], Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "there"), few(product(("full", "adapter", "merge", "export"), (True, False)), 3)
+    ("kind", "there"), few(product(("full", "adapter", "merge", "export"), (True, False)), 8, 2)
 )
 def test_a_disk_that_is_full_at_any_step_leaves_all_as_it_was(
     checkpoints: Path, tmp_path: Path, kind: str, there: bool
@@ -199,7 +199,7 @@ def test_a_file_that_does_not_fit_on_the_disk_leaves_all_as_it_was(
     assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize("kind", ["full", "adapter", "export"])
+@pytest.mark.parametrize("kind", few(["full", "adapter", "export"], 3, 1))
 def test_an_interruption_at_any_step_leaves_the_old_or_the_new(
     checkpoints: Path, tmp_path: Path, kind: str
 ) -> None:

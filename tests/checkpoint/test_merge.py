@@ -206,7 +206,7 @@ MATRIX = [("llama", case) for case in ENCODINGS] + [
 MATRIX += [("diffllama", case) for case in ENCODINGS if str(case) == "linear"]
 
 
-@pytest.mark.parametrize(("family", "case"), few(MATRIX, 5), ids=str)
+@pytest.mark.parametrize(("family", "case"), few(MATRIX, 11), ids=str)
 def test_a_merge_reads_in_stock_transformers_as_the_adapter_did(
     tmp_path: Path, family: str, case: EncodingCase
 ) -> None:

@@ -31,7 +31,7 @@ ODD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few(ODD, 4))
+@pytest.mark.parametrize("name", few(ODD, 7, 3))
 def test_a_directory_may_have_any_name(checkpoints: Path, tmp_path: Path, name: str) -> None:
     where = tmp_path / name
     base = Path(shutil.copytree(checkpoints / "base", where / f"base {name}"))

@@ -214,6 +214,7 @@ def test_a_merge_is_compared_with_its_adapter(tmp_path: Path) -> None:
     assert "once it is merged" in found.reason
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_window_of_a_million_tokens_takes_a_few_hundred(tmp_path: Path) -> None:
     inputs = verifying.pieces(4096, 1_000_000, 64)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FAMILIES, TRAINED, FamilyCase, tiny_config, tiny_llama, tiny_model
+from covering import few
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -142,6 +143,7 @@ def test_attention_within_documents_equals_naive_attention_in_float64(
     torch.testing.assert_close(ours, (weights @ value.repeat_interleave(wide, 1)).transpose(1, 2))
 
 
+@pytest.mark.slow
 def test_without_a_mask_memory_is_not_quadratic() -> None:
     model, tokens = tiny_llama(), 8192
     peaks = []
@@ -364,7 +366,7 @@ def weights(recipe: Recipe) -> dict[str, Tensor]:
     return load_file(Path(recipe.output_dir) / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("mode", [RESTART, CONTINUE])
+@pytest.mark.parametrize("mode", few([RESTART, CONTINUE], 2))
 def test_a_packed_run_trains_resumes_and_logs_its_data(
     recipe: Recipe, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,6 +27,7 @@ def relative(files):
     return [path.relative_to(bundled.standard_library_dir()) for path in files]
 
 
+@pytest.mark.slow
 def test_split_is_disjoint_and_covers_the_held_out_files():
     tuning, evaluation = bundled.finetuning_files(), bundled.evaluation_files()
     assert not set(tuning) & set(evaluation)
@@ -85,6 +86,7 @@ def plant(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_guard_leaves_out_copies_of_the_standard_library(tmp_path):
     stolen = bundled.read_text(bundled.standard_library_dir() / "argparse.py")
     half = code(1, 400) + "\n".join(stolen.splitlines()[: len(stolen.splitlines()) // 2])
@@ -215,6 +217,7 @@ def test_tokenizer_is_lossless_and_splits_digits(tokenizer):
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("= 120"))[-3:] == ["1", "2", "0"]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bundled_model_predicts_unseen_python(model, tokenizer):
     rows = []
@@ -226,6 +229,7 @@ def test_bundled_model_predicts_unseen_python(model, tokenizer):
     assert loss < 3.4
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bundled_model_retrieves_inside_its_window(model, tokenizer):
     solved = 0

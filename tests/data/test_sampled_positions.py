@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases import TRAINED, tiny_llama
+from covering import few
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -322,7 +323,7 @@ def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None) -> Re
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", few(SAMPLERS, 3))
 def test_a_run_with_short_blocks_uses_positions_up_to_the_target(
     recipe: Recipe, name: str, seen: list[torch.Tensor]
 ) -> None:
@@ -348,6 +349,7 @@ def test_a_run_with_short_blocks_uses_positions_up_to_the_target(
     assert "training used no text as long as the window" in Path(recipe.output_dir, "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("blank_pictures")
 def test_a_resumed_run_gets_the_same_positions(recipe: Recipe, tmp_path: Path) -> None:
     from safetensors.torch import load_file

@@ -233,6 +233,7 @@ def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
     return load_file(Path(recipe.output_dir) / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", few(("none", "restart"), 2))
 def test_a_run_resumes_bit_for_bit_and_records_its_position(
     recipe: Recipe, tmp_path: Path, packing: str, caplog: pytest.LogCaptureFixture
@@ -273,6 +274,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(
     assert all(torch.equal(value, whole[name]) for name, value in weights(recipe).items())
 
 
+@pytest.mark.slow
 def test_another_source_is_not_resumed_and_later_text_may_come(recipe: Recipe) -> None:
     finetune(replace(recipe, steps=3))
     path = Path(recipe.data if isinstance(recipe.data, str) else recipe.data[0])

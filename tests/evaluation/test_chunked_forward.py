@@ -170,6 +170,7 @@ def test_no_tensor_has_a_value_for_every_pair_of_tokens(
         assert result.ppl[length] == pytest.approx(model(ids, labels=ids).loss.exp().item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_in_chunks_memory_grows_by_the_hidden_states_and_one_layers_keys() -> None:
     model = tiny(intermediate=512).eval()
     model.config.attention_dropout = 0.0

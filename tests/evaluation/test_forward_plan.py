@@ -102,7 +102,7 @@ METHODS = {"llama": [None, "yarn", "dynamic_ntk"], "sliding window": [None, "dyn
             for method in METHODS.get(name, [None])
             for chunk in (None, 192, 64)
         ],
-        7,
+        14,
     ),
 )
 def test_memory_is_as_estimated(
@@ -122,6 +122,7 @@ def test_memory_is_as_estimated(
         patch.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "chunk"), few(product(("yarn", "dynamic_ntk", "alibi", "fire", "t5_bias"), (None, 192)), 10, 1)
 )
@@ -146,7 +147,7 @@ def one_of_each_method() -> list[Any]:
     for case in cases:
         first.setdefault((case.name, str(case).endswith("-row")), case)
     rest = [pytest.param(case, marks=pytest.mark.full) for case in cases if case not in first.values()]
-    return [*few(first.values(), 13, 3), *rest]
+    return [*few(first.values(), 39, 3), *rest]
 
 
 @pytest.mark.parametrize("case", one_of_each_method(), ids=str)

@@ -333,6 +333,7 @@ def test_tables_that_change_with_the_length_are_not_processed_in_chunks(
         assert measure(model, documents, [128]).ppl == whole.ppl  # the default chunk size: in one pass
 
 
+@pytest.mark.slow
 def test_memory_grows_at_most_a_tenth_as_fast_as_with_all_logits() -> None:
     vocabulary = 32_768
     model = tiny(vocabulary).eval()

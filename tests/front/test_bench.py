@@ -13,6 +13,7 @@ import interpolation
 import measuring
 import patched_forward
 import pytest
+import remap_prefill
 import run_benchmarks
 import torch
 import training_cost
@@ -154,3 +155,19 @@ def test_the_interpolation_curve_is_measured_and_drawn(
     assert until["ours"] in (1, 2, math.inf)
     assert direct["ours"] == after["ours"]
     assert (tmp_path / "interpolation_curve.png").stat().st_size > 10_000
+
+
+def test_the_naive_computation_of_a_remap_gives_the_same_attention() -> None:
+    """The benchmark itself compares the two; beyond the window of near tokens."""
+    assert len(rows(remap_prefill.naive_attention(1, length=600))) == 1
+
+
+@pytest.mark.slow
+def test_memory_of_a_prefill_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remap_prefill, "METHODS", ("rerope", "dual_chunk"))
+    monkeypatch.setattr(remap_prefill, "naive_attention", lambda repetitions: [])
+    found = rows(remap_prefill.changed_positions_prefill(1, lengths=(2304, 4608), longest=None))
+    exponents = [row for name, row in found.items() if "exponent" in name]
+    assert len(found) == 8
+    assert len(exponents) == 2
+    assert all(row["ours"] < 1.1 for row in exponents)

@@ -105,6 +105,7 @@ def test_rows_are_trained_once_and_written(
     assert again.read_text() == page
 
 
+@pytest.mark.slow
 def test_a_wrong_row_or_another_recipe_is_refused(
     script: Any, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -148,11 +148,23 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert python(code).strip() == "[]"
 
 
-def test_extend_imports_no_more_than_the_model_needs() -> None:
-    """transformers' own modelling code imports accelerate where it is installed; the rest is not needed."""
+@pytest.fixture(scope="module")
+def plugin_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a config that stock transformers must not load."""
+    directory = tmp_path_factory.mktemp("plugin-only")
+    config = {"model_type": "rope_extend", "rope_extend_family": "llama", "max_position_embeddings": 64}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def test_extend_imports_no_more_than_the_model_needs(plugin_only: Path) -> None:
+    """transformers' own modelling code imports accelerate where it is installed; the rest is not needed.
+
+    A plugin-only checkpoint is known although transformers was imported first.
+    """
     code = f"""
 import sys
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 model = LlamaForCausalLM(LlamaConfig(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16,
     max_position_embeddings=64,
@@ -161,17 +173,9 @@ before = set(sys.modules)
 import rope_extend as rx
 rx.extend(model, "512")
 print(sorted(set({HEAVY}) & (set(sys.modules) - before)), rx.current_patch(model).encoding)
+print(type(AutoConfig.from_pretrained({str(plugin_only)!r})).__name__)
 """
-    assert python(code).strip() == "[] yarn(factor=8)"
-
-
-@pytest.fixture(scope="module")
-def plugin_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a config that stock transformers must not load."""
-    directory = tmp_path_factory.mktemp("plugin-only")
-    config = {"model_type": "rope_extend", "rope_extend_family": "llama", "max_position_embeddings": 64}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    assert python(code).splitlines() == ["[] yarn(factor=8)", "GuardedConfig"]
 
 
 @pytest.mark.parametrize(
@@ -185,8 +189,11 @@ def plugin_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "from transformers import AutoModelForCausalLM, AutoConfig\nimport rope_extend",
             marks=pytest.mark.slow,
         ),
-        "import importlib, transformers, rope_extend\nAutoConfig = transformers.AutoConfig\n"
-        "importlib.reload(rope_extend)\nAutoModelForCausalLM = transformers.AutoModelForCausalLM",
+        pytest.param(
+            "import importlib, transformers, rope_extend\nAutoConfig = transformers.AutoConfig\n"
+            "importlib.reload(rope_extend)\nAutoModelForCausalLM = transformers.AutoModelForCausalLM",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["rope_extend first", "transformers first", "lazily, with a reload in between"],
 )

@@ -356,6 +356,7 @@ def test_it_is_converted_to_a_checkpoint(bundled_file: Path, tmp_path: Path) -> 
         rx.convert(bundled_file, directory)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plan")
 def test_a_run_starts_from_a_file(bundled_file: Path, tmp_path: Path) -> None:
     """Extended, fine-tuned, saved, loaded and measured without a checkpoint."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import TARGET, TRAINED, llama
+from covering import few
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,7 +68,7 @@ def unapplied(model: Any, caplog: pytest.LogCaptureFixture) -> str | None:
     return found
 
 
-@pytest.mark.parametrize("name", ENCODINGS)
+@pytest.mark.parametrize("name", few(ENCODINGS, 4))
 def test_stock_peft_is_caught(base: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
     encoding = made(name)
     adapter = adapter_of(base, encoding)
@@ -137,7 +138,7 @@ def test_another_patch_is_caught(base: Path, caplog: pytest.LogCaptureFixture) -
         assert not torch.allclose(logits(unpatched), expected, atol=1e-4), encoding
 
 
-@pytest.mark.parametrize("name", ["yarn", "linear", "ntk", "ntk_by_parts", "clipped", "nope"])
+@pytest.mark.parametrize("name", few(["yarn", "linear", "ntk", "ntk_by_parts", "clipped", "nope"], 3))
 def test_a_config_with_the_same_encoding_is_accepted(
     base: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
+from covering import few
 from test_perplexity import measure, texts, tiny
 from transformers import AutoModelForCausalLM
 
@@ -146,7 +147,7 @@ def test_a_quantised_model_is_patched_and_measured(kind: str, tmp_path: Path) ->
     assert ours == pytest.approx(theirs, rel=0.02 if kind == "4bit" else 0.05)
 
 
-@pytest.mark.parametrize("how", [DISK, {"": "cpu"}, "auto"], ids=["cpu and disk", "cpu", "auto"])
+@pytest.mark.parametrize("how", few([DISK, {"": "cpu"}, "auto"], 3), ids=["cpu and disk", "cpu", "auto"])
 @pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk"])
 def test_a_model_with_layers_elsewhere_gives_the_same_numbers(
     how: Any, method: str | None, work: Path, monkeypatch: pytest.MonkeyPatch

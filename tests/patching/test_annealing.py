@@ -320,6 +320,7 @@ def test_a_run_anneals_by_its_steps_and_evaluates_the_encoding_alone(
     assert (written.anneal_steps, written.lora_targets) == (4, "all-linear")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", few(("t5_bias", "linear_attention", "nope"), 3))
 def test_a_run_that_was_interrupted_while_annealing_ends_on_the_same_bits(
     recipe: Recipe, tmp_path: Path, method: str
@@ -339,6 +340,7 @@ def test_a_run_that_was_interrupted_while_annealing_ends_on_the_same_bits(
         assert all(torch.equal(again[key], value) for key, value in whole.items())
 
 
+@pytest.mark.slow
 def test_annealing_changes_what_is_learnt(recipe: Recipe, tmp_path: Path) -> None:
     finetune(recipe)
     finetune(replace(recipe, anneal_steps=0, output_dir=str(tmp_path / "other")))

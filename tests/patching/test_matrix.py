@@ -436,7 +436,7 @@ def test_an_alternative_with_padding_equals_single_rows(
         assert_same_but_rounding(padded, alone)
 
 
-@in_families(ALTERNATIVES, 2)
+@in_families(ALTERNATIVES, 2, few=True)
 def test_an_alternative_is_saved_and_loaded_by_the_plugin_alone(
     family: FamilyCase, model: PreTrainedModel, case: AlternativeCase, alternative: rx.Patch, tmp_path: Path
 ) -> None:
@@ -461,7 +461,7 @@ def test_an_alternative_is_saved_and_loaded_by_the_plugin_alone(
         assert not (tmp_path / target).exists()
 
 
-@in_families(ALTERNATIVES, 3)
+@in_families(ALTERNATIVES, 3, few=True)
 def test_an_alternative_trains_with_an_adapter_and_is_saved_with_it(
     family: FamilyCase, case: AlternativeCase, tmp_path: Path
 ) -> None:

@@ -901,6 +901,7 @@ def test_a_compiled_step_serves_every_position(
     assert len(graphs) <= 2, "once for the empty cache, once for the rest"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", few(TRACED, 4, 2), ids=str, indirect=True)
 def test_exported(setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel) -> None:
     """One graph for any length, with the table of the export."""

@@ -176,6 +176,7 @@ def test_a_run_of_other_work_is_not_resumed(recipe: Recipe, tmp_path: Path) -> N
     assert read_state(checkpoints(Path(recipe.output_dir))[-1]).step == 3
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_a_model_that_moved_or_is_in_memory(recipe: Recipe, tmp_path: Path) -> None:
     moved = tmp_path / "moved"
     Path(recipe.model).rename(moved)
@@ -196,12 +197,14 @@ def test_configs_are_compared_under_one_version_of_transformers() -> None:
             check_model(state, {**before, **changed})
 
 
+@pytest.mark.slow
 def test_a_run_resumes_only_with_as_many_processes(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sharding, "of", lambda _: Sharding(ranks=2))
     with pytest.raises(RopeExtendError, match=r"was written by 1 processes, and this run has 2; launch 1"):
         finetune(recipe, resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_from_before_models_were_compared_is_resumed(recipe: Recipe) -> None:
     checkpoint = checkpoints(Path(recipe.output_dir))[-1]
     state = json.loads((checkpoint / "state.json").read_text())

@@ -198,7 +198,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "tied"), few(product(WAYS, (False, True)), 3))
+@pytest.mark.parametrize(("way", "tied"), few(product(WAYS, (False, True)), 7, 3))
 def test_every_way_to_train_leaves_frozen_weights_alone_and_reloads_and_merges(
     recipe: Recipe, tmp_path: Path, way: str, tied: bool
 ) -> None:
@@ -365,6 +365,7 @@ def tokenizer_of(recipe: Recipe) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(recipe.model)
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_metrics(recipe: Recipe, work: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -547,7 +548,7 @@ def test_metrics_belong_to_the_checkpoints_that_are_there(
     assert [path.name for path in sorted(checkpoints.iterdir())] == ["step-2", "step-4"]
 
 
-@pytest.mark.parametrize("rewound", [False, True])
+@pytest.mark.parametrize("rewound", few([False, True], 2, 1))
 def test_a_finished_run_reports_the_perplexity_of_its_own_step(
     recipe: Recipe, work: Path, rewound: bool
 ) -> None:

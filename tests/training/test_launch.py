@@ -134,6 +134,7 @@ def test_an_evaluation_whose_processes_do_not_find_each_other_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_of_the_recipe_overrides_that_of_the_launcher(
     work: Path, tmp_path: Path, private_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -254,6 +254,7 @@ def test_an_adapter_that_is_not_plain_lora_is_left_to_peft(ids: torch.Tensor) ->
         assert not torch.equal(without, adapter(ids).logits)
 
 
+@pytest.mark.slow
 def test_each_memory_option_saves_memory() -> None:
     model = tiny_llama(intermediate_size=512, num_hidden_layers=4)
     adapter = with_adapter(model, torch.float32)

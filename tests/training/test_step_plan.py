@@ -24,6 +24,7 @@ from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.loss import NextTokenLoss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.training import memory_options as options_module
 from rope_extend.training import step_plan as planning
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted, extended
@@ -93,6 +94,7 @@ def measured(
             (MemoryOptions(True), torch.float32, {"method": "alibi"}),
             (MemoryOptions(), torch.float32, {"method": "linear_attention"}),
         ],
+        7,
         4,
     ),
     ids=str,
@@ -130,12 +132,14 @@ def test_the_memory_of_a_longer_block_is_estimated(memory_options: MemoryOptions
     assert total == pytest.approx(measured(run, memory_options, torch.float32)[1], rel=0.02)
 
 
+@pytest.mark.slow
 def test_learned_biases_are_trained_in_the_dry_run_too() -> None:
     run = recipe(MODEL, block_length=128, method="fire", method_parameters={"width": 8})
     step = planned(run, memory_options=MemoryOptions(True)).chosen
     assert step.total == pytest.approx(measured(run, MemoryOptions(True), torch.float32)[1], rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "dtype", "memory_options"),
     few(
@@ -237,6 +241,7 @@ def test_layers_left_out_of_the_dry_run_are_counted(
             assert few[key] == (pytest.approx(value, rel=0.02) if key != "memory_options" else value), key
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_wait_and_processes_keep_them_twice() -> None:
     run = recipe(MODEL, block_length=256, train_norm_embed=True)
     alone = planned(run).chosen
@@ -247,6 +252,7 @@ def test_accumulated_gradients_wait_and_processes_keep_them_twice() -> None:
     assert shared.trained == pytest.approx(4 * trained, rel=0.05)
 
 
+@pytest.mark.slow
 def test_four_bits_and_offloading_are_estimated_without_a_gpu() -> None:
     run = recipe(MODEL)
     if torch.cuda.is_available():
@@ -394,10 +400,11 @@ def tiny(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     return Recipe(**settings(work), output_dir=str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_memory_options(
     tiny: Recipe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(planning, "TILE", 16)
+    monkeypatch.setattr(options_module, "TILE", 16)
     need = planned(replace(tiny, target_length=128), memory_options=MemoryOptions(True, 16)).chosen.total
     with caplog.at_level("INFO", "rope_extend"):
         finetune(replace(tiny, steps=1), limit_memory=int(need / 0.94))
@@ -515,6 +522,7 @@ def test_four_bits_need_bitsandbytes_and_a_model_by_name(
         plan(replace(tiny, quantize="4bit"))
 
 
+@pytest.mark.slow
 def test_four_bits_train_with_every_memory_option(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bitsandbytes")
     run = replace(tiny, quantize="4bit", gradient_checkpointing=True, mlp_tiles=16, offload_checkpoints=True)

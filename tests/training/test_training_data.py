@@ -210,6 +210,7 @@ def test_older_checkpoints_have_the_generators_of_all_gpus(
     assert gpus.states[index].item() == restored
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_these_fields_resumes_bit_for_bit(recipe: Recipe, tmp_path: Path) -> None:
     """Its recipe and its state lack the fields, and the memory options have their old name."""
     finetune(recipe)

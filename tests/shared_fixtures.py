@@ -1,0 +1,100 @@
+"""Fixtures for tests of every subject; one thread per process unless OMP_NUM_THREADS says otherwise."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cases import tiny_llama
+from hypothesis import settings
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from rope_extend.evaluation.output_directory import FILES
+from rope_extend.files import replacing
+from rope_extend.plots.style import Canvas
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+disable_progress_bar()
+# pytest adds its handlers to each logger that does not propagate, six times a test: torch has ninety of them.
+for name, logger in logging.Logger.manager.loggerDict.items():
+    if name.startswith("torch") and isinstance(logger, logging.Logger):
+        logger.propagate = True
+
+
+# The same examples in every run, and few of them: `--full` searches for others.
+settings.register_profile("default", max_examples=30, derandomize=True, deadline=None, database=None)
+settings.register_profile("full", max_examples=200, deadline=None, print_blob=True)
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """Commands that a test runs in this process choose how much is logged: not in the tests after it."""
+    logger = logging.getLogger("rope_extend")
+    before = logger.level
+    yield
+    if logger.level != before:  # each change empties the caches of all loggers
+        logger.setLevel(before)
+
+
+@pytest.fixture(scope="session")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a tiny model and its tokenizer in `model/` and texts in `data/`."""
+    directory = tmp_path_factory.mktemp("work")
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + c) for c in rng.integers(0, 26, 4)) for _ in range(40)]
+    (directory / "data").mkdir()
+    for name in "abc":
+        text = " ".join(words[i] for i in rng.integers(0, len(words), 300))
+        (directory / "data" / f"{name}.txt").write_text(text)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator(
+        [" ".join(words)], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory / "model")
+    tiny_llama().save_pretrained(directory / "model")
+    return directory
+
+
+@pytest.fixture
+def private_cache(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tokenised texts out of the user's own cache."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(work / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "cache")
+
+
+@pytest.fixture
+def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training without an estimate of its memory, which takes longer than the steps of a tiny model.
+
+    So does a run with a family that cannot be estimated.
+    """
+    monkeypatch.setattr("rope_extend.training.finetune.plan_training", lambda *_, **__: None)
+
+
+@pytest.fixture
+def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures of reports are files of one pixel: drawing them takes most of the time of a small report."""
+    pixel = BytesIO()
+    Image.new("RGB", (1, 1)).save(pixel, "png")
+    original = Canvas.save
+
+    def save(self: Canvas) -> Path:
+        if self.path.suffix != ".png" and self.path.name not in FILES:
+            return original(self)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path) as partial:
+            partial.write_bytes(pixel.getvalue())
+        return self.path
+
+    monkeypatch.setattr(Canvas, "save", save)
