@@ -14,6 +14,7 @@ from rope_extend.checkpoint.auto_registration import register_when_imported
 
 if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and editors
     from rope_extend.advice.answer import Advice, advise
+    from rope_extend.attention.sink_cache import sink_cache
     from rope_extend.checkpoint.callback import SaveEncodingCallback
     from rope_extend.checkpoint.converting import convert
     from rope_extend.checkpoint.export.write import export
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and edit
     from rope_extend.searching.run_search import search
     from rope_extend.searching.search_config import SearchConfig
     from rope_extend.searching.search_result import SearchResult
+    from rope_extend.study.reporting import compare_methods
+    from rope_extend.study.study_config import StudyConfig
     from rope_extend.training.finetune import finetune
     from rope_extend.training.recipe import Recipe
 
@@ -60,9 +63,11 @@ __all__ = [
     "SaveEncodingCallback",
     "SearchConfig",
     "SearchResult",
+    "StudyConfig",
     "UnsupportedModelError",
     "__version__",
     "advise",
+    "compare_methods",
     "convert",
     "current_patch",
     "encoding",
@@ -82,11 +87,13 @@ __all__ = [
     "retrieve",
     "save",
     "search",
+    "sink_cache",
     "supported_families",
     "verify",
 ]
 _MODULES = {
     "advice.answer": ("Advice", "advise"),
+    "attention.sink_cache": ("sink_cache",),
     "checkpoint.callback": ("SaveEncodingCallback",),
     "checkpoint.converting": ("convert",),
     "checkpoint.export.write": ("export",),
@@ -109,6 +116,8 @@ _MODULES = {
     "searching.run_search": ("search",),
     "searching.search_config": ("SearchConfig",),
     "searching.search_result": ("SearchResult",),
+    "study.reporting": ("compare_methods",),
+    "study.study_config": ("StudyConfig",),
     "training.finetune": ("finetune",),
     "training.recipe": ("Recipe",),
 }

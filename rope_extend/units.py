@@ -93,3 +93,23 @@ def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def parse_duration(duration: str | float) -> float:
+    """Turn `"30min"`, `"2h"`, `"90s"` or a number of seconds into seconds.
+
+    Raises:
+        RopeExtendError: for anything that is not a duration above zero.
+    """
+    seconds: float | None = None
+    if isinstance(duration, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", duration.strip().lower(), re.ASCII)
+        if match:
+            seconds = float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
+    elif isinstance(duration, int | float) and not isinstance(duration, bool):
+        seconds = float(duration)
+    if seconds is None or not 0 < seconds < float("inf"):
+        raise RopeExtendError(
+            f"not a duration: {duration!r}. Give a time with its unit, such as 30min, 2h or 90s"
+        )
+    return seconds

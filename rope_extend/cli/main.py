@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from rope_extend import __version__
-from rope_extend.cli import advise, discover, doctor, draw, generate, measure, recipes, search, ship, train
+from rope_extend.cli import advise, discover, doctor, draw, generate, measure, recipes, report, search, ship, train
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.processes import is_main_process
 
@@ -107,6 +107,14 @@ GROUPS: dict[str, dict[str, Command]] = {
             (
                 f"retrieve {_8B} runs/yarn --lengths 8k,32k --output passkeys",
                 f"retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles",
+            ),
+        ),
+        "report": Command(
+            report.report_arguments, report.report,
+            (
+                f"report {_8B} --target-length 32k --data books/ --output report",
+                f"report {_8B} --target-length 32k --plan",
+                f"report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report",
             ),
         ),
         "compare": Command(

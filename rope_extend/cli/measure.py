@@ -25,7 +25,7 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
-    _add_model_arguments(parser, EvaluationConfig)
+    add_model_arguments(parser, EvaluationConfig)
     parser.add_argument(
         "--plan", action="store_true",
         help="print the estimated memory and time, and stop; needs neither --data nor weights",
@@ -43,7 +43,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     interruption, the same command with --resume continues. To share the documents among several GPUs:
     torchrun --nproc-per-node N -m rope_extend evaluate ...
     """
-    config = _config(EvaluationConfig, arguments)
+    config = model_config(EvaluationConfig, arguments)
     if not arguments.plan and not (config.data and config.output):
         raise RopeExtendError("evaluate needs --data and --output, or --plan for an estimate without them")
 
@@ -64,7 +64,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         return
     check_launch(process_count())
     assert config.output is not None
-    with _says_how_to_resume(config.output, holds_unfinished):
+    with says_how_to_resume(config.output, holds_unfinished):
         rows = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
     if connected := processes(config.load_options().torch_device):
         connected.destroy_process_group()
@@ -75,7 +75,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 def retrieve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `retrieve`."""
-    _add_model_arguments(parser, RetrievalConfig)
+    add_model_arguments(parser, RetrievalConfig)
     _add_output_arguments(parser, "the run")
     add_fields(parser, RetrievalConfig, LOAD_FIELDS)
 
@@ -87,7 +87,7 @@ def retrieve(arguments: argparse.Namespace) -> None:
     prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps, accuracy against length and
     report.html. After an interruption, the same command with --resume continues.
     """
-    config = _config(RetrievalConfig, arguments)
+    config = model_config(RetrievalConfig, arguments)
     if not config.output:
         raise RopeExtendError("retrieve needs --output, the directory of the report")
 
@@ -98,7 +98,7 @@ def retrieve(arguments: argparse.Namespace) -> None:
 
     if process_count() > 1:
         raise RopeExtendError("retrieve runs in one process; start it without torchrun or accelerate launch")
-    with _says_how_to_resume(config.output, holds_trials):
+    with says_how_to_resume(config.output, holds_trials):
         results = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
     print(retrieval_table(results))
     print("written:", config.output)
@@ -139,7 +139,7 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _says_how_to_resume(output: str, holds_parts: Callable[[Path], bool]) -> Iterator[None]:
+def says_how_to_resume(output: str, holds_parts: Callable[[Path], bool]) -> Iterator[None]:
     """If the block is interrupted or fails, and finished parts are on disk, say how to use them.
 
     Not after an error of this library, which says itself what to do.
@@ -159,7 +159,8 @@ def _says_how_to_resume(output: str, holds_parts: Callable[[Path], bool]) -> Ite
         raise
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig]) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig]) -> None:
+    """Add the checkpoint or YAML file, and the adapters."""
     add_model_or_config(parser, cls)
     parser.add_argument(
         "adapter_paths", nargs="*", metavar="ADAPTER", help="directories of adapters, one row each"
@@ -172,7 +173,7 @@ def _add_output_arguments(parser: argparse.ArgumentParser, resumed: str) -> None
     existing.add_argument("--resume", action="store_true", help=f"resume {resumed} in the output directory")
 
 
-def _config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
+def model_config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
     """The settings of a command line."""
     values = flag_values(cls, arguments)
     if arguments.adapter_paths:

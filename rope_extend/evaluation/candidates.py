@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -14,6 +15,7 @@ from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
+from rope_extend.evaluation.evaluation_mode import cast_adapter
 from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.results import Subject
 from rope_extend.models.load_options import LoadOptions
@@ -110,29 +112,52 @@ class Candidates:
             methods: the methods, in order; others than those of `encodings` must be `none`.
         """
         for method in methods:
-            changed_to = encoding(PLAIN) if method == PLAIN else self.encodings[method]
-            if changed_to is None:
-                yield Candidate(method, None, lm)
-                continue
-            target = None if method == PLAIN else self.longest
-            with patch_model(
-                lm, changed_to, trained_length=self.trained_length, target_length=target
-            ) as patch:
-                if method != PLAIN and not patch.changed:
-                    raise PatchError(
-                        f"{method} leaves the rotary tables of {self.name} unchanged; leave it out of "
-                        f"methods, or use {AS_IS}"
-                    )
-                yield Candidate(method, None, lm)
-        for adapter, label in adapter_labels(self.records).items():
-            tuned = load_adapter(lm, adapter)
-            try:
-                yield Candidate(label, adapter, tuned.eval())
-            finally:
-                patch_of_adapter = current_patch(tuned)
-                lm = tuned.unload()
-                if patch_of_adapter is not None:
-                    patch_of_adapter.remove()
+            with self.untrained(lm, method) as candidate:
+                yield candidate
+        for adapter in self.records:
+            with self.tuned(lm, adapter) as candidate:
+                yield candidate
+
+    @contextmanager
+    def untrained(self, lm: Any, method: str) -> Iterator[Candidate]:
+        """The model under a method within the block.
+
+        Args:
+            lm: the model with its weights.
+            method: one of `encodings`, or `none`.
+
+        Raises:
+            PatchError: the method changes nothing.
+        """
+        changed_to = encoding(PLAIN) if method == PLAIN else self.encodings[method]
+        if changed_to is None:
+            yield Candidate(method, None, lm)
+            return
+        target = None if method == PLAIN else self.longest
+        with patch_model(lm, changed_to, trained_length=self.trained_length, target_length=target) as patch:
+            if method != PLAIN and not patch.changed:
+                raise PatchError(
+                    f"{method} leaves the rotary tables of {self.name} unchanged; leave it out of "
+                    f"methods, or use {AS_IS}"
+                )
+            yield Candidate(method, None, lm)
+
+    @contextmanager
+    def tuned(self, lm: Any, adapter: str) -> Iterator[Candidate]:
+        """The model with one of the adapters within the block.
+
+        Args:
+            lm: the model with its weights.
+            adapter: one of `records`.
+        """
+        tuned = cast_adapter(load_adapter(lm, adapter))
+        try:
+            yield Candidate(adapter_labels(self.records)[adapter], adapter, tuned.eval())
+        finally:
+            patch_of_adapter = current_patch(tuned)
+            tuned.unload()
+            if patch_of_adapter is not None:
+                patch_of_adapter.remove()
 
     def subject(self, candidate: Candidate, label: str | None = None) -> Subject:
         """The description of a candidate for its row; with another label, if given."""

@@ -72,8 +72,8 @@ _MEMORY = optional(Kind("a size with its unit, such as 24GB", memory_size, plain
 _DEVICE_MAP = optional(
     Kind(f"one of {', '.join(DEVICE_MAPS)}, or a device for each module by name", _device_map, plain=True)
 )
-_DEPTHS = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
-_CHAT = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
+DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
+CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
 _TASKS = list_of(choice(*TASKS), f"a list of {', '.join(TASKS)}")
 
 
@@ -249,12 +249,12 @@ class RetrievalConfig(ModelConfig):
 
     tasks: Annotated[tuple[str, ...], _TASKS, f"tasks, of {', '.join(TASKS)}"] = ("passkey",)
     depths: Annotated[
-        int | tuple[float, ...], _DEPTHS, "number of depths, evenly spread, or a list such as 0,0.5,1"
+        int | tuple[float, ...], DEPTHS_KIND, "number of depths, evenly spread, or a list such as 0,0.5,1"
     ] = 5
     trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 10
-    chat: Annotated[str, _CHAT, "whether to use the tokenizer's chat template; auto uses it if it exists"] = (
-        "auto"
-    )
+    chat: Annotated[
+        str, CHAT_KIND, "whether to use the tokenizer's chat template; auto uses it if it exists"
+    ] = "auto"
     template: Annotated[
         str | None,
         optional(choice(*TEMPLATES)),

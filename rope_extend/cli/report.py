@@ -1,0 +1,50 @@
+"""The command `report`: from untrained methods to a verdict on a model."""
+
+from __future__ import annotations
+
+import argparse
+
+from rope_extend.cli.config_arguments import add_fields
+from rope_extend.cli.measure import add_model_arguments, model_config, says_how_to_resume
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import LOAD_FIELDS
+from rope_extend.study.study_config import StudyConfig
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `report`."""
+    add_model_arguments(parser, StudyConfig)
+    parser.add_argument(
+        "--plan", action="store_true", help="print what will be measured and the estimated time, and stop"
+    )
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument("--overwrite", action="store_true", help="replace a study in the output directory")
+    existing.add_argument(
+        "--resume", action="store_true", help="measure what is missing of the study in the output directory"
+    )
+    add_fields(parser, StudyConfig, LOAD_FIELDS)
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Compare methods on your model, from untrained rows to a verdict, in one command.
+
+    The first argument is a checkpoint or a YAML file, such as those in configs/results/. Every row is
+    measured on the same documents and prompts, one document at a time. The report begins with a verdict:
+    which method to use, or to train. It can be stopped at any time, and the same command with --resume
+    continues.
+    """
+    config = model_config(StudyConfig, arguments)
+    if not arguments.plan and not (config.data and config.output):
+        raise RopeExtendError("report needs --data and --output, or --plan for an estimate without them")
+
+    from rope_extend.study.reporting import compare_methods, holds_cells
+    from rope_extend.study.run_study import Study
+
+    if arguments.plan:
+        print(Study(config, texts=False).work_text())
+        return
+    assert config.output is not None
+    with says_how_to_resume(config.output, holds_cells):
+        found = compare_methods(config, resume=arguments.resume, overwrite=arguments.overwrite)
+    print(found.markdown())
+    print("written:", config.output)

@@ -1,0 +1,140 @@
+"""Cells of a study: the smallest things that are measured, and the files in which finished ones are kept.
+
+A cell is the perplexity of one row on one document, or the answer of one row to one prompt. A finished cell
+is a JSON file whose name has a digest of all that the measurement depends on. So a cell of another model,
+text or setting is another file: it is neither used nor overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rope_extend.evaluation.identity import Identity
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult, file_name
+from rope_extend.files import write_json
+
+FOLDER = "cells"
+"""Folder of the finished cells in the directory of a study."""
+PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
+BIN = 128
+"""Positions whose mean loss is kept together."""
+
+
+@dataclass(frozen=True)
+class StudyRow:
+    """A row of a study.
+
+    Attributes:
+        label: its name in tables.
+        method: the untrained method; None for an adapter.
+        adapter: the directory of the adapter; None for an untrained row.
+        crop: number of tokens of context that the model sees; None for all.
+    """
+
+    label: str
+    method: str | None = None
+    adapter: str | None = None
+    crop: int | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing to measure.
+
+    Attributes:
+        kind: `perplexity` or `retrieval`.
+        row: the row that is measured.
+        number: number of the document, or of the prompt.
+        round: cells of one round are measured before those of the next, so that rows stay comparable.
+        work: estimated operations.
+        identity: all that the result depends on, as plain JSON values.
+    """
+
+    kind: str
+    row: StudyRow
+    number: int
+    round: int
+    work: float
+    identity: Identity
+
+    @property
+    def file(self) -> str:
+        """Name of the cell's file."""
+        text = json.dumps(self.identity, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return f"{self.kind}-{file_name(self.row.label)}-{digest}.json"
+
+
+class CellStore:
+    """The finished cells of a study, one JSON file each.
+
+    Args:
+        directory: directory of the study; made when the first cell is finished.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.folder = Path(directory) / FOLDER
+
+    def has(self, cell: Cell) -> bool:
+        """Whether a cell is finished."""
+        return self.read(cell) is not None
+
+    def read(self, cell: Cell) -> dict[str, Any] | None:
+        """The values of a finished cell; None if it is not finished, or its file is damaged."""
+        try:
+            values = json.loads((self.folder / cell.file).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return values if isinstance(values, dict) and values.get("identity") == cell.identity else None
+
+    def write(self, cell: Cell, values: dict[str, Any]) -> None:
+        """Keep a finished cell."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        plain = {"kind": cell.kind, **values, "identity": cell.identity}
+        write_json(self.folder / cell.file, plain, indent=0)
+
+
+def perplexity_values(row: EvaluationRow, document: str) -> dict[str, Any]:
+    """The values of a cell of perplexity, for JSON: the row, with the mean loss of each `BIN` positions.
+
+    Args:
+        row: the row on one document.
+        document: name of the document.
+    """
+    values = row.to_dict()
+    result = values["result"]
+    result["nll_by_position"] = binned(row.result)
+    return {"document": document, **values}
+
+
+def binned(result: PerplexityResult) -> list[float | None]:
+    """The mean loss of the targets in each range of `BIN` positions, `[ceil(length / BIN)]` in nats."""
+    nll = result.nll_by_position
+    edges = [0, *range(BIN - 1, len(nll), BIN)]  # the first target is at position 1
+    means = [float(np.mean(part)) for part in np.split(nll, edges[1:])]
+    return [round(mean, 5) if np.isfinite(mean) else None for mean in means]
+
+
+def unbinned(means: Sequence[float | None], length: int) -> list[float | None]:
+    """A loss for each of `length - 1` targets from the means of their ranges."""
+    return [means[(position + 1) // BIN] for position in range(length - 1)]
+
+
+def row_of_cell(values: dict[str, Any]) -> EvaluationRow:
+    """The row of a cell of perplexity."""
+    result = dict(values["result"])
+    longest = max(int(length) for length in result["ppl"])
+    result["nll_by_position"] = unbinned(result["nll_by_position"], longest)
+    return EvaluationRow.from_dict({**values, "result": result})
+
+
+def retrieval_values(trial: int, result: RetrievalResult) -> dict[str, Any]:
+    """The values of a cell of retrieval, for JSON: the number of the trial, and its result."""
+    return {"trial": trial, **result.to_dict()}

@@ -1,0 +1,81 @@
+"""What a study says to do: use an untrained method, train, or measure what is missing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from rope_extend.advice.answer import Advice, advise
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.controls import against_cropped
+from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.evaluation.verdicts import verdicts
+from rope_extend.report.tables import Sentences
+from rope_extend.study.study_config import StudyConfig
+from rope_extend.units import format_length
+
+logger = logging.getLogger(__name__)
+
+
+def decision(rows: Sequence[EvaluationRow], config: StudyConfig) -> Sentences:
+    """The verdict on a model, and the next command.
+
+    Args:
+        rows: what was measured, with the control whose context is cropped.
+        config: the settings of the study.
+    """
+    assert config.target_length is not None
+    target = format_length(config.target_length)
+    trained = rows[0].trained_length if rows else None
+    if trained is not None and config.target_length <= trained:
+        said = [f"The model was trained on {format_length(trained)} tokens, so it needs no extension."]
+        return Sentences("Verdict", said)
+    judged = sorted(verdicts(rows), key=lambda verdict: _ratio(rows, verdict.label))
+    good = [verdict for verdict in judged if verdict.success]
+    if good:
+        said = [f"Use {good[0].label}. It meets all three criteria at {target}.", str(good[0])]
+        said += [f"{verdict.label} meets them too." for verdict in good[1:]]
+        return Sentences("Verdict", said)
+    if not judged:
+        return Sentences("Verdict", ["No row can be judged yet: the control or the rows are not measured."])
+    undecided = [verdict for verdict in judged if verdict.success is None]
+    if undecided:
+        said = [
+            f"Not decided yet: no row fails or meets all three criteria at {target}. The nearest is "
+            f"{undecided[0].label}.",
+            str(undecided[0]),
+        ]
+        return Sentences("Verdict", said)
+    said = [f"No row meets all three criteria at {target}. The nearest is {judged[0].label}.", str(judged[0])]
+    return Sentences("Verdict", [*said, *_training(config)])
+
+
+def _ratio(rows: Sequence[EvaluationRow], label: str) -> float:
+    """The perplexity of a row at the longest length, divided by that of the cropped context."""
+    for comparison in against_cropped(rows):
+        if comparison.second.label == label:
+            return max(comparison.differences, key=lambda change: change.length).ratio
+    return float("inf")
+
+
+def _training(config: StudyConfig) -> list[str]:
+    """What training would take, from the config of the model."""
+    assert config.target_length is not None
+    try:
+        advice: Advice = advise(config.model, config.target_length, trained_length=config.trained_length)
+    except RopeExtendError as error:
+        logger.warning("no advice on training: %s", error)
+        return []
+    if not advice.recipe:
+        return [advice.reason]
+    command = f"rope-extend advise {config.model} --target-length {format_length(config.target_length)}"
+    return [f"Train: {command} --gpu GPU --output recipe.yaml writes a recipe.", *_work(advice)]
+
+
+def _work(advice: Advice) -> list[str]:
+    said = []
+    if advice.memory is not None:
+        said.append(f"A step of it is estimated to need {advice.memory.needed / 1e9:.1f} GB.")
+    if advice.work is not None:
+        said.append(f"It trains on {advice.work.tokens:,} tokens.")
+    return said

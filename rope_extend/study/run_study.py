@@ -1,0 +1,329 @@
+"""Measure a model cell by cell: every row on the first document, then every row on the second, and so on.
+
+So the rows can be compared at any time, and an interruption loses one cell at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from rope_extend.data.documents import Document, fingerprint, load_documents
+from rope_extend.encodings import RemapEncoding, encoding
+from rope_extend.evaluation.candidates import Candidate, Candidates, adapter_labels
+from rope_extend.evaluation.evaluation_config import PLAIN
+from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
+from rope_extend.evaluation.identity import Identity, model_identity
+from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.prompts import Prompt, Task
+from rope_extend.evaluation.protocols import PROTOCOLS, WindowSettings
+from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
+from rope_extend.evaluation.tasks import make_tasks, template_for
+from rope_extend.files import sha256
+from rope_extend.memory.segments import expand_segments
+from rope_extend.models.loading import pretrained
+from rope_extend.study.cells import (
+    PERPLEXITY,
+    RETRIEVAL,
+    Cell,
+    CellStore,
+    StudyRow,
+    perplexity_values,
+    retrieval_values,
+)
+from rope_extend.study.clock import Clock
+from rope_extend.study.study_config import StudyConfig
+from rope_extend.units import format_duration, format_length
+
+logger = logging.getLogger(__name__)
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the cells this process measures: those whose number modulo `count` is `index`."""
+
+    index: int = 0
+    count: int = 1
+
+
+class Study:
+    """A study with all its settings, texts and prompts; the weights are loaded when it runs.
+
+    Args:
+        config: what to measure.
+        texts: read the documents and write the prompts. Without them only an estimate can be made.
+
+    Raises:
+        RopeExtendError: no such model, adapter, method or data, texts that are too short, a task that does
+            not fit a length, or a length that does not fit into memory.
+    """
+
+    def __init__(self, config: StudyConfig, *, texts: bool = True) -> None:
+        expand_segments("auto")
+        self.config = config
+        self.candidates = candidates = Candidates.of(config)
+        self.trained = candidates.trained_length
+        self.lengths = sorted({*candidates.lengths, self.trained} if self._extends else candidates.lengths)
+        self.plan = self._plan()
+        if self.plan is not None:
+            logger.info("%s", self.plan)
+            self.plan.check()
+        self.rows = self._rows()
+        self.documents: list[Document] = []
+        self.tasks: list[Task] = []
+        self.prompts: list[Prompt] = []
+        if texts:
+            self.tokenizer = pretrained(AutoTokenizer, candidates.name)
+            self.documents = self._documents()
+            self.tasks = self._tasks()
+            self.prompts = self._prompts()
+            logger.info("%s", self.work_text())
+
+    @property
+    def _extends(self) -> bool:
+        return self.candidates.longest > self.candidates.trained_length
+
+    def _plan(self) -> ForwardPlan | None:
+        """The memory and time of windows of every length that occurs; None for a family without estimates."""
+        candidates, config = self.candidates, self.config
+        assert config.task_lengths is not None
+        # A dry run of a method that changes positions takes minutes for a long window, so it is not planned.
+        encodings = [each for each in candidates.encodings.values() if not isinstance(each, RemapEncoding)]
+        lengths = {self.lengths[-1], self.trained, *(config.task_lengths if config.tasks else ())}
+        return plan_forward(
+            candidates.name,
+            sorted(lengths),
+            load_options=candidates.load_options,
+            empty=candidates.empty,
+            encodings=[None, *encodings],
+            adapters=[(Path(adapter), record.encoding) for adapter, record in candidates.records.items()],
+            trained_length=self.trained,
+        )
+
+    def _documents(self) -> list[Document]:
+        config = self.config
+        if config.data is None:
+            return []
+        return load_documents(
+            config.data,
+            self.tokenizer,
+            text_column=config.text_column,
+            split=config.split,
+            min_tokens=self.lengths[-1],
+            max_documents=config.max_documents,
+            max_tokens=self.lengths[-1],
+        )
+
+    def _tasks(self) -> list[Task]:
+        if not self.config.tasks:
+            return []
+        texts = [self.tokenizer.decode(each.input_ids, skip_special_tokens=True) for each in self.documents]
+        return make_tasks(self.config.tasks, haystack=texts, template=template_for(self.candidates.name))
+
+    def _prompts(self) -> list[Prompt]:
+        """The prompts, the first trial of every task, length and depth first."""
+        if not self.tasks:
+            return []
+        assert self.config.task_lengths is not None
+        prompts = make_prompts(
+            self.tasks, self.tokenizer, self.config.task_lengths, options=self.config.prompt_options,
+            progress=False,
+        )  # fmt: skip
+        return sorted(prompts, key=lambda prompt: prompt.trial)  # stable: keeps tasks, lengths and depths
+
+    def _rows(self) -> list[StudyRow]:
+        candidates = self.candidates
+        rows = [StudyRow(method, method=method) for method in candidates.encodings]
+        rows += [
+            StudyRow(label, adapter=adapter) for adapter, label in adapter_labels(candidates.records).items()
+        ]
+        if not (self.config.cropped and self._extends):
+            return rows
+        plain = next(iter(candidates.plain_methods), PLAIN)
+        label = f"{plain}, cropped to {format_length(self.trained)}"
+        after = [row.method for row in rows].index(plain) + 1 if plain in candidates.encodings else 0
+        rows.insert(after, StudyRow(label, method=plain, crop=self.trained))
+        return rows
+
+    def cells(self, model: Any) -> list[Cell]:
+        """All cells, in the order in which they are measured.
+
+        Args:
+            model: the model with its weights, unpatched.
+        """
+        base = model_identity(model)
+        identities = {row: {**base, **self._row_identity(row)} for row in self.rows}
+        cells = [
+            Cell(PERPLEXITY, row, number, number, self._document_work(row),
+                 {**identities[row], **self._document_identity(row, number)})
+            for number in range(len(self.documents))
+            for row in self.rows
+        ]  # fmt: skip
+        tasks = {task.name: task.describe() for task in self.tasks}
+        cells += [
+            Cell(RETRIEVAL, row, number, prompt.trial, self._prompt_work(row, prompt.length), {
+                **identities[row], "kind": RETRIEVAL, "task": tasks[prompt.task], "crop": row.crop,
+                "prompt": prompts_fingerprint([prompt]), "chat": prompt.chat, "length": prompt.length,
+            })
+            for row in self.rows
+            for number, prompt in enumerate(self.prompts)
+            if row.crop is None or prompt.length > row.crop
+        ]  # fmt: skip
+        return sorted(cells, key=lambda cell: (cell.round, cell.kind))  # stable
+
+    def _row_identity(self, row: StudyRow) -> Identity:
+        """The encoding of a row, and the weights of its adapter."""
+        candidates = self.candidates
+        if row.adapter is not None:
+            record = candidates.records[row.adapter]
+            weights = sha256(Path(row.adapter) / ADAPTER_WEIGHTS)[:16]
+            return {"encoding": record.encoding.to_dict(), "adapter": weights, "shape": asdict(record.shape)}
+        assert row.method is not None
+        changed_to = encoding(PLAIN) if row.method == PLAIN else candidates.encodings[row.method]
+        if changed_to is None:
+            return {"shape": None}  # the checkpoint's own encoding, which is in the identity of the model
+        return {"encoding": changed_to.to_dict(), "shape": asdict(candidates.info.shape)}
+
+    def _document_identity(self, row: StudyRow, number: int) -> Identity:
+        data = fingerprint([self.documents[number]])
+        return {"kind": PERPLEXITY, "lengths": self.lengths, "window": row.crop, "data": data}
+
+    def _document_work(self, row: StudyRow) -> float:
+        longest = self.lengths[-1]
+        if row.crop is None:
+            return self._seconds(longest)
+        windows = PROTOCOLS["cropped"].layout(longest, longest, {"window": row.crop})
+        return len(windows) * self._seconds(row.crop)
+
+    def _prompt_work(self, row: StudyRow, length: int) -> float:
+        return self._seconds(length if row.crop is None else min(row.crop, length))
+
+    def work_text(self) -> str:
+        """What will be measured, and its estimated time."""
+        config = self.config
+        assert config.task_lengths is not None
+        documents = len(self.documents) or config.max_documents
+        depths = len(config.prompt_options.depth_list)
+        texts = documents * sum(map(self._document_work, self.rows))
+        parts = [self._part(f"perplexity: {len(self.rows)} rows, {documents} documents each", texts)]
+        for task in config.tasks:
+            for length in config.task_lengths:
+                rows = [row for row in self.rows if row.crop is None or length > row.crop]
+                prompts = depths * config.trials
+                work = prompts * sum(self._prompt_work(row, length) for row in rows)
+                words = f"{task} at {format_length(length)}: {len(rows)} rows, {prompts} prompts each"
+                parts.append(self._part(words, work))
+                texts += work
+        return "\n".join([*parts, self._part("in all", texts)])
+
+    def _part(self, words: str, work: float) -> str:
+        return f"{words}, about {format_duration(work)}" if self.plan else words
+
+    def _seconds(self, tokens: int) -> float:
+        """Estimated seconds of a window; without an estimate its tokens, which are as good for ratios."""
+        if self.plan is None:
+            return float(tokens)
+        return next((plan.seconds for plan in self.plan.lengths if plan.length == tokens), float(tokens))
+
+    def run(self, directory: str | Path, *, share: Share | None = None) -> list[Cell]:
+        """Measure the cells that are not finished, and keep each; returns all cells.
+
+        Args:
+            directory: where finished cells are kept.
+            share: the part of the cells that this process measures; all by default.
+        """
+        share, store = share or Share(), CellStore(directory)
+        reserve = self.plan.activations if self.plan else 0
+        lm = self.candidates.load_options.load(self.candidates.name, reserve=reserve)
+        cells = self.cells(lm)
+        mine = cells[share.index :: share.count]
+        open_cells = [cell for cell in mine if not store.has(cell)]
+        logger.info("%d of %d cells are finished", len(mine) - len(open_cells), len(mine))
+        work = [(f"{cell.kind}, {cell.row.label}", cell.work) for cell in open_cells]
+        clock = Clock(work, self.config.budget, in_seconds=self.plan is not None)
+        with _Prepared(self.candidates, lm) as prepared:
+            for number, cell in enumerate(open_cells):
+                if not clock.has_time(number):
+                    break
+                started = time.perf_counter()
+                values = self._measure(prepared.candidate(cell.row), cell)
+                seconds = time.perf_counter() - started
+                store.write(cell, {**values, "seconds": seconds})
+                clock.finished(number, seconds)
+                logger.info("[%d/%d] %s; %s", number + 1, len(open_cells), _said(cell, values), clock)
+        return cells
+
+    def _measure(self, candidate: Candidate, cell: Cell) -> dict[str, Any]:
+        """The values of a cell."""
+        subject = self.candidates.subject(candidate, cell.row.label)
+        if cell.kind == RETRIEVAL:
+            prompt = self.prompts[cell.number]
+            return retrieval_values(
+                prompt.trial,
+                answer_prompts(
+                    candidate.model, self.tokenizer, self.tasks, [prompt], subject=subject,
+                    crop=cell.row.crop, progress=False,
+                ),
+            )  # fmt: skip
+        document = self.documents[cell.number]
+        settings = WindowSettings() if cell.row.crop is None else WindowSettings(window=cell.row.crop)
+        result = perplexity(
+            candidate.model,
+            document,
+            self.lengths,
+            protocol="prefix" if cell.row.crop is None else "cropped",
+            progress=False,
+            options=RunOptions(suggested_chunk=self.plan.longest.chunk_size if self.plan else None),
+            **settings,
+        )
+        return perplexity_values(EvaluationRow.of(subject, result), Path(document.name).name)
+
+
+def _said(cell: Cell, values: dict[str, Any]) -> str:
+    """What was measured, for the log."""
+    if cell.kind == RETRIEVAL:
+        (found,) = values["cells"]
+        depth = "" if found["depth"] is None else f" at depth {found['depth']:g}"
+        score = found["scores"][0]
+        return f"{cell.row.label}: {found['task']}, {format_length(found['length'])}{depth}: {score:.0%}"
+    length, ppl = max(values["result"]["ppl"].items(), key=lambda pair: int(pair[0]))
+    shown = "not finite" if ppl is None else f"{ppl:.2f}"
+    return f"{cell.row.label}: {values['document']}, perplexity {shown} at {format_length(int(length))}"
+
+
+class _Prepared:
+    """The model under one row at a time; a row that follows itself stays."""
+
+    def __init__(self, candidates: Candidates, lm: Any) -> None:
+        self.candidates, self.lm = candidates, lm
+        self.row: StudyRow | None = None
+        self.stack = ExitStack()
+
+    def __enter__(self) -> _Prepared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def candidate(self, row: StudyRow) -> Candidate:
+        """The model under a row."""
+        if self.row is None or (self.row.method, self.row.adapter) != (row.method, row.adapter):
+            self.stack.close()
+            self.stack = ExitStack()
+            context = (
+                self.candidates.untrained(self.lm, row.method)
+                if row.method is not None
+                else self.candidates.tuned(self.lm, str(row.adapter))
+            )
+            self.current = self.stack.enter_context(context)
+        self.row = row
+        return self.current

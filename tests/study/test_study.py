@@ -1,0 +1,364 @@
+"""A study is measured cell by cell, and gives what one evaluation of all rows gives."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_report_and_plots import result, row
+
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluate import evaluate
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.results import Cell as Trials
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.study.cells import BIN, Cell, CellStore, StudyRow, binned, unbinned
+from rope_extend.study.clock import Clock
+from rope_extend.study.collecting import Collected, collect, merged
+from rope_extend.study.deciding import decision
+from rope_extend.study.reporting import comparison, not_measured
+from rope_extend.study.run_study import Share, Study
+from rope_extend.study.study_config import METHODS, StudyConfig
+from rope_extend.units import parse_duration
+
+pytestmark = pytest.mark.usefixtures("private_cache")
+
+
+def study(work: Path, **settings: Any) -> Study:
+    common = {
+        "model": str(work / "model"), "data": str(work / "data"), "target_length": 128, "tasks": [],
+        "methods": ["none", "yarn", "rerope"], "lengths": [16, 64], "max_documents": 2,
+    }  # fmt: skip
+    return Study(StudyConfig(**{**common, **settings}))
+
+
+def collected(one: Study, directory: Path) -> Collected:
+    return comparison(one, one.run(directory), directory).collected
+
+
+@pytest.fixture(scope="module")
+def measured(work: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Path]:
+    """A finished study."""
+    directory = tmp_path_factory.mktemp("study")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", work / "cache")
+        one = study(work)
+        one.run(directory)
+    return one, directory
+
+
+def test_it_equals_an_evaluation(measured: tuple[Study, Path], work: Path) -> None:
+    one, directory = measured
+    found = collected(one, directory)
+    expected = evaluate(
+        EvaluationConfig(
+            model=str(work / "model"), data=str(work / "data"), methods=("none", "yarn", "rerope"),
+            lengths=(16, 64, 128), max_documents=2, retrieval=0,
+        ),
+        progress=False,
+    )  # fmt: skip
+    assert [each.label for each in found.rows] == [each.label for each in expected]
+    assert [each.label for each in expected][1] == "none, cropped to 32"
+    for ours, theirs in zip(found.rows, expected, strict=True):
+        assert ours.encoding == theirs.encoding
+        assert ours.result.document_nll == theirs.result.document_nll
+        assert ours.result.document_terms == theirs.result.document_terms
+        assert ours.result.ppl == pytest.approx(theirs.result.ppl, rel=1e-15)
+        assert ours.result.window == theirs.result.window
+        # Positions are kept in ranges of 128, and rounded.
+        assert ours.result.within(128) == pytest.approx(theirs.result.within(128), rel=1e-4)
+    assert not found.partial
+
+
+def test_a_finished_study_loads_nothing_again(
+    measured: tuple[Study, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, directory = measured
+    monkeypatch.setattr(Study, "_measure", lambda *_: pytest.fail("a finished cell was measured again"))
+    assert len(one.run(directory)) == 8
+
+
+def test_an_interrupted_study_resumes(
+    measured: tuple[Study, Path], work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, directory = measured
+    whole, calls, measure = collected(one, directory), [], Study._measure
+
+    def interrupted(self: Study, candidate: Any, cell: Cell) -> dict[str, Any]:
+        calls.append(cell)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return measure(self, candidate, cell)
+
+    monkeypatch.setattr(Study, "_measure", interrupted)
+    again = study(work)
+    with pytest.raises(KeyboardInterrupt):
+        again.run(tmp_path)
+    # Four rows on the first document, and one on the second: the rows can be compared on the first.
+    monkeypatch.setattr(Study, "_measure", lambda *_: pytest.fail("measured"))
+    store = CellStore(tmp_path)
+    cells = [json.loads(path.read_text()) for path in store.folder.iterdir()]
+    part = collect(cells, [each.label for each in again.rows])
+    assert len(part.rows) == 4
+    assert part.documents == [part.documents[0]]
+    monkeypatch.setattr(Study, "_measure", measure)
+    assert [each.to_dict() | {"result": None} for each in collected(again, tmp_path).rows] == [
+        each.to_dict() | {"result": None} for each in whole.rows
+    ]
+    for ours, theirs in zip(collected(again, tmp_path).rows, whole.rows, strict=True):
+        assert ours.result.document_nll == theirs.result.document_nll
+
+
+def test_a_damaged_cell_is_measured_again(measured: tuple[Study, Path], work: Path, tmp_path: Path) -> None:
+    one, directory = measured
+    whole = collected(one, directory)
+    again = study(work, methods=["none"], cropped=False)
+    again.run(tmp_path)
+    file = next((tmp_path / "cells").iterdir())
+    file.write_text(file.read_text()[:40])
+    (row_again,) = collected(again, tmp_path).rows
+    assert row_again.result.document_nll == whole.rows[0].result.document_nll
+
+
+@pytest.mark.parametrize(
+    "change", [{"lengths": [16, 32]}, {"methods": ["yarn(beta_fast=16)"]}, {"dtype": "bfloat16"}, "weights"]
+)
+def test_cells_of_another_measurement_are_not_used(
+    change: Any, measured: tuple[Study, Path], work: Path
+) -> None:
+    one, directory = measured
+    store = CellStore(directory)
+    other = study(work, cropped=False, **(change if isinstance(change, dict) else {}))
+    lm = other.candidates.load_options.load(other.candidates.name)
+    same = [store.has(cell) for cell in one.cells(one.candidates.load_options.load(one.candidates.name))]
+    assert all(same)
+    if change == "weights":
+        with torch.no_grad():
+            lm.model.norm.weight[0] += 2**-20
+    assert not any(store.has(cell) for cell in other.cells(lm))
+
+
+def test_shares_measure_every_cell_once(work: Path, tmp_path: Path) -> None:
+    one = study(work, methods=["none"])
+    one.run(tmp_path, share=Share(0, 3))
+    first = {*(tmp_path / "cells").iterdir()}
+    assert len(first) == 2
+    one.run(tmp_path, share=Share(1, 3))
+    one.run(tmp_path, share=Share(2, 3))
+    assert len({*(tmp_path / "cells").iterdir()}) == 4
+    assert len(collected(one, tmp_path).rows) == 2
+
+
+def test_a_budget_leaves_the_rest(work: Path, tmp_path: Path) -> None:
+    one = study(work, budget=1e-9, methods=["none"])
+    found = comparison(one, one.run(tmp_path), tmp_path)
+    assert found.missing is not None
+    assert found.missing.items == ["none: 2 documents", "none, cropped to 32: 2 documents"]
+    assert "No row can be judged yet" in found.markdown()
+
+
+def test_adapters_are_rows(work: Path, tmp_path: Path, no_plan: None) -> None:
+    from rope_extend.training.finetune import finetune
+    from rope_extend.training.recipe import Recipe
+
+    adapter = str(tmp_path / "linear")
+    tuned = finetune(
+        Recipe(
+            model=str(work / "model"), data=str(work / "data"), output_dir=adapter, target_length=128,
+            method="linear", steps=1, gradient_accumulation=1, lora_rank=2,
+        )
+    )  # fmt: skip
+    tuned.patch.remove()
+    one = study(work, methods=["none"], adapters=[adapter], max_documents=2)
+    found = collected(one, tmp_path / "study")
+    assert [each.label for each in found.rows] == ["none", "none, cropped to 32", "linear + LoRA"]
+    assert found.rows[2].adapter == adapter
+    # The plain rows of the second document come after the adapter of the first: it left nothing behind.
+    plain = collected(study(work, methods=["none"]), tmp_path / "plain")
+    assert found.rows[0].result.document_nll == plain.rows[0].result.document_nll
+
+
+@pytest.mark.slow
+def test_passkeys_of_the_bundled_model(work: Path, tmp_path: Path) -> None:
+    """Each prompt is a cell; together they equal `retrieve`."""
+    from rope_extend.evaluation.evaluation_config import RetrievalConfig
+    from rope_extend.evaluation.retrieve import retrieve
+
+    settings: dict[str, Any] = {"model": str(MODEL_DIR), "tasks": ["passkey"], "depths": 2, "trials": 2}
+    one = Study(StudyConfig(**settings, target_length=512, methods=["none", "rerope"]))
+    found = comparison(one, one.run(tmp_path), tmp_path).collected
+    expected = retrieve(
+        RetrievalConfig(**settings, lengths=(512,), methods=("none", "rerope")), progress=False
+    )
+    theirs = {each.label: each for each in expected}
+    assert {each.label for each in found.retrieval} == {"none", "none, cropped to 256", "rerope"}
+    for ours in found.retrieval:
+        for depth in (0, 1):
+            assert ours.rate("passkey", 512, depth) == theirs[ours.label].rate("passkey", 512, depth)
+
+
+def test_positions_are_kept_in_ranges() -> None:
+    nll = np.arange(4 * BIN - 1.0)
+    means = binned(result(1.0, (4 * BIN,), nll_by_position=nll))
+    assert means == [np.mean(nll[: BIN - 1]), *(np.mean(nll[n * BIN - 1 :][:BIN]) for n in (1, 2, 3))]
+    again = unbinned(means, 4 * BIN)
+    assert len(again) == 4 * BIN - 1
+    assert (again[BIN - 2], again[BIN - 1]) == (means[0], means[1])
+    short = binned(result(1.0, (5,), nll_by_position=np.array([1.0, 2, 3, np.nan])))
+    assert short == [None]
+
+
+def part_of(one: PerplexityResult, sums: float, data: str) -> PerplexityResult:
+    lengths = {n: [sums * n] for n in one.ppl}
+    terms = {n: [n - 1] for n in one.ppl}
+    tokens = {n: n - 1 for n in one.ppl}
+    return replace(one, documents=1, document_nll=lengths, document_terms=terms, tokens=tokens, data=data)
+
+
+def values(label: str, document: str, sums: float) -> dict[str, Any]:
+    one = EvaluationRow(label, {"name": label}, "m", None, part_of(result(1.0), sums, document), 32)
+    lines = one.to_dict()
+    lines["result"]["nll_by_position"] = binned(one.result)
+    return {"kind": "perplexity", "document": document, **lines}
+
+
+def test_rows_are_compared_on_the_documents_that_fill_the_table() -> None:
+    cells = [values(label, document, 1.0) for document in "ab" for label in ("none", "ntk", "yarn")]
+    labels = ["none", "ntk", "yarn", "later"]
+    assert len(collect(cells, labels).rows) == 3
+    without = collect(cells[:-1], labels)  # two rows on two documents, or three on one
+    assert ([each.label for each in without.rows], without.documents) == (["none", "ntk"], ["a", "b"])
+    assert without.partial == {"yarn": 1, "later": 0}
+    early = collect(cells[:4], labels)
+    assert ([each.label for each in early.rows], early.documents) == (["none", "ntk", "yarn"], ["a"])
+    nothing = collect([], labels)
+    assert (nothing.rows, nothing.documents) == ([], [])
+
+
+def test_documents_are_weighted_by_tokens() -> None:
+    rows = [
+        EvaluationRow("x", None, "m", None, part_of(result(1.0), sums, name), 32)
+        for sums, name in ((1.0, "a"), (2.0, "b"))
+    ]
+    both = merged(rows).result
+    for length in both.ppl:
+        assert both.ppl[length] == pytest.approx(np.exp(3.0 * length / (2 * (length - 1))))
+        assert both.tokens[length] == 2 * (length - 1)
+    assert merged(rows[:1]).result.data == "a"
+    assert both.data not in ("a", "b")
+    assert both.interval(max(both.ppl)) is not None
+
+
+def prompt(label: str, trial: int, depth: float, score: float) -> dict[str, Any]:
+    cells = (Trials("passkey", 512, depth, 100, (score,), f"{trial}{depth}"),)
+    return {"kind": "retrieval", "trial": trial, **RetrievalResult(label, cells).to_dict()}
+
+
+def test_a_trial_counts_if_it_has_every_depth() -> None:
+    cells = [prompt("none", trial, depth, depth) for trial in (1, 0) for depth in (0.0, 1.0)]
+    cells += [prompt("yarn", 0, 1.0, 1.0), prompt("yarn", 1, 0.0, 1.0), prompt("yarn", 1, 1.0, 1.0)]
+    first, second = collect(cells, ["none", "yarn"]).retrieval
+    assert [cell.scores for cell in first.cells] == [(0.0, 0.0), (1.0, 1.0)]
+    assert [cell.scores for cell in second.cells] == [(1.0,), (1.0,)]
+    assert first.against(second, "passkey", 512) is None  # not the same prompts
+
+
+def test_time_to_go_follows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rope_extend.study.clock.time.perf_counter", lambda: now[0])
+    clock = Clock([("a", 1.0), ("a", 2.0), ("b", 1.0)], budget=20)
+    assert clock.to_go == 4
+    clock.finished(0, 3.0)
+    assert clock.to_go == pytest.approx(9)  # all others are three times as slow too
+    clock.finished(1, 10.0)
+    assert clock.to_go == pytest.approx(4)
+    clock.finished(2, 1.0)
+    assert str(clock) == "done"
+    now[0] = 18.5
+    assert Clock([("a", 2.0)], budget=None).has_time(0)
+    late = Clock([("a", 2.0), ("a", 1.0)], budget=1.5)
+    assert (late.has_time(0), late.has_time(1)) == (False, True)
+    assert Clock([("a", 500.0)], budget=1, in_seconds=False).has_time(0)  # nothing is known yet
+
+
+def judged(label: str, level: float, found: float | None) -> EvaluationRow:
+    one = row(label, label, level, lengths=(32, 64))
+    nll = {n: [level * (n - 1), (level + 0.01) * (n - 1)] for n in (32, 64)}
+    terms = {n: [n - 1, n - 1] for n in (32, 64)}
+    measured = replace(one.result, document_nll=nll, document_terms=terms)
+    cells = () if found is None else (Trials("passkey", 64, 0.5, 30, (found,), "x"),)
+    return replace(
+        one, result=measured, trained_length=32, retrieval=RetrievalResult(label, cells) if cells else None
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "found", "said"),
+    [
+        (0.9, 1.0, "Use yarn. It meets all three criteria at 64."),
+        (0.9, 0.0, "No row meets all three criteria at 64. The nearest is yarn."),
+        (1.1, 1.0, "No row meets all three criteria at 64. The nearest is yarn."),
+        (0.9, None, "Not decided yet"),
+    ],
+)
+def test_the_verdict(level: float, found: float | None, said: str, work: Path) -> None:
+    control = judged("none", 1.0, None)
+    control = replace(
+        control, label="none, cropped", result=replace(control.result, protocol="cropped", window=32)
+    )
+    rows = [control, judged("yarn", level, found)]
+    verdict = decision(rows, StudyConfig(model=str(work / "model"), target_length=64))
+    assert verdict.items[0].startswith(said)
+    trains = any("rope-extend advise" in item for item in verdict.items)
+    assert trains == said.startswith("No row meets")
+
+
+def test_a_model_that_reads_the_window_needs_nothing() -> None:
+    rows = [judged("none", 1.0, None)]
+    verdict = decision(rows, StudyConfig(model="m", target_length=32))
+    assert "needs no extension" in verdict.items[0]
+
+
+def test_settings() -> None:
+    config = StudyConfig(model="m", target_length="16k")
+    assert config.lengths == (2048, 4096, 8192, 16_384)
+    assert (config.task_lengths, config.methods) == ((16_384,), METHODS)
+    assert StudyConfig(model="m", target_length="16k", adapters=["a"]).methods == ("none",)
+    assert StudyConfig(model="m", target_length=64, lengths=[16]).lengths == (16, 64)
+    assert StudyConfig.from_dict(config.to_dict()) == config
+    for wrong, message in (
+        ({}, "missing target_length"),
+        ({"target_length": 64, "lengths": [128]}, "lengths must be at most target_length"),
+        ({"target_length": 64, "task_lengths": [128]}, "task_lengths must be at most target_length"),
+        ({"target_length": 64, "tasks": ["passkeys"]}, "tasks must be a list of"),
+        ({"target_length": 64, "budget": "soon"}, "budget must be a duration"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            StudyConfig(model="m", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("30min", 1800), ("2h", 7200), ("1.5 h", 5400), ("90s", 90), (12, 12), (0.5, 0.5)]
+)
+def test_durations(text: Any, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "0s", "-1h", "1d", "h", True, float("inf"), None])
+def test_what_is_no_duration(text: Any) -> None:
+    with pytest.raises(RopeExtendError, match="not a duration"):
+        parse_duration(text)
+
+
+def test_what_is_missing_is_counted() -> None:
+    assert not_measured([]) is None
+    cells = [Cell(kind, StudyRow("yarn"), 0, 0, 1.0, {}) for kind in ("perplexity", "retrieval", "retrieval")]
+    found = not_measured(cells)
+    assert found is not None
+    assert found.items == ["yarn: 1 documents", "yarn: 2 prompts"]
