@@ -10,6 +10,30 @@ import torch
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.load_options import input_device, is_spread
+from rope_extend.models.view import unwrap
+
+_LORA_MATRICES = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+"""Attributes of peft's LoRA layers that hold the matrices of each adapter."""
+
+
+def cast_adapter(model: Any) -> Any:
+    """Give the LoRA matrices of a model in float16 or bfloat16 its dtype, in place; returns the model.
+
+    peft loads them as float32, and then computes float32 states as wide as those of the MLPs. Training
+    multiplies by autocast in the dtype of the model, and this gives the same numbers bit for bit.
+
+    Args:
+        model: a PEFT model.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    dtype = unwrap(model).dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        for layer in model.modules():
+            if isinstance(layer, LoraLayer) and not layer.lora_variant:  # a variant may need its own dtypes
+                for name in _LORA_MATRICES:
+                    getattr(layer, name).to(dtype)
+    return model
 
 
 @contextmanager

@@ -248,7 +248,7 @@ def _with_adapter(
 
     config = PeftConfig.from_pretrained(str(adapter))
     with _patched(empty, encoding, trained_length):
-        tuned = get_peft_model(empty, config)
+        tuned = get_peft_model(empty, config, autocast_adapter_dtype=False)  # see `cast_adapter`
         try:
             yield
         finally:

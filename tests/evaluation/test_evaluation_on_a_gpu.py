@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 from cases import tiny_llama
+from peft import LoraConfig, get_peft_model
 from test_retrieval import Oracle, measured
 
 from rope_extend import RopeExtendError
 from rope_extend.evaluation import chunked_forward, evaluate, flops, forward_plan, retrieve
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
+from rope_extend.evaluation.evaluation_mode import cast_adapter
 from rope_extend.memory.budget import available_memory, is_out_of_memory
+from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype
 
@@ -160,6 +163,30 @@ def test_chunks_are_timed_with_the_kernel_that_computes_them(monkeypatch: pytest
     whole, chunked = (forward_plan._plan(estimator, [512], chunk).longest for chunk in (None, 128))
     attention = flops.operations_of(model).attention(512)
     assert chunked.seconds - whole.seconds == pytest.approx(attention / 1e8 - attention / 1e9)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@torch.no_grad()
+def test_an_adapter_is_evaluated_in_the_dtype_of_its_model(use_dora: bool) -> None:
+    """Bit for bit as autocast in training; float32 states as wide as an MLP's do not exist. DoRA is kept."""
+    model = tiny_llama(intermediate_size=512).to(torch.bfloat16)
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, use_dora=use_dora)
+    tuned = get_peft_model(model, config).eval()
+    ids = torch.randint(3, 60, (1, 256), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = tuned(ids).logits
+    peaks, found = [], []
+    for _ in range(2):
+        with LiveBytes() as memory:
+            found.append(tuned(ids).logits)
+        peaks.append(memory.peak)
+        cast_adapter(tuned)
+    assert torch.equal(found[1], expected) or use_dora
+    assert (peaks[0] - peaks[1] >= 256 * 512 * 4) != use_dora
+    assert torch.equal(found[0], found[1]) == use_dora
+    dtypes = {weight.dtype for name, weight in tuned.named_parameters() if "lora_" in name}
+    assert dtypes == {torch.float32 if use_dora else torch.bfloat16}
 
 
 def test_flex_attention_in_chunks_names_what_is_faster(
