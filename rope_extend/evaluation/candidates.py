@@ -16,7 +16,6 @@ from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
-from rope_extend.evaluation.evaluation_mode import cast_adapter
 from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.results import Subject
 from rope_extend.models.load_options import LoadOptions
