@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from cases import FAMILIES, AlternativeCase, EncodingCase
+from cases import FAMILIES, AlternativeCase, EncodingCase, FamilyCase
 
 from rope_extend.encodings import ComposedRope, RopeShape
 
@@ -93,6 +93,14 @@ def covering(
         elif str(case) not in taken:
             pairs.add((SHAPES[(index + turn) % len(SHAPES)], str(case)))
     return pairs
+
+
+def families(values: Sequence[FamilyCase] = FAMILIES) -> list[Any]:
+    """Families as parameters, for an expensive check: those that are not in `SHAPES` are marked `slow`."""
+    return [
+        pytest.param(value, id=str(value), marks=[] if str(value) in SHAPES else [pytest.mark.slow])
+        for value in values
+    ]
 
 
 def in_families(

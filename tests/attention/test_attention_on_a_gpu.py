@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from batches import LENGTH, same, tokens
 from cases import FACTOR, TARGET, llama
+from covering import few
 from logical_devices import inputs, spread
 from test_causal_suffix import dense_suffix
 from torch import Tensor
@@ -51,7 +53,7 @@ def cached_logits(model: Any, ids: Tensor) -> list[Tensor]:
     return [model(part, past_key_values=cache).logits for part in ids.tensor_split([LENGTH // 2, -1], dim=1)]
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", few(["sdpa", "eager"], 2))
 @pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"]], ids=len)
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_model_may_be_on_any_devices(name: str, devices: list[str], implementation: str) -> None:
@@ -103,6 +105,23 @@ def test_the_host_looks_at_a_gpu_once_in_a_forward(name: str, most: int) -> None
             model.model(inputs(part, "cuda:0"), past_key_values=cache)
             assert mode.reads == ["cpu"] * most
             mode.reads.clear()
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@torch.no_grad()
+def test_padding_costs_few_looks_at_a_gpu_and_none_in_each_layer(name: str) -> None:
+    """More than stock's own: one to see whether the mask looks ahead, and one where a bias starts and ends."""
+    ids, counts = tokens(2, LENGTH), []
+    padding = torch.ones_like(ids)
+    padding[0, :5] = 0
+    for layers in (0, 1, 3):  # without layers, and so without our part
+        model = llama(num_hidden_layers=max(1, layers))
+        patch = extended(model, name) if layers else nullcontext()
+        with patch, spread(model, "cuda:0") as mode:
+            model.model(inputs(ids, "cuda:0"), attention_mask=inputs(padding, "cuda:0"), use_cache=False)
+            counts.append(len(mode.reads))
+    assert counts[1] == counts[2]
+    assert counts[1] - counts[0] <= (0 if name == "yarn" else 3)
 
 
 @pytest.mark.parametrize(("devices", "times"), [(["cpu"], 3), (["cuda:0"], 1)])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import few
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
@@ -237,7 +238,7 @@ def no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name"), few(CASES, 2))
 @QUICK
 @given(data=st.data())
 def test_readers_know_damage_when_they_see_it(

@@ -27,7 +27,7 @@ from cases import (
     plain,
     tiny_model,
 )
-from covering import in_families
+from covering import families, in_families
 from peft import get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -303,6 +303,7 @@ def test_limits_are_those_of_the_unpatched_model(limited: FamilyCase, limit: str
     assert any((one - other).abs().max() > 1e-2 for one, other in pairs)
 
 
+@pytest.mark.parametrize("family", families())
 def test_lora_trains_in_every_family(family: FamilyCase) -> None:
     """One step of fine-tuning: the loss is the family's own, and only the adapter has gradients."""
     model = tiny_model(family)
@@ -322,7 +323,7 @@ def test_lora_trains_in_every_family(family: FamilyCase) -> None:
     assert any(weight.grad.abs().max() > 0 for weight in trained.values())
 
 
-@in_families(ENCODINGS, 1)
+@in_families(ENCODINGS, 1, few=True)
 def test_saved_checkpoint_reloads_in_stock_transformers(
     family: FamilyCase, model: PreTrainedModel, case: EncodingCase, patch: rx.Patch, tmp_path: Path
 ) -> None:

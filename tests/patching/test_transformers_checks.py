@@ -92,7 +92,7 @@ class Setup:
 SETUPS = [Setup(family, method) for family in FAMILIES for method in ("none", "yarn")]
 
 
-@pytest.fixture(params=[*SETUPS[:2], *few(SETUPS[2:], 2, 1)], ids=str, scope="module")
+@pytest.fixture(params=few(SETUPS, 3, 1), ids=str, scope="module")
 def setup(request: pytest.FixtureRequest) -> Setup:
     return request.param
 
@@ -878,6 +878,7 @@ def test_compiled_in_one_graph(setup: Setup, stock: PreTrainedModel, patched: Pr
         torch.testing.assert_close(compiled(IDS, use_cache=False).logits, logits(stock), **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("setup", TRACED[:1], ids=str, indirect=True)
 def test_a_compiled_step_serves_every_position(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FAMILIES, tiny_llama, tiny_model
+from covering import families
 from peft import LoraConfig, get_peft_model
 from tolerances import rounding
 from torch.utils.flop_counter import FlopCounterMode
@@ -314,7 +315,7 @@ def test_the_input_of_every_layer_is_offloaded_and_fetched_once(
     assert back == out[::-1]
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("family", families())
 def test_the_states_of_every_family_are_offloaded(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a family passed hidden states by keyword, they would stay on the device."""
     if family.model_type in (*NOT_RECOMPUTED, *NO_LORA[1:]):
