@@ -45,7 +45,7 @@ ENCODINGS: list[dict[str, Any]] = [
     {"name": "linear_attention"},
     {"name": "sinusoidal"},
 ]
-FEW_READS = {"yarn": 0, "dynamic_ntk": 1, "short_original": 1, "alibi": 1}
+FEW_READS = {"yarn": 0, "dynamic_ntk": 1, "short_original": 1, "alibi": 1, "t5_bias": 1, "fire": 1}
 """Encodings, and how often a forward may wait for the device more often than an unpatched model's."""
 
 FLOAT32_LIMIT = 16 * 4 * torch.finfo(torch.float32).eps * 400**0.5
