@@ -110,7 +110,7 @@ def test_the_host_looks_at_a_gpu_once_in_a_forward(name: str, most: int) -> None
 @pytest.mark.parametrize("name", INSIDE)
 @torch.no_grad()
 def test_padding_costs_few_looks_at_a_gpu_and_none_in_each_layer(name: str) -> None:
-    """More than stock's own: one to see whether the mask looks ahead, and one where a bias starts and ends."""
+    """One for positions, one to see whether a mask looks ahead, one for where a bias starts and ends."""
     ids, counts = tokens(2, LENGTH), []
     padding = torch.ones_like(ids)
     padding[0, :5] = 0
