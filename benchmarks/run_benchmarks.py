@@ -21,6 +21,7 @@ from interpolation import interpolation_curve
 from measuring import Row, device_name
 from patched_forward import patched_forward
 from remap_cost import changed_positions
+from remap_prefill import changed_positions_prefill
 from training_cost import packed_documents, training_8b, training_loss, training_step
 
 from rope_extend.memory.segments import expand_segments
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "patched-forward": patched_forward,
     "dynamic-cache": dynamic_cache,
     "changed-positions": changed_positions,
+    "changed-positions-prefill": changed_positions_prefill,
     "attention-biases": attention_biases,
     "linear-attention": linear_attention,
     "interpolation-curve": interpolation_curve,

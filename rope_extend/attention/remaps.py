@@ -64,6 +64,9 @@ class _Forward(Forward):
     def __post_init__(self) -> None:
         self.lengths = self.encoding.table_length(self.shape, self.queries + 1)
         self.scale = self.encoding.logit_scale(self.shape, self.queries)
+        factor = self.encoding.factor_of_queries(self.shape, self.queries)
+        if factor is not None and not self.normalised:
+            self.scale = factor if self.scale is None else self.scale * factor
         if self.scale is not None and bool((self.scale == 1).all()):
             self.scale = None
         self.changes = (self.lengths.diff() != 0).any(dim=0).nonzero().flatten() + 1
@@ -83,13 +86,10 @@ class _Forward(Forward):
         """A region of pairs, or that of plain RoPE."""
         return NEAR if index == UNCHANGED else self.encoding.regions(self.shape, length)[index]
 
-    def table(self, region: int, length: int) -> tuple[Tensor, float]:
-        """The frequencies of a region, `[dim/2]` float64, and the factor on cos and sin."""
+    def table(self, region: int, length: int) -> Tensor:
+        """The frequencies of a region, `[dim/2]` float64."""
         schedule = self.region(region, length).schedule
-        if schedule is None:
-            return self.shape.inv_freq(), 1.0
-        factor = 1.0 if self.normalised else schedule.attention_factor(self.shape, length)
-        return schedule.inv_freq(self.shape, length), factor
+        return self.shape.inv_freq() if schedule is None else schedule.inv_freq(self.shape, length)
 
     def rotation(
         self,
@@ -121,24 +121,23 @@ class _Forward(Forward):
         used = [
             getattr(self.region(region, length), of)(positions[row]) for row, length in enumerate(lengths)
         ]
-        tables_used = [self.table(region, length) for length in lengths]
-        found = _cos_sin(torch.stack(used), tables_used, like)
+        found = _cos_sin(
+            torch.stack(used), torch.stack([self.table(region, length) for length in lengths]), like
+        )
         size = sum(each.numel() * each.element_size() for each in found)
         if size * tables <= (TABLE_BYTES if device_of(like).type == "cpu" else GPU_TABLE_BYTES):
             self.tables[name] = found
         return found
 
 
-def _cos_sin(positions: Tensor, tables: list[tuple[Tensor, float]], like: Tensor) -> Rotation:
-    """cos and sin `[rows, 1, n, dim/2]` at positions `[rows, n]` float64, computed in float64.
+def _cos_sin(positions: Tensor, tables: Tensor, like: Tensor) -> Rotation:
+    """cos and sin `[rows, 1, n, dim/2]` at positions `[rows, n]`, computed in float64.
 
-    `tables` has the frequencies `[dim/2]` and the factor of each row.
+    `tables` are the frequencies of each row, `[rows, dim/2]` float64.
     """
     device = like.device if has_float64(like.device) else torch.device("cpu")
-    frequencies = torch.stack([table for table, _ in tables]).to(device)[:, None, None]
-    factor = torch.tensor([factor for _, factor in tables], dtype=torch.float64)[:, None, None, None]
-    angles = positions.to(device)[:, None, :, None] * frequencies
-    cos, sin = (values * factor.to(device) for values in (angles.cos(), angles.sin()))
+    angles = positions.to(device)[:, None, :, None] * tables.to(device)[:, None, None]
+    cos, sin = angles.cos(), angles.sin()
     return cos.to(like.device, like.dtype), sin.to(like.device, like.dtype)
 
 
@@ -150,7 +149,7 @@ class RemapHandler(AttentionHandler):
         adapter: the model's family.
         shape: the rotary shape of the model.
         normalised: whether the model normalises queries and keys after rotating them, so that a factor on cos
-            and sin has no effect.
+            and sin would have no effect.
     """
 
     encoding: RemapEncoding
@@ -289,12 +288,11 @@ class RemapHandler(AttentionHandler):
         different = sorted(set(lengths.flatten().tolist()))
         for index, length in itertools.product(range(int(region.max()) + 1), different):
             here = (region == index) & (lengths == length)
-            table, factor = forward.table(index, length)
             # Many keys share a distance.
             values, which = torch.unique(distance[here], return_inverse=True)
-            angles = values[:, None] * table
-            cos[here] = (angles.cos() * factor**2).to(like.dtype)[which]
-            sin[here] = -(angles.sin() * factor**2).to(like.dtype)[which]
+            angles = values[:, None] * forward.table(index, length)
+            cos[here] = angles.cos().to(like.dtype)[which]
+            sin[here] = -angles.sin().to(like.dtype)[which]
         hidden = region == DROPPED
         cos[hidden], sin[hidden] = 1.0, 0.0
         shown = (~hidden).to(like.device) if bool(hidden.any()) else None

@@ -30,13 +30,15 @@ class NearFar(RemapEncoding):
     texts within the window are processed exactly as the model was pretrained.
 
     For a target length N and a trained length L, `far` is YaRN for N, `near` plain RoPE, and the window 2,048
-    as in Jet-Long, or `L // 4` if that is less.
+    as in Jet-Long, or `L // 2` if that is less.
+
+    A softmax has one temperature. So a factor of the far encoding, such as YaRN's or that of `rerope` and
+    `logn`, acts on all logits of each query that can have distant pairs: those from position `window` on.
 
     Attributes:
         far: the encoding of distant pairs: a schedule of frequencies, or a method that changes the positions
             of all pairs from one distance on, such as `self_extend`. If it depends on the length, each query
-            has the table of the text that ends with it. A factor on the logits of a query, as `rerope` and
-            `logn` have, acts on all its pairs.
+            has the table of the text that ends with it.
         window: the first distance that is rotated by `far`.
         near: the encoding of near pairs: a static schedule of frequencies.
     """
@@ -101,7 +103,7 @@ class NearFar(RemapEncoding):
         Raises:
             RopeExtendError: unknown or invalid parameters, or a window beyond the trained one.
         """
-        given = {"far": "yarn", "window": max(1, min(2048, shape.trained_length // 4)), **parameters}
+        given = {"far": "yarn", "window": max(1, min(2048, shape.trained_length // 2)), **parameters}
         for name in ("near", "far"):
             if isinstance(given.get(name), str):
                 given[name] = rotary_method(given[name]).for_target(shape, target_length)
@@ -142,6 +144,16 @@ class NearFar(RemapEncoding):
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """The far encoding's, on all pairs of a query."""
         return self.far.logit_scale(shape, position_ids)
+
+    def factor_of_queries(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The square of the far factor from position `window` on, and of the near one before; None for 1."""
+        near = self.near.attention_factor(shape)
+        lengths, which = torch.unique(self.table_length(shape, position_ids + 1), return_inverse=True)
+        far = [self.far.attention_factor(shape, length) for length in lengths.tolist()]
+        if near == 1 and all(factor == 1 for factor in far):
+            return None
+        factors = torch.tensor(far, dtype=torch.float64, device=position_ids.device)[which]
+        return torch.where(position_ids >= self.window, factors, near) ** 2
 
     def target_length(self, shape: RopeShape) -> int | None:
         """The far encoding's."""

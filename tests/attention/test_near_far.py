@@ -19,15 +19,15 @@ SHAPE = RopeShape(16, 10_000.0, TRAINED)
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_two_schedules_equal_both_written_out(implementation: str) -> None:
-    """A larger base for near pairs and YaRN, with its factor, for the others."""
+    """A larger base for near pairs and YaRN for the others, with its factor for queries that have such."""
     model, window = llama(head_dim=16, attn_implementation=implementation), 9
     yarn, factor = stock("yarn", factor=4.0)(SHAPE, TARGET)
     larger = [(10_000 * 2 ** (16 / 14)) ** (-i / 8) for i in range(8)]
 
     def rotation(query: int, position: int) -> tuple[list[float], float]:
         distance = query - position
-        table, scale = (larger, 1.0) if distance < window else (yarn, factor**2)
-        return [-distance * frequency for frequency in table], scale
+        table = larger if distance < window else yarn
+        return [-distance * frequency for frequency in table], factor if query >= window else 1.0
 
     expected = naive_llama(model, tokens(1, 40)[0], rotation)
     far, near = rx.encoding("yarn", factor=4.0), rx.encoding("ntk", factor=2.0)
@@ -76,6 +76,7 @@ def test_a_far_table_that_is_still_plain_leaves_texts_as_they_are() -> None:
         method = rx.encodings.rotary_method("near_far").for_target(SHAPE, TARGET, far=far)
         assert isinstance(method, NearFar)
         longest = max(n for n in range(1, 80) if method.is_plain(SHAPE, 0, n - 1))
+        assert far == "jet_long" or method.factor_of_queries(SHAPE, torch.arange(longest)) is None
         assert longest == TRAINED
     model, input_ids = llama(head_dim=16), tokens(1, TRAINED)
     expected, short = logits(model, input_ids), logits(model, input_ids[:, :8])

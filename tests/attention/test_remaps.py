@@ -116,9 +116,10 @@ def yarn_of(length: int) -> tuple[list[float], float]:
 
 
 def table_of(case: EncodingCase, query: int, position: int) -> tuple[list[float], float]:
-    """The frequencies of a pair, and the factor on its logit that comes with them."""
-    if case.name == "near_far" and query - position >= 6:
-        return yarn_of(query + 1)
+    """The frequencies of a pair, and the factor on the logits of its query that comes with them."""
+    if case.name == "near_far" and query >= 6:
+        table, factor = yarn_of(query + 1)
+        return (table if query - position >= 6 else PLAIN), factor
     return PLAIN, 1.0
 
 
@@ -141,8 +142,8 @@ def written_out(method: str, length: int = 40) -> Tensor:
         given = distance(query, position) or 0.0
         sharpened = case.name == "rerope" and not str(case).endswith("leak")
         scale = max(1.0, math.log(query + 1, TRAINED)) if sharpened else 1.0
-        table, factor = table_of(case, query, position)  # 1 for the query itself
-        return [-given * frequency for frequency in table], math.sqrt(scale) * factor  # on query and key
+        table, factor = table_of(case, query, position)
+        return [-given * frequency for frequency in table], math.sqrt(scale * factor)  # on query and key
 
     seen = [[j <= i and distance(i, j) is not None for j in range(length)] for i in range(length)]
     return naive_llama(llama(head_dim=16), tokens(1, length)[0], rotation, allowed=torch.tensor(seen))

@@ -131,14 +131,14 @@ def test_a_method_is_stored_and_read_exactly(name: str) -> None:
 def test_near_and_far_from_the_target_length() -> None:
     """The window as in Jet-Long, YaRN for the target, and parameters go to the encoding that has them."""
     assert for_target("near_far", 32, 256) == rx.encoding(
-        "near_far", far=rx.encoding("yarn", factor=8.0), window=8
+        "near_far", far=rx.encoding("yarn", factor=8.0), window=16
     )
     assert for_target("near_far", 32_768, 262_144).borders == Bands(2048)
     method = for_target("near_far(yarn)", 32, 256, window=5, beta_fast=16.0)
     assert str(method) == "near_far(yarn(factor=8, beta_fast=16), window=5)"
     assert method.target_length(shape(32)) == 256
     both = for_target("near_far", 32, 256, near="ntk", far="dynamic_ntk")
-    assert str(both) == "near_far(dynamic_ntk(factor=8), window=8, near=ntk(factor=8))"
+    assert str(both) == "near_far(dynamic_ntk(factor=8), window=16, near=ntk(factor=8))"
     # The slowest pair: 8 tokens of the larger base, or 256 of plain RoPE's table for a text of that length.
     far = rx.encoding("dynamic_ntk", factor=8.0, step=0.0)
     assert isinstance(far, RopeEncoding)

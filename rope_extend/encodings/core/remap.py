@@ -36,7 +36,8 @@ class Region:
     Attributes:
         query: the position that a query is rotated to.
         key: the position that a key is rotated to.
-        schedule: the frequencies of the rotation, by the length of `regions`; None for plain RoPE.
+        schedule: the frequencies of the rotation, by the length of `regions`; None for plain RoPE. Its factor
+            on cos and sin belongs to all pairs of a query, see `factor_of_queries`.
     """
 
     query: PositionMap
@@ -156,6 +157,13 @@ class RemapEncoding(RopeEncoding):
         """The largest distance that is given to a pair in a text of `length` tokens."""
         queries, keys = torch.tensor(self.borders.widest(length), device="cpu").T
         return float(self.distance(shape, queries, keys).nan_to_num(0).max())
+
+    def factor_of_queries(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The factor on a query's logits that schedules state as one on cos and sin; None for 1.
+
+        Float64, of the shape of `position_ids` `[...]`.
+        """
+        return None
 
     def largest_angles(self, shape: RopeShape, length: int) -> Tensor:
         """The angle that each channel pair reaches in a text of a length, `[dim/2]` float64, radians."""
