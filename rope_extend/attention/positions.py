@@ -122,19 +122,26 @@ class _Tracked:
 
 
 @cache
-def _tracked(cls: Any) -> type:
+def tracked(cls: Any) -> type:
+    """A cache's class, for caches whose keys have positions of their own."""
     return type(cls.__name__, (_Tracked, cls), {"__module__": cls.__module__})
 
 
 def _new_tracked(cls: Any) -> Any:
     """An empty object of a cache's class with positions, for pickle."""
-    tracked: Any = _tracked(cls)
-    return tracked.__new__(tracked)
+    new: Any = tracked(cls)
+    return new.__new__(new)
 
 
 def cached_tokens(past: Cache | None) -> int:
     """The number of tokens in a cache; 0 without one."""
     return 0 if past is None else int(past.get_seq_length())
+
+
+def held_tokens(past: Cache | None) -> int:
+    """The number of tokens whose keys are in a cache: not of those that it dropped."""
+    held: int | None = getattr(past, "held", None)
+    return cached_tokens(past) if held is None else held
 
 
 @dataclass
@@ -333,7 +340,7 @@ class AttentionHandler:
         if past is not None:
             if not isinstance(past, _Tracked):
                 cls: Any = type(past)
-                past.__class__ = _tracked(cls)
+                past.__class__ = tracked(cls)
             assert isinstance(past, _Tracked)
             past.rope_extend_positions = forward.keys
             past.rope_extend_encoding = self.encoding
@@ -414,7 +421,7 @@ class AttentionHandler:
 
     def _positions_of_past(self, queries: Tensor, past: Cache | None) -> Tensor:
         """Positions `[1 or batch, past]` of the tokens in the cache."""
-        seen = cached_tokens(past)
+        seen = held_tokens(past)
         if seen == 0:
             return queries[:, :0]
         if not isinstance(past, _Tracked) or past.rope_extend_positions.shape[1] < seen:

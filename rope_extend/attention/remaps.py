@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import Cache
 
 from rope_extend.attention.bias_parts import rows_of_part
 from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules
@@ -31,6 +32,7 @@ from rope_extend.attention.registry import is_dense, own_function, takes_suffix,
 from rope_extend.attention.remap_masks import RowsOfMask, hidden_except, without_keys
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
 from rope_extend.attention.rotation import GPU_TABLE_BYTES, TABLE_BYTES, rotate
+from rope_extend.attention.sink_cache import SinkCache
 from rope_extend.attention.text_rows import TextRows, text_rows
 from rope_extend.encodings import RemapEncoding, RopeShape
 from rope_extend.encodings.core.remap import DROPPED, NEAR, Chunks, Region
@@ -189,6 +191,17 @@ class RemapHandler(AttentionHandler):
         """A forward with the regions of its pairs."""
         return _Forward(queries, keys, self.encoding, self.shape, self._normalised)
 
+    def _positions_of_past(self, queries: Tensor, past: Cache | None) -> Tensor:
+        positions = super()._positions_of_past(queries, past)
+        if isinstance(past, SinkCache):
+            past.check(queries)
+        return positions
+
+    def keep(self, past: Cache, forward: Forward) -> None:
+        """A cache of bounded size drops what no later token sees."""
+        if isinstance(past, SinkCache):
+            past.trim()
+
     def _is_short(self, window: int | None) -> bool:
         """Whether a layer with a sliding window sees no pair that training did not have."""
         return window is not None and 0 < window <= self.shape.trained_length
@@ -201,6 +214,8 @@ class RemapHandler(AttentionHandler):
         """
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
+        if isinstance(forward.past, SinkCache):
+            call = self._of_held(call, forward, forward.past)
         slots, total = call.key.shape[2], forward.keys.shape[1]
         if slots > total:  # a cache of fixed size has empty slots after the last key
             mask = call.mask[..., :total] if isinstance(call.mask, Tensor) else call.mask
@@ -209,6 +224,24 @@ class RemapHandler(AttentionHandler):
         if weights is not None and weights.shape[-1] < slots:
             weights = functional.pad(weights, (0, slots - weights.shape[-1]))
         return output, weights
+
+    def _of_held(self, call: AttentionCall, forward: _Forward, past: SinkCache) -> AttentionCall:
+        """The call with a mask of the tokens that a cache holds.
+
+        Raises:
+            PatchError: flex attention got a mask of the whole text.
+        """
+        if not past.dropped or call.mask is None:
+            return call
+        if not isinstance(call.mask, Tensor):
+            raise PatchError(
+                f"{self.encoding}: the block mask of flex_attention cannot leave out the {past.dropped} "
+                f"tokens that this SinkCache dropped; use attn_implementation='sdpa'"
+            )
+        name = ("held", id(call.mask))
+        if name not in forward.tables:  # with the mask, so that no other one gets its id
+            forward.tables[name] = call.mask, past.of_mask(call.mask)
+        return replace(call, mask=forward.tables[name][1])
 
     def _attend(self, call: AttentionCall, forward: _Forward) -> tuple[Tensor, Tensor | None]:
         if self._is_short(attention_window(call.module)):
