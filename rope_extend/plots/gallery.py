@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -280,27 +281,48 @@ def _frequencies(names: Sequence[str], title: str) -> Callable[[Path], Path]:
     return draw
 
 
-_REMAPS = ("self_extend", "rerope", "jet_long", "dual_chunk", "sinks", "string")
+_REMAPS = ("self_extend", "rerope", "jet_long", "near_far", "dual_chunk", "string", "sinks")
 
 
 def draw_distances(path: Path, names: Sequence[str] = _REMAPS) -> Path:
-    """The distance that each method gives to the last token of a text and all tokens before it."""
-    figure, panels = _figure("Distances given to distant tokens", columns=3, rows=2, height=4.8)
-    for axes, name in zip(panels, names, strict=False):
+    """The distance that each method gives to the last token of a text and all tokens before it.
+
+    A method with other frequencies for distant tokens gives each channel pair a distance of its own: the
+    fastest and the slowest are drawn. `rerope` is drawn with a leak as well.
+    """
+    figure, panels = _figure("Distances given to distant tokens", columns=4, rows=2, height=4.8)
+    drawn: list[tuple[str, dict[str, float]]] = [(name, {}) for name in names]
+    drawn.insert(2, ("rerope", {"leak": 16.0}))
+    for axes, (name, parameters) in zip(panels, drawn, strict=False):
         length = 3 * ROTARY.trained_length // 2 if name == "string" else TARGET  # its reach is shorter
-        method = rotary_method(name).for_target(ROTARY, length)
+        method = rotary_method(name).for_target(ROTARY, length, **parameters)
         assert isinstance(method, RemapEncoding)
-        given = method.distance(ROTARY, torch.tensor(length - 1), torch.arange(length)).flip(0)
-        axes.plot(np.arange(length), given.numpy(), color=method_colour(name), linewidth=1.8)
+        for pair, dash in ((0, "-"), (-1, (0, (3, 1.5)))):
+            given = _given_distances(method, length, pair)
+            axes.plot(given, color=method_colour(name), linewidth=1.8, linestyle=dash)
         axes.axhline(ROTARY.trained_length, color=QUIET, linewidth=1, linestyle=(0, (4, 2)))
         axes.set_ylim(0, 1.15 * ROTARY.trained_length)
-        axes.set_title(name, fontsize=9.5, color=INK)
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    panels[0].set_ylabel("distance given", color=INK)
-    panels[3].set_ylabel("distance given", color=INK)
-    for axes in panels[3:]:
+        title = ", ".join([name, *(f"{key} {value:g}" for key, value in parameters.items())])
+        axes.set_title(title, fontsize=9.5, color=INK)
+        axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+    for axes in panels[::4]:
+        axes.set_ylabel("distance given", color=INK)
+    for axes in panels[4:]:
         axes.set_xlabel("true distance, tokens", color=INK)
     return _save(figure, path)
+
+
+def _given_distances(method: RemapEncoding, length: int, pair: int) -> np.ndarray[Any, Any]:
+    """The distance that a channel pair is rotated by, in its plain frequency, for each true distance."""
+    query, keys = torch.tensor(length - 1), torch.arange(length)
+    given = method.distance(ROTARY, query, keys)
+    region = method.borders.region(query, keys)
+    table_length = int(method.table_length(ROTARY, torch.tensor([length]))[0])
+    for index, each in enumerate(method.regions(ROTARY, table_length)):
+        if each.schedule is not None:
+            slower = each.schedule.inv_freq(ROTARY, table_length)[pair] / ROTARY.inv_freq()[pair]
+            given = torch.where(region == index, given * slower, given)
+    return given.flip(0).numpy()
 
 
 _SLOWED = ("none", "linear", "ntk", "ntk_by_parts", "ntk_mixed", "yarn", "llama3")
@@ -344,9 +366,10 @@ EXHIBITS = (
     ),
     Exhibit(
         "distances", "Distances given to distant tokens",
-        "These methods need no training. Near tokens keep their distance, and distant ones are given one "
-        "that occurred in training, below the dashed line. The pictures show the last token of a text and "
-        "all tokens before it. Attention sinks drop the tokens in the gap.",
+        "These methods need no training: near tokens keep their distance, and distant ones are given one that "
+        "occurred in training, below the dashed line. The pictures show the last token of a text and all tokens "
+        "before it. Attention sinks drop the tokens in the gap. `near_far` gives distant tokens other "
+        "frequencies, with which the slowest channel pair (dashed) reaches no unseen distance.",
         _REMAPS, draw_distances,
     ),
     Exhibit(
