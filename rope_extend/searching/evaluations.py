@@ -12,6 +12,7 @@ from torch import nn
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory.meta_device import quiet_patching
+from rope_extend.models.rotary import has_float64
 from rope_extend.patching import patch_model
 from rope_extend.searching.fitness import Fitness, Losses
 from rope_extend.searching.search_log import Cost, SearchLog
@@ -75,6 +76,11 @@ class Evaluator:
         """Passes of this search that are not those of `requested`, such as gradients."""
         self.curve: list[tuple[int, float]] = []
         """Passes over documents, and the best score on all documents so far, each time that it improves."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the losses can be differentiated: the device computes in float64."""
+        return has_float64(next(self.model.parameters()).device)
 
     @property
     def passes(self) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,18 @@ PASSES_OF_A_STEP = 3
 """A backward pass counts as two forward passes."""
 
 
+class Movable(Protocol):
+    """A table as numbers that gradient steps move."""
+
+    numbers: Tensor
+    """A leaf, float64, from which the divisors are computed."""
+    attention: Tensor
+    """The logarithm of the attention factor, a leaf."""
+
+    def divisors(self) -> Tensor:
+        """The divisor of each pair, float64 `[dim/2]`."""
+
+
 class Point:
     """The numbers that are moved: one for each upper pair, and the logarithm of the attention factor.
 
@@ -63,12 +75,12 @@ class Point:
         logs = torch.tensor(start.divisors, dtype=torch.float64).log()
         self.lower = logs[:first]
         rises = logs[first:].diff(prepend=logs[first - 1 : first]).clamp(min=LEAST_RISE)
-        self.rises = rises.expm1().log().requires_grad_()  # inverse of softplus
+        self.numbers = rises.expm1().log().requires_grad_()  # inverse of softplus
         self.attention = torch.tensor(start.attention_factor, dtype=torch.float64).log().requires_grad_()
 
     def divisors(self) -> Tensor:
         """The divisor of each pair, float64 `[dim/2]`, non-decreasing."""
-        upper = self.lower[-1] + softplus(self.rises).cumsum(0)
+        upper = self.lower[-1] + softplus(self.numbers).cumsum(0)
         return torch.cat((self.lower, upper)).exp()
 
     def table(self, space: Space) -> Table:
@@ -99,7 +111,10 @@ def differentiable_rotation(model: nn.Module, inv_freq: Tensor, attention_factor
             assert module.original is not None
             return module.original(x, position_ids, layer_type)
         if not has_float64(x.device):
-            raise RopeExtendError(f"gradient needs float64, which {x.device} does not have; use race")
+            raise RopeExtendError(
+                f"gradient steps need float64, which {x.device} does not have; use race with gradient_steps "
+                "false"
+            )
         positions = position_ids[0] if position_ids.dim() == 3 else position_ids  # text has equal parts
         angles = module.pad_unrotated(positions[..., None].to(torch.float64) * inv_freq.to(x.device))
         factor, dtype = attention_factor.to(x.device), module.dtype or x.dtype
@@ -129,8 +144,8 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def gradient_of_document(context: Context, point: Point, start: Table, number: int) -> list[float]:
-    """The gradient of a document's fitness: for each rise of the divisors, and last for the attention factor.
+def gradient_of_document(context: Context, point: Movable, start: Table, number: int) -> list[float]:
+    """The gradient of a document's fitness: for each number of the point, and last for the attention factor.
 
     It is read from the log, if an earlier run has computed it.
 
@@ -138,15 +153,15 @@ def gradient_of_document(context: Context, point: Point, start: Table, number: i
         RopeExtendError: the gradient in the log does not belong to this search.
     """
     evaluator, space = context.evaluator, context.space
-    leaves = (point.rises, point.attention)
-    key = json.dumps([*point.rises.tolist(), point.attention.item(), number])
+    leaves = (point.numbers, point.attention)
+    key = json.dumps([*point.numbers.tolist(), point.attention.item(), number])
     evaluator.count(PASSES_OF_A_STEP * len(evaluator.weights))
     if key in evaluator.log.gradients:
         logged = evaluator.log.gradients[key]
-        if len(logged) != len(point.rises) + 1:
+        if len(logged) != len(point.numbers) + 1:
             raise RopeExtendError(
                 f"a gradient in {str(evaluator.log.file)!r} has {len(logged)} values, and this search needs "
-                f"{len(point.rises) + 1}; delete its line"
+                f"{len(point.numbers) + 1}; delete its line"
             )
         return logged
     began, model, fitness = perf_counter(), evaluator.model, evaluator.fitness
@@ -200,20 +215,44 @@ def run(context: Context) -> list[Table]:
         closed = [space.table(table.divisors, config.attention_factor) for table in closed]
     start = context.ranked(context.ranked(closed, 1)[:FINALISTS])[0]
     point = Point(start, critical_range(space.shape)[0])
-    optimizer = torch.optim.Adam([point.rises, point.attention], lr=RATE)
+    optimizer = torch.optim.Adam([point.numbers, point.attention], lr=RATE)
     found = [start, point.table(space)]
     for step in range(config.iterations):
-        values = gradient_of_document(context, point, start, step % config.documents)
-        if all(map(math.isfinite, values)):
-            point.rises.grad = torch.tensor(values[:-1], dtype=torch.float64)
-            fixed = config.attention_factor is not None or space.long is not None
-            point.attention.grad = None if fixed else torch.tensor(values[-1], dtype=torch.float64)
-            optimizer.param_groups[0]["lr"] = RATE * (1 - step / config.iterations)
-            optimizer.step()
+        take_step(context, point, start, optimizer, step, config.iterations)
         if step % EVERY == EVERY - 1 or step == config.iterations - 1:
             found.append(point.table(space))
             context.scores(found[-1:])
     return context.ranked(found)[:FINALISTS]
+
+
+def take_step(
+    context: Context, point: Movable, start: Table, optimizer: torch.optim.Optimizer, step: int, steps: int
+) -> None:
+    """Move a point by the gradient of one document, with a rate that falls to zero on a line.
+
+    A gradient that is not finite moves nothing. A fixed attention factor does not move.
+
+    Args:
+        context: the search.
+        point: what is moved.
+        start: the table that the point began with.
+        optimizer: of the point's numbers; the rate of each group begins with its `initial_lr`, or else RATE.
+        step: the number of the step, from 0; the documents are used in turn.
+        steps: the number of all steps.
+
+    Raises:
+        RopeExtendError: as `gradient_of_document`.
+    """
+    config, space = context.config, context.space
+    values = gradient_of_document(context, point, start, step % config.documents)
+    if not all(map(math.isfinite, values)):
+        return
+    point.numbers.grad = torch.tensor(values[:-1], dtype=torch.float64)
+    fixed = config.attention_factor is not None or space.long is not None
+    point.attention.grad = None if fixed else torch.tensor(values[-1], dtype=torch.float64)
+    for group in optimizer.param_groups:
+        group["lr"] = group.get("initial_lr", RATE) * (1 - step / steps)
+    optimizer.step()
 
 
 def passes(config: SearchConfig) -> int:

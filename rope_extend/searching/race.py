@@ -5,11 +5,16 @@ largest value, that value, and the attention factor. So the race looks for these
 
 1. Closed forms, on one document.
 2. Successive halving over the family, on one document and then on more.
-3. Random steps around the best of both, with a shrinking width.
-4. Steps of single pairs or groups of pairs, from the pair with ten periods in the trained window on.
+3. Gradient steps on all pairs from the best of both.
+4. Steps of single fast pairs, those with more than a period within the trained window. The loss is not smooth
+   in their divisors, so gradients say little about them.
 
-Faster pairs turn so often within the target that the loss is not smooth in their divisors. They follow the
-family. All stages together measure at most a twentieth of the documents of LongRoPE's search.
+All stages together measure at most a twentieth of the documents of LongRoPE's search. Without gradients (a
+device without float64, or `gradient_steps: false`) the third stage is:
+
+- random steps around the best of both, with a shrinking width;
+- steps of single pairs or groups of pairs, from the pair with ten periods in the trained window on. Faster
+  pairs turn so often within the target that the loss is not smooth in their divisors. They follow the family.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from rope_extend.searching.closed_forms import (
     with_moved_critical_pair,
     yarn_attention_factor,
 )
+from rope_extend.searching.ordered_steps import ordered_steps
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.space import STEP, Space, Table, steps_of
 from rope_extend.searching.strategies import FINALISTS, Context, Strategy
@@ -36,12 +42,22 @@ HEAD_ROOM = 2.0
 """The largest divisor, divided by the factor."""
 FAMILY_SHARE, WALK_SHARE = 0.35, 0.35
 """The parts of what is left after the closed forms for halving and for random steps."""
+GRADIENT_FAMILY_SHARE = 0.2
+"""The part for halving, if gradient steps follow."""
+FAST_SHARE = 0.4
+"""The part of what is left before the gradient steps for steps of fast pairs after them."""
+FAST_WIDTH = 0.08
+"""The first step of a fast pair, in logarithms of its divisor."""
+LEAST_FAMILY = 8
+"""Halving needs this number of passes for each document; with fewer, gradient steps get them."""
 KEEP = 3
 """One candidate in this number survives a round of halving."""
 WALK_PARENTS, WALK_CHILDREN = 3, 9
 """Candidates that a round of random steps starts from and makes."""
 SHRINK = 0.75
 """Factor on the width of the random steps from one round to the next."""
+WIDTH = 0.16
+"""The first step of single pairs or groups of pairs, in logarithms of their divisors."""
 KNOTS = 12
 """The largest number of groups of pairs that are moved one by one."""
 
@@ -133,12 +149,37 @@ def run(context: Context) -> list[Table]:
     closed = _closed_forms(config, space)
     best = context.ranked(closed, 1)
     left = budget(config) - context.evaluator.passes
+    if config.gradient_steps and context.evaluator.has_gradients:
+        return _by_gradients(context, best, left)
     ranges = Ranges.of(config, space)
     points = _halving(context, ranges, math.floor(FAMILY_SHARE * left))
     points = _walk(context, ranges, points, math.floor(WALK_SHARE * left))
     top = context.ranked([*best[:FINALISTS], *(point.table(space) for point in points[:FINALISTS])])
-    top = _single_steps(context, top[0], budget(config) - FINALISTS * config.documents) + top
+    first, _ = critical_range(space.shape)
+    groups = _groups(list(range(min(first, space.pairs - 1), space.pairs)))
+    passes = budget(config) - FINALISTS * config.documents
+    top = _single_steps(context, top[0], passes, groups, WIDTH) + top
     return context.ranked(top[: 2 * FINALISTS])[:FINALISTS]
+
+
+def _by_gradients(context: Context, best: list[Table], left: int) -> list[Table]:
+    """Halving over the family, if there is enough left for it, and gradient steps from the best table."""
+    config, space = context.config, context.space
+    share = math.floor(GRADIENT_FAMILY_SHARE * left)
+    points: list[Point] = []
+    if share >= LEAST_FAMILY * config.documents:
+        points = _halving(context, Ranges.of(config, space), share)
+    top = context.ranked([*best[:FINALISTS], *(point.table(space) for point in points[:FINALISTS])])
+    left = budget(config) - context.evaluator.passes
+    found = ordered_steps(context, top[0], left - math.floor(FAST_SHARE * left))
+    fast = [[pair] for pair in range(1, min(index_of_a_period(space), space.pairs))]
+    found = _single_steps(context, found[0], budget(config), fast, FAST_WIDTH) + found
+    return context.ranked([*found, *top])[:FINALISTS]
+
+
+def index_of_a_period(space: Space) -> int:
+    """The first pair with a period or less within the window that divisors start from."""
+    return math.ceil(space.shape.index_with_turns(1))
 
 
 def _closed_forms(config: SearchConfig, space: Space) -> list[Table]:
@@ -195,18 +236,25 @@ def _ranked(context: Context, points: Sequence[Point], documents: int) -> list[P
     return [by_table[table] for table in context.ranked(list(by_table), documents)]
 
 
-def _single_steps(context: Context, table: Table, passes: int) -> list[Table]:
+def _single_steps(
+    context: Context, table: Table, passes: int, groups: Sequence[Sequence[int]], width: float
+) -> list[Table]:
     """Move groups of pairs one by one, and keep what is better on all documents; the results, best first.
 
     A step is first measured on a part of the documents. Every step that fails halves its group's width.
+
+    Args:
+        context: the search.
+        table: where the steps start.
+        passes: the number of documents after which they end, counted from the start of the search.
+        groups: pairs that move together.
+        width: the first step of each group, in logarithms of divisors.
     """
     config, space = context.config, context.space
-    first, _ = critical_range(space.shape)
-    groups = _groups(list(range(min(first, space.pairs - 1), space.pairs)))
-    widths = [0.16] * len(groups)
+    widths = [width] * len(groups)
     found = [table]
     part = _documents(config)
-    while max(widths) > 1 / (STEP * 2):
+    while max(widths, default=0) > 1 / (STEP * 2):
         for number, group in enumerate(groups):
             signs = [1, -1] if context.random.random() < 0.5 else [-1, 1]
             for sign in signs:

@@ -59,8 +59,8 @@ STRATEGIES: dict[str, Strategy] = {
 """The strategies by name."""
 
 _NOT_IN_IDENTITY = (
-    "model", "data", "output", "short", "start", "current_length", "search_for", "iterations",
-    "text_column", "split", *LOAD_FIELDS,
+    "model", "data", "output", "short", "start", "current_length", "search_for", "gradient_steps",
+    "iterations", "text_column", "split", *LOAD_FIELDS,
 )  # fmt: skip
 """Settings on which no evaluation depends, or that have an entry of their own.
 

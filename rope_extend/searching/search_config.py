@@ -132,6 +132,12 @@ class SearchConfig(Config):
         "also search the number of first positions that keep plain RoPE (only longrope); such a result "
         "cannot be exported",
     ] = False
+    gradient_steps: Annotated[
+        bool,
+        FLAG,
+        "race: end with gradient steps, which need the memory of a training step; otherwise with steps of "
+        "single pairs",
+    ] = True
     attention_factor: Annotated[
         float | None,
         optional(number(0, above=True, below=100)),

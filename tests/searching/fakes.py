@@ -41,6 +41,10 @@ class FakeEvaluator(Evaluator):
         self.settings = settings
         self.asked: list[Table] = []
 
+    @property
+    def has_gradients(self) -> bool:
+        return False
+
     def _measure(self, space: Space, table: Table, group: str, numbers: Sequence[int]) -> None:
         names = [f"{group} {number}" for number in numbers]
         losses = []

@@ -64,7 +64,7 @@ def test_the_rotation_with_gradients_is_that_of_the_encoding() -> None:
     start = start_of(found.space)
     point = gradient.Point(start, 1)
     with torch.no_grad():
-        point.rises += torch.randn(len(point.rises), generator=torch.Generator().manual_seed(1))
+        point.numbers += torch.randn(len(point.numbers), generator=torch.Generator().manual_seed(1))
         point.attention += 0.1
         with rx.patch_model(model, encoding_of(point), target_length=TARGET):
             expected = model(ids).logits
@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_the_naive_loss() -> None:
             logits = model(tokens[None]).logits[0, :-1]
             rows.append(-torch.log_softmax(logits, -1).gather(1, tokens[1:, None])[:, 0])
         loss = 0.375 * rows[0][:39].mean() + 0.375 * rows[0].mean() + 0.25 * rows[1][-5:].mean()
-        expected = torch.autograd.grad(loss, (point.rises, point.attention))
+        expected = torch.autograd.grad(loss, (point.numbers, point.attention))
     norm = max(map(abs, values))
     assert values == pytest.approx([*expected[0].tolist(), expected[1].item()], rel=0, abs=1e-4 * norm)
     assert norm > 1e-5
@@ -125,7 +125,7 @@ def test_a_point_begins_near_its_table_and_stays_in_order() -> None:
     for old, new in zip(start.divisors, point.table(space).divisors, strict=True):
         assert old <= new + 0.005 <= old * 1.011**space.pairs + 0.01
     with torch.no_grad():
-        point.rises.copy_(torch.randn(len(point.rises), generator=torch.Generator().manual_seed(0)) * 9)
+        point.numbers.copy_(torch.randn(len(point.numbers), generator=torch.Generator().manual_seed(0)) * 9)
     space.check(point.table(space))
 
 

@@ -53,7 +53,7 @@ def plain(shape: rx.RopeShape) -> list[float]:
     return [shape.theta ** (-2 * i / shape.dim) for i in range(shape.dim // 2)]
 
 
-@pytest.mark.parametrize("strategy", ["longrope", "gradient"])
+@pytest.mark.parametrize("strategy", ["longrope", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_the_second_search_multiplies_the_table_that_the_model_has(
     strategy: str, extended: Path, work: Path, tmp_path: Path
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_saved_table_is_no_method_on_top(extended: Path, work: Path, tmp_path:
         rx.extend(model, TARGET, str(output), start="current")
 
 
-@pytest.mark.parametrize("strategy", ["longrope", "gradient"])
+@pytest.mark.parametrize("strategy", ["longrope", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_the_search_for_short_texts_ends_in_two_lists(
     strategy: str, extended: Path, work: Path, tmp_path: Path
 ) -> None:
