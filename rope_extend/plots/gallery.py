@@ -366,10 +366,10 @@ EXHIBITS = (
     ),
     Exhibit(
         "distances", "Distances given to distant tokens",
-        "These methods need no training: near tokens keep their distance, and distant ones are given one that "
-        "occurred in training, below the dashed line. The pictures show the last token of a text and all tokens "
-        "before it. Attention sinks drop the tokens in the gap. `near_far` gives distant tokens other "
-        "frequencies, with which the slowest channel pair (dashed) reaches no unseen distance.",
+        "These methods need no training: near tokens keep their distance, and distant ones are given one "
+        "that occurred in training, below the dashed line. The pictures show the last token of a text and "
+        "all tokens before it. Attention sinks drop the tokens in the gap. `near_far` gives distant tokens "
+        "other frequencies, with which the slowest channel pair (dashed) reaches no unseen distance.",
         _REMAPS, draw_distances,
     ),
     Exhibit(
