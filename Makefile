@@ -21,7 +21,7 @@ CORE := tests/encodings tests/attention/test_attention.py tests/models/test_rota
 	tests/training/test_steps_on_a_gpu.py tests/training/test_longer_steps.py tests/front/test_gpu_command.py \
 	tests/models/test_gguf_models.py
 
-.PHONY: help demo test test-slow test-other-cpu test-oldest test-all lint format bench gpu clean
+.PHONY: help demo docs test test-slow test-other-cpu test-oldest test-all lint format bench results gpu clean
 
 help:
 	@echo "make demo            install, and extend the bundled model 8x: table and picture in demo-output/"
@@ -32,6 +32,8 @@ help:
 	@echo "make test-all        every test, with every method in every family (hours; not in CI)"
 	@echo "make lint            ruff and mypy --strict"
 	@echo "make bench           speed and memory against named peers"
+	@echo "make docs            the documentation as a site, in build/site/"
+	@echo "make results         a real model's numbers for docs/results.md: DATA=books TRAINING_DATA=other-books"
 	@echo "make gpu             check and measure everything on a CUDA device; docs/gpu.md"
 
 .venv/.runtime: pyproject.toml constraints.txt
@@ -80,8 +82,21 @@ gpu:
 	$(GPU_PYTHON) benchmarks/gpu $(if $(SECTION),--section $(SECTION)) $(if $(DRY),--dry) $(if $(AGAIN),--again) \
 		$(if $(OUTPUT),--output $(OUTPUT))
 
+.venv/.docs: .venv/.runtime
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	@touch $@
+
+# Strict: a broken link or a missing page is an error. Nothing is loaded from the network.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 bench: .venv/.runtime
 	$(BIN)/python benchmarks/run_benchmarks.py
+
+# Hours on a CPU; the same command continues. QUICK=1 makes a smaller table, and PAGE=1 only the page.
+results: .venv/.dev
+	$(BIN)/python scripts/make_results.py $(if $(DATA),--data $(DATA)) \
+		$(if $(TRAINING_DATA),--training-data $(TRAINING_DATA)) $(if $(QUICK),--quick) $(if $(PAGE),--page)
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoTokenizer
 
 from rope_extend.data.documents import Document, fingerprint, load_documents
@@ -28,7 +29,9 @@ from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, promp
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.files import sha256
 from rope_extend.memory.segments import expand_segments
+from rope_extend.models.load_options import input_device
 from rope_extend.models.loading import pretrained
+from rope_extend.report.versions import versions
 from rope_extend.study.cells import (
     PERPLEXITY,
     RETRIEVAL,
@@ -249,15 +252,17 @@ class Study:
         open_cells = [cell for cell in mine if not store.has(cell)]
         logger.info("%d of %d cells are finished", len(mine) - len(open_cells), len(mine))
         work = [(f"{cell.kind}, {cell.row.label}", cell.work) for cell in open_cells]
+        machine = {"device": _device_name(lm), **versions()}
         clock = Clock(work, self.config.budget, in_seconds=self.plan is not None)
         with _Prepared(self.candidates, lm) as prepared:
             for number, cell in enumerate(open_cells):
                 if not clock.has_time(number):
                     break
-                started = time.perf_counter()
+                started, used = time.perf_counter(), time.process_time()
                 values = self._measure(prepared.candidate(cell.row), cell)
                 seconds = time.perf_counter() - started
-                store.write(cell, {**values, "seconds": seconds})
+                cost = {"seconds": seconds, "cpu_seconds": time.process_time() - used, "machine": machine}
+                store.write(cell, {**values, **cost})
                 clock.finished(number, seconds)
                 logger.info("[%d/%d] %s; %s", number + 1, len(open_cells), _said(cell, values), clock)
         return cells
@@ -286,6 +291,12 @@ class Study:
             **settings,
         )
         return perplexity_values(EvaluationRow.of(subject, result), Path(document.name).name)
+
+
+def _device_name(lm: Any) -> str:
+    """The name of the device on which a model runs: `cpu`, or that of the GPU."""
+    device = input_device(lm)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _said(cell: Cell, values: dict[str, Any]) -> str:

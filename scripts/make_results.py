@@ -1,0 +1,247 @@
+"""Make docs/results.md: a real model's numbers, measured on this machine.
+
+    python scripts/make_results.py --data books/validation --training-data books/train
+    python scripts/make_results.py --quick --data books/     # a smaller table
+    python scripts/make_results.py --page                    # the page again, from existing results
+
+It can be stopped at any time, and the same command continues: each row and book, and each row and prompt, is
+kept when it is measured. `--share 1/2` and `--share 2/2` divide the measurements between two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from results_lines import Line, lines_of, read_lines, write_lines
+from results_page import page
+from results_rows import results_of
+from smollm2 import SOURCE, checkpoint
+
+from rope_extend.demo.run import finetune_once
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.identity import check_same, read_identity
+from rope_extend.files import write_json, write_text
+from rope_extend.plots.curves import plot_perplexity
+from rope_extend.searching.run_search import search
+from rope_extend.searching.search_config import SearchConfig
+from rope_extend.searching.search_log import LOG
+from rope_extend.searching.search_result import SUMMARY
+from rope_extend.study.run_study import Share, Study
+from rope_extend.study.study_config import StudyConfig
+from rope_extend.training.recipe import Recipe
+from rope_extend.units import format_duration, format_length
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = ROOT / "configs" / "results"
+SETTINGS = "settings.json"
+LORA_RUNS = ("yarn", "linear", "none", "ntk")
+"""Methods of the LoRA runs; `none` is direct fine-tuning without an extension."""
+QUICK: dict[str, Any] = {
+    "max_documents": 1, "lengths": ["4k", "8k", "12k"], "target_length": "12k", "task_lengths": ["12k"],
+    "depths": 3, "trials": 1,
+}  # fmt: skip
+"""What `--quick` changes in every study."""
+ON_A_GPU: dict[str, Any] = {
+    "lengths": ["2k", "4k", "8k", "12k", "16k", "24k", "32k"], "target_length": "32k", "trials": 10,
+}  # fmt: skip
+"""What a GPU changes in every study: longer windows, and more prompts."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where everything of one run is, and what it measures.
+
+    Attributes:
+        directory: cells, LoRA runs and searches.
+        model: directory of the checkpoint.
+        data: long documents to measure on.
+        training_data: other long documents, to train and search on; None to leave these stages out.
+        changes: fields of every study that differ from the YAML files.
+        share: which part of the cells this process measures.
+    """
+
+    directory: Path
+    model: str
+    data: Sequence[str]
+    training_data: Sequence[str] | None
+    changes: dict[str, Any]
+    share: Share
+
+    def study(self, name: str, **changes: Any) -> None:
+        """Measure what is missing of a stage."""
+        file = CONFIGS / f"{name}.yaml"
+        values = {"model": self.model, "data": list(self.data), **self.changes, **changes}
+        study = Study(StudyConfig.from_yaml(file, values))
+        study.run(self.directory, share=self.share)
+
+    def recipe(self, method: str) -> Recipe:
+        """The recipe of a LoRA run."""
+        changes: dict[str, Any] = {
+            "model": self.model, "data": list(self.training_data or ()), "eval_data": list(self.data),
+            "output_dir": str(self.directory / "lora" / method), "method": method,
+        }  # fmt: skip
+        return Recipe.from_yaml(CONFIGS / "lora.yaml", changes)
+
+    def train(self, methods: Sequence[str]) -> None:
+        """Train what is missing of the LoRA runs; the first share does it."""
+        if self.training_data is None or self.share.index:
+            return
+        for method in methods:
+            finetune_once(self.recipe(method))
+
+    def adapters(self) -> list[str]:
+        """The finished LoRA runs."""
+        found = (self.directory / "lora" / method for method in LORA_RUNS)
+        return [str(path) for path in found if (path / "adapter_config.json").exists()]
+
+    def trained(self) -> None:
+        """Measure the finished LoRA runs."""
+        if self.adapters():
+            self.study("trained", adapters=self.adapters())
+
+    def searched(self) -> None:
+        """Search a table, and measure it; the first share does it."""
+        output = self.directory / "race"
+        if self.training_data is None or self.share.index:
+            return
+        changes = {"model": self.model, "data": list(self.training_data), "output": str(output)}
+        config = SearchConfig.from_yaml(CONFIGS / "race.yaml", changes)
+        if not (output / SUMMARY).exists():
+            search(config, resume=(output / LOG).exists())
+        self.study("searched", methods=["none", str(output)])
+
+    def stage(self, name: str) -> None:
+        """One of `STAGES`."""
+        if name == "lora":
+            self.train(LORA_RUNS[:3])
+        elif name == "trained":
+            self.trained()
+        elif name == "passkeys" or name == "tasks":
+            self.study(name, data=None, adapters=self.adapters())
+        elif name == "lora_ntk":
+            self.train(LORA_RUNS[3:])
+            self.trained()
+        elif name == "searched":
+            self.searched()
+        else:
+            self.study(name)
+
+
+STAGES = ("untrained", "lora", "trained", "passkeys", "tasks", "lora_ntk", "searched")
+"""All stages, the most important first."""
+QUICK_STAGES = ("untrained", "passkeys")
+"""The stages of `--quick`."""
+
+
+def check_settings(directory: Path, settings: dict[str, Any]) -> None:
+    """Refuse to mix two runs in one directory.
+
+    Raises:
+        RopeExtendError: the directory belongs to a run with other settings.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / SETTINGS
+    if file.exists():
+        check_same(
+            read_identity(file), settings, what=f"{str(directory)!r} holds results",
+            advice="use the same arguments, or another --run directory",
+        )  # fmt: skip
+    else:
+        write_json(file, settings)
+
+
+def write(lines: Sequence[Line], docs: Path) -> None:
+    """Write the page, its lines and its picture."""
+    results = results_of(lines)
+    write_lines(lines, docs / "results" / "results.jsonl")
+    write_text(docs / "results.md", page(results, SOURCE))
+    if results.rows:
+        title = f"SmolLM2-135M-Instruct beyond its window of {format_length(results.trained)}"
+        for suffix in ("png", "svg"):
+            plot_perplexity(
+                results.rows, results.trained, docs / "results" / f"perplexity.{suffix}", title=title
+            )
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument(
+        "--data", action="append", help="long documents to measure on; may be given several times"
+    )
+    made.add_argument(
+        "--training-data", action="append", help="other long documents, for LoRA and the search"
+    )
+    made.add_argument("--model", help="checkpoint to use instead of the downloaded one")
+    made.add_argument("--run", type=Path, default=Path("runs/results"), help="directory of the measurements")
+    made.add_argument("--docs", type=Path, default=ROOT / "docs", help="directory of results.md")
+    made.add_argument("--quick", action="store_true", help="one document, 12k tokens, fewer prompts")
+    made.add_argument("--stages", help=f"stages, separated by commas: {','.join(STAGES)} (default: all)")
+    made.add_argument("--share", default="1/1", help="part of the measurements, such as 1/2 and 2/2")
+    made.add_argument("--page", action="store_true", help="only write the page, from existing results")
+    return made
+
+
+def share_of(text: str) -> Share:
+    """`1/2` is the first of two.
+
+    Raises:
+        RopeExtendError: anything else than two numbers, the first at most the second.
+    """
+    first, _, count = text.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise RopeExtendError(f"--share is a part such as 1/2, got {text!r}")
+    return Share(int(first) - 1, int(count))
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure what is missing, stage by stage, and write the page after each stage."""
+    arguments = parser().parse_args(words)
+    if arguments.page:
+        file = arguments.docs / "results" / "results.jsonl"
+        cells = lines_of(arguments.run)
+        write(cells or read_lines(file), arguments.docs)
+        return
+    if not arguments.data:
+        raise RopeExtendError(
+            "give long documents to measure on: --data DIRECTORY, such as a folder of books"
+        )
+    stages = QUICK_STAGES if arguments.quick else STAGES
+    if arguments.stages is not None:
+        stages = tuple(arguments.stages.split(","))
+    if unknown := [name for name in stages if name not in STAGES]:
+        raise RopeExtendError(f"no stage {', '.join(unknown)}; stages are {', '.join(STAGES)}")
+    share = share_of(arguments.share)
+    changes = QUICK if arguments.quick else ON_A_GPU if torch.cuda.is_available() else {}
+    model = arguments.model or str(checkpoint(arguments.run / "model"))
+    settings = {
+        "model": Path(model).name,
+        "data": [Path(each).name for each in arguments.data],
+        "changes": changes,
+    }
+    check_settings(arguments.run, settings)
+    run = Run(arguments.run, model, arguments.data, arguments.training_data, changes, share)
+    for number, stage in enumerate(stages, start=1):
+        started = time.perf_counter()
+        print(f"\n[{number}/{len(stages)}] {stage}", flush=True)
+        run.stage(stage)
+        write(lines_of(arguments.run), arguments.docs)
+        took = format_duration(time.perf_counter() - started)
+        print(f"{stage}: {took}; written: {arguments.docs / 'results.md'}", flush=True)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
+    logging.getLogger("rope_extend.study").setLevel(logging.INFO)
+    logging.getLogger("rope_extend.training").setLevel(logging.INFO)
+    try:
+        main()
+    except RopeExtendError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,91 @@
+"""The lines of docs/results/results.jsonl: measured cells, evaluations of LoRA runs, and searches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rope_extend.files import write_text
+from rope_extend.report.tables import public_name
+from rope_extend.study.cells import FOLDER, PERPLEXITY
+
+Line = dict[str, Any]
+
+TRAINING, SEARCH = "training", "search"
+
+
+def lines_of(run: Path) -> list[Line]:
+    """All lines of a run, in a stable order: perplexity, retrieval, training, searches.
+
+    Args:
+        run: directory of the run.
+    """
+    cells = [_cell(path) for path in sorted((run / FOLDER).glob("*.json"))]
+    measured = sorted((cell for cell in cells if cell), key=_order)
+    return [*measured, *_training(run), *_searches(run)]
+
+
+def _cell(path: Path) -> Line | None:
+    try:
+        values: Line = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # a process was killed while it wrote
+        return None
+    identity = values.pop("identity")
+    values["dtype"] = str(identity["dtype"]).removeprefix("torch.")
+    values["label"] = public_name(values["label"])  # a searched table is named by its directory
+    values["model"] = public_name(values["model"])
+    values["adapter"] = public_name(values["adapter"]) if values["adapter"] else None
+    for name in ("rope_parameters", "retrieval", "peak_memory_bytes", "k_max", "tokens_per_second"):
+        values.pop(name, None)
+    return values
+
+
+def _order(values: Line) -> tuple[Any, ...]:
+    if values["kind"] == PERPLEXITY:
+        return values["kind"], values["document"], values["label"], len(values["result"]["ppl"])
+    (cell,) = values["cells"]
+    depth = -1.0 if cell["depth"] is None else cell["depth"]
+    return values["kind"], cell["task"], cell["length"], values["trial"], depth, values["label"]
+
+
+def _training(run: Path) -> Iterator[Line]:
+    """Each step with a perplexity, of each LoRA run."""
+    for file in sorted(run.glob("lora/*/metrics.jsonl")):
+        recipe = yaml.safe_load(file.with_name("recipe.yaml").read_text(encoding="utf-8"))
+        seconds = tokens = 0.0
+        for text in file.read_text(encoding="utf-8").splitlines():
+            values = json.loads(text)
+            seconds, tokens = values.get("seconds", seconds), values.get("tokens", tokens)
+            if "perplexity" in values:
+                yield {
+                    "kind": TRAINING, "run": file.parent.name, "method": recipe["method"],
+                    "step": values["step"], "tokens": int(tokens), "seconds": seconds,
+                    "perplexity": values["perplexity"],
+                }  # fmt: skip
+
+
+def _searches(run: Path) -> Iterator[Line]:
+    for file in sorted(run.glob("*/search.json")):
+        values = json.loads(file.read_text(encoding="utf-8"))
+        best = values["rows"][0]
+        yield {
+            "kind": SEARCH, "name": file.parent.name, "strategy": values["config"]["strategy"],
+            "label": best["label"], "score": best["score"], "divisors": best["divisors"],
+            "attention_factor": best["attention_factor"], "cost": values["cost"],
+            "rows": [{"label": row["label"], "score": row["score"]} for row in values["rows"]],
+        }  # fmt: skip
+
+
+def write_lines(lines: Sequence[Line], path: Path) -> None:
+    """Write the lines as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+
+
+def read_lines(path: Path) -> list[Line]:
+    """Read what `write_lines` wrote."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

