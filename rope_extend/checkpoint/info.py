@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from rope_extend.checkpoint.manifest import RECORD_NAME
@@ -98,8 +99,11 @@ class ModelInfo:
         table = encoding.inv_freq(shape, target_length)
         slow = shape.trained_length * plain < 2 * math.pi
         angles = target_length * table
+        factor = encoding.attention_factor(shape, target_length)
         if isinstance(encoding, RemapEncoding):
             angles = encoding.largest_angles(shape, target_length)
+            last = encoding.factor_of_queries(shape, torch.tensor([target_length - 1]))
+            factor = factor if last is None else math.sqrt(last)
         angle_ratios = angles / (shape.trained_length * plain)
         try:
             native = str(encoding.rope_parameters(shape)["rope_type"])
@@ -107,7 +111,7 @@ class ModelInfo:
             native = None
         return MethodEffect(
             encoding=str(encoding),
-            attention_factor=encoding.attention_factor(shape, target_length),
+            attention_factor=factor,
             resolution=float(table[0] / plain[0]),
             kept=float(((table - plain).abs() <= 1e-6 * plain).double().mean()),
             unseen=float(angle_ratios[slow].max()) if bool(slow.any()) else 0.0,

@@ -12,7 +12,7 @@ from torch import Tensor
 from rope_extend.encodings.core.encoding import Encoding
 from rope_extend.encodings.core.methods import rotary_method
 from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
-from rope_extend.encodings.core.rope import RopeEncoding
+from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.none import PlainRope
 from rope_extend.errors import RopeExtendError
@@ -101,7 +101,8 @@ class NearFar(RemapEncoding):
         the lengths.
 
         Raises:
-            RopeExtendError: unknown or invalid parameters, or a window beyond the trained one.
+            RopeExtendError: unknown or invalid parameters, a window beyond the trained one, or a far encoding
+                that does not reach the target.
         """
         given = {"far": "yarn", "window": max(1, min(2048, shape.trained_length // 2)), **parameters}
         for name in ("near", "far"):
@@ -109,6 +110,13 @@ class NearFar(RemapEncoding):
                 given[name] = rotary_method(given[name]).for_target(shape, target_length)
         built = cls._build(given)
         cls._check_window(shape, "window", built.window)
+        far = built.far
+        reach = far.target_length(shape) if isinstance(far, ScaledRope | RemapEncoding) else None
+        if reach is not None and reach < target_length and not far.depends_on_length:
+            raise RopeExtendError(
+                f"near_far: {far} reaches {reach} tokens, not {target_length}; give the method's name alone, "
+                f"such as far={far.name}, and its parameters follow from the target"
+            )
         return built
 
     @property

@@ -93,6 +93,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("near_far", {"far": "xpos"}, r"far cannot be xpos, which makes near pairs lose weight too"),
     ("near_far", {"near": "dynamic_ntk"}, r"near must be one static table.*its table depends on the length"),
     ("near_far", {"near": "self_extend"}, r"near must be one static table.*in another way"),
+    ("near_far", {"far": {"name": "yarn", "factor": 2.0}}, r"reaches 64 tokens, not 256; .* far=yarn, and"),
     ("near_far(alibi)", {}, r"alibi is not a rotary method"),
     (
         "near_far(dynamic_ntk)",
