@@ -19,7 +19,11 @@ CORE := tests/encodings tests/attention/test_attention.py tests/models/test_rota
 	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py \
 	tests/attention/test_rotated_keys.py tests/evaluation/test_evaluation_on_a_gpu.py \
 	tests/training/test_steps_on_a_gpu.py tests/training/test_longer_steps.py tests/front/test_gpu_command.py \
-	tests/models/test_gguf_models.py
+	tests/models/test_gguf_models.py tests/attention/test_attention_on_a_gpu.py \
+	tests/attention/test_causal_suffix.py tests/evaluation/test_forward_plan.py \
+	tests/evaluation/test_chunked_forward.py tests/training/test_step_plan.py \
+	tests/training/test_memory_options.py tests/training/test_finetune.py tests/front/test_bench.py \
+	tests/front/test_bench_on_a_gpu.py
 
 .PHONY: help demo docs test test-slow test-other-cpu test-oldest test-all lint format bench results gpu clean
 

@@ -42,7 +42,7 @@ TILE, GPU_TILE = 1024, 4096
 A tile takes about 60 kernels. In such a step a GPU may be done with small tiles before the CPU has started
 the next ones, and the peak is not in the MLPs.
 """
-MANY = 32_768
+MANY = 65_536
 
 NORM_TILES, NORM_TILE = 4, 4096
 """A tile of a norm is as many tiles of an MLP, whose inner states are wider, but at most so many tokens."""
