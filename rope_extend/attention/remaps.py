@@ -3,7 +3,8 @@
 Caches hold unrotated keys. Attention is computed in one of four ways:
 
 - a text without changed pairs: as in the model without a patch, by its own tables and function;
-- one token after a cache: each key is rotated by its distance, and the model's own function does the rest;
+- one token after a cache: by keys that were rotated before, see `remap_decoding.py`; where that is not
+  possible, each key is rotated by its distance, and the model's own function does the rest;
 - rows of plain text, with or without padding: in a few calls without a mask, see `remap_parts.py`;
 - everything else: by the model's own function, a few queries at a time. Keys of all regions lie side by side,
   each in channels of its own, and a mask shows each pair in its region only.
@@ -29,6 +30,7 @@ from rope_extend.attention.masks import sees_later_keys
 from rope_extend.attention.plain import beyond_plain
 from rope_extend.attention.positions import AttentionHandler, Forward
 from rope_extend.attention.registry import is_dense, own_function, takes_suffix, without_cudnn
+from rope_extend.attention.remap_decoding import attend_one
 from rope_extend.attention.remap_masks import RowsOfMask, hidden_except, without_keys
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
 from rope_extend.attention.rotation import GPU_TABLE_BYTES, TABLE_BYTES, rotate
@@ -117,19 +119,25 @@ class _Forward(Forward):
             row, start, stop = part
             tables *= len(positions)
             positions = positions[row if len(positions) > 1 else 0, start:stop][None]
+        found = self.rotation_at(positions, of, region, lengths, like)
+        size = sum(each.numel() * each.element_size() for each in found)
+        if size * tables <= (TABLE_BYTES if device_of(like).type == "cpu" else GPU_TABLE_BYTES):
+            self.tables[name] = found
+        return found
+
+    def rotation_at(
+        self, positions: Tensor, of: str, region: int, lengths: tuple[int, ...], like: Tensor
+    ) -> Rotation:
+        """cos and sin of queries or keys at positions `[1 or batch, n]`, as in `rotation`; not kept."""
         rows = max(len(positions), len(lengths))
         positions = positions.expand(rows, -1).double()
         lengths = lengths if len(lengths) > 1 else lengths * rows
         used = [
             getattr(self.region(region, length), of)(positions[row]) for row, length in enumerate(lengths)
         ]
-        found = _cos_sin(
+        return _cos_sin(
             torch.stack(used), torch.stack([self.table(region, length) for length in lengths]), like
         )
-        size = sum(each.numel() * each.element_size() for each in found)
-        if size * tables <= (TABLE_BYTES if device_of(like).type == "cpu" else GPU_TABLE_BYTES):
-            self.tables[name] = found
-        return found
 
 
 def _cos_sin(positions: Tensor, tables: Tensor, like: Tensor) -> Rotation:
@@ -252,7 +260,8 @@ class RemapHandler(AttentionHandler):
         if forward.is_plain:
             return self._plainly(call, forward)
         if call.query.shape[2] == 1 and not hasattr(call.mask, "mask_mod"):
-            return self._one_token(call, forward)
+            output = attend_one(call, forward, self._rotate)
+            return self._one_token(call, forward) if output is None else (output, None)
         rows = self._rows(call, forward)
         if rows is not None:
             return self._in_parts(call, forward, rows), None
