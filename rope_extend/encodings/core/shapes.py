@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 
 import torch
@@ -71,7 +71,7 @@ class ExtendedShape(RopeShape):
         table: the present frequency of each channel pair, radians per token; at least 0.
     """
 
-    table: tuple[float, ...]
+    table: tuple[float, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
