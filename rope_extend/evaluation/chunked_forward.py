@@ -56,7 +56,14 @@ class ChunkedForward:
         self.config = self.lm.config
         self.decoder = self.lm._modules[decoder_name(self.lm)]
         # Here the flash kernel is available. Elsewhere a mask costs no more than the attention itself.
-        self.maskless = device.type == "cuda" and self.lm.dtype in (torch.float16, torch.bfloat16)
+        self.maskless = device.type == "cuda" and self._dtype() in (torch.float16, torch.bfloat16)
+
+    def _dtype(self) -> torch.dtype:
+        """The dtype of products with weights; norms and embeddings may be trained in float32."""
+        weights = (module.weight for module in self.decoder.modules() if isinstance(module, nn.Linear))
+        first = next(weights, None)
+        dtype: torch.dtype = self.lm.dtype if first is None or not first.is_floating_point() else first.dtype
+        return dtype
 
     def whole(self, inputs: Tensor) -> Tensor:
         """States `[B, T, D]` of tokens `[B, T]`, in one forward."""

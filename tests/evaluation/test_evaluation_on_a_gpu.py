@@ -189,6 +189,19 @@ def test_an_adapter_is_evaluated_in_the_dtype_of_its_model(use_dora: bool) -> No
     assert dtypes == {torch.float32 if use_dora else torch.bfloat16}
 
 
+@pytest.mark.parametrize(("matrices", "rest"), [("bfloat16", "float32"), ("float32", "float32")])
+def test_trained_norms_and_embeddings_do_not_bring_back_the_mask(matrices: str, rest: str) -> None:
+    """They are float32, but autocast computes attention in the dtype of the matrices."""
+    model = tiny_llama().to(getattr(torch, rest))
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.to(getattr(torch, matrices))
+    assert model.dtype == torch.float32
+    chunked = chunked_forward.ChunkedForward(model, torch.device("cuda"))
+    assert chunked.maskless == (matrices == "bfloat16")
+    assert chunked.default_chunk(2**18) == (16_384 if chunked.maskless else 2**28 // 2**18)
+
+
 def test_flex_attention_in_chunks_names_what_is_faster(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
