@@ -147,6 +147,8 @@ class Calls(TorchFunctionMode):
         self.masks: list[Any] = []
         self.cudnn: list[bool] = []
         self.heads: list[int] = []
+        self.ways: list[tuple[bool, bool]] = []
+        """Whether each call is causal, and whether it has grouped heads."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is functional.scaled_dot_product_attention:
@@ -154,6 +156,7 @@ class Calls(TorchFunctionMode):
             self.masks.append(type(bound.get("attn_mask")))
             self.cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
             self.heads.append(bound["key"].shape[1])
+            self.ways.append((bound.get("is_causal", False), bound.get("enable_gqa", False)))
         return function(*args, **(kwargs or {}))
 
 
@@ -201,6 +204,23 @@ def test_no_mask_is_made_where_the_flash_kernel_needs_none(name: str, chunk: int
             found = torch.cat(list(chunked.in_chunks(ids, chunk)), dim=1)
     assert set(calls.masks) <= {type(None)}
     same(found, expected)
+
+
+@pytest.mark.parametrize("name", [None, "yarn", "logn(yarn)", "drope", "alibi", "sinusoidal"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_whole_windows_are_causal_without_a_mask_and_with_grouped_heads(
+    name: str | None, trained: bool
+) -> None:
+    """What cuDNN and flash attention need. Keys are never repeated for the heads of a group."""
+    model, ids = llama(num_attention_heads=4, num_key_value_heads=2).train(trained), tokens(1, LENGTH)
+    with extended(model, name) if name else nullcontext(), Calls() as calls, torch.set_grad_enabled(trained):
+        loss = model(ids, use_cache=False).logits.sum()
+        if trained:
+            loss.backward()
+    assert len(calls.masks) == model.config.num_hidden_layers
+    assert set(calls.masks) == {type(None)}
+    assert set(calls.ways) == {(True, True)}
+    assert set(calls.heads) == {2}
 
 
 @pytest.mark.parametrize("rows", [1, 17])
