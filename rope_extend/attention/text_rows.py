@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +38,10 @@ def text_rows(call: AttentionCall, forward: Forward) -> list[TextRows] | None:
     if call.mask is None:
         if not call.is_causal:
             return None
+        if "flash" in call.implementation and (
+            call.kwargs.get("cu_seq_lens_q") is not None or bool((forward.keys.diff() != 1).any())
+        ):
+            return _of_packed_rows(call, forward)
         return _of_columns(forward, None)
     if not isinstance(call.mask, Tensor):
         return None
@@ -73,6 +78,24 @@ def _of_mask(mask: Tensor, forward: Forward) -> list[TextRows] | None:
     if not bool(same):
         return None
     return _of_columns(forward, list(zip(start.tolist(), stop.tolist(), strict=True)))
+
+
+def _of_packed_rows(call: AttentionCall, forward: Forward) -> list[TextRows] | None:
+    """The documents in each row: flash attention starts a new one wherever the positions do."""
+    positions, cuts = forward.keys, call.kwargs.get("cu_seq_lens_q")
+    if positions.shape[1] != call.query.shape[2] or len(positions) not in (1, len(call.query)):
+        return None  # a cache
+    found = []
+    for row, own in enumerate(positions):
+        starts = (own.diff() != 1).nonzero().flatten() + 1
+        if bool((own[starts] != 0).any()):
+            return None  # a gap within a document
+        columns = [0, *starts.tolist(), len(own)]
+        if cuts is not None and columns != cuts.tolist():
+            return None  # the caller's documents are others
+        rows = (row,) if len(positions) > 1 else None
+        found += [TextRows(rows, start, stop, int(own[start])) for start, stop in itertools.pairwise(columns)]
+    return found
 
 
 def _of_columns(forward: Forward, columns: list[tuple[int, int]] | None) -> list[TextRows] | None:

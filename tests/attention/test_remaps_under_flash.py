@@ -71,10 +71,34 @@ def test_prefills_tokens_and_padding_equal_sdpa(
         assert calls == [(5, 5)] * 2
 
 
-def test_packed_rows_are_refused_by_name(calls: Calls) -> None:
+@pytest.mark.parametrize("case", REMAPS, ids=str)
+def test_packed_documents_equal_rows_of_their_own(case: EncodingCase, calls: Calls) -> None:
+    """Documents begin where positions restart, or where `cu_seq_lens_q` says so as well."""
+    model, lengths = llama(head_dim=16), (37, 12, 29)
+    input_ids = tokens(1, sum(lengths))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    cuts = torch.tensor([0, 37, 49, 78], dtype=torch.int32)
+    with patched(model, case):
+        expected = [logits(model, ids) for ids in input_ids.split(lengths, dim=1)]
+        model.config._attn_implementation_internal = "flash_attention_2"
+        for given in ({}, {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}):
+            packed = logits(model, input_ids, position_ids=positions, **given)
+            same(packed, torch.cat(expected, dim=1))
+    assert not calls
+
+
+def test_other_documents_than_the_positions_are_refused_by_name(calls: Calls) -> None:
     model, case = llama(head_dim=16), REMAPS[0]
+    cuts = torch.tensor([0, 30, LENGTH], dtype=torch.int32)
     positions = torch.cat([torch.arange(40), torch.arange(LENGTH - 40)])[None]
     with patched(model, case):
         model.config._attn_implementation_internal = "flash_attention_2"
-        with pytest.raises(PatchError, match=r"flash_attention_2 cannot cut packed rows.*sdpa"):
-            logits(model, tokens(1, LENGTH), position_ids=positions)
+        one_text = torch.arange(LENGTH)[None]
+        for given in (
+            {"cu_seq_lens_q": cuts},
+            {"cu_seq_lens_q": cuts, "position_ids": one_text},
+            {"position_ids": positions + 3},
+        ):
+            inputs = {"position_ids": positions, **given}
+            with pytest.raises(PatchError, match=r"flash_attention_2 cannot cut.*sdpa"):
+                logits(model, tokens(1, LENGTH), **inputs)
