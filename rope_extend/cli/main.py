@@ -18,7 +18,20 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from rope_extend import __version__
-from rope_extend.cli import advise, discover, doctor, draw, generate, measure, recipes, report, search, ship, train
+from rope_extend.cli import (
+    advise,
+    completion,
+    discover,
+    doctor,
+    draw,
+    generate,
+    measure,
+    recipes,
+    report,
+    search,
+    ship,
+    train,
+)
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.processes import is_main_process
 
@@ -70,6 +83,9 @@ GROUPS: dict[str, dict[str, Command]] = {
             ),
         ),
         "doctor": Command(doctor.doctor_arguments, doctor.doctor, ("doctor", "doctor --json")),
+        "completion": Command(
+            completion.completion_arguments, completion.completion, ("completion bash", "completion fish")
+        ),
         "methods": Command(discover.methods_arguments, discover.methods, ("methods", "methods --json")),
         "families": Command(discover.families_arguments, discover.families, ("families",)),
     },
@@ -165,9 +181,9 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 2 after a user's mistake and with 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = parse(words)
-    _log_to_stderr()
     try:
+        arguments = parse(words)
+        _log_to_stderr()
         COMMANDS[words[0]].run(arguments)
     except RopeExtendError as error:
         _fail(in_flags(str(error), command_parser(words[0]).flags()))
@@ -272,7 +288,7 @@ def _help() -> str:
         "Extend the context window of pretrained Llama-style models.",
     ]
     for title, commands in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {name:<10}{command.summary}" for name, command in commands.items())]
+        lines += ["", f"{title}:", *(f"  {name:<12}{command.summary}" for name, command in commands.items())]
     lines += [
         "",
         "`rope-extend COMMAND --help` explains a command; `rope-extend --version` prints the version.",

@@ -1,0 +1,70 @@
+"""Completion scripts know every command and flag, and bash completes with them."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from rope_extend.cli.completion import SHELLS, words_of
+from rope_extend.cli.main import COMMANDS, command_parser, main
+from rope_extend.method_names import method_names
+
+
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, str]:
+    import contextlib
+    import io
+
+    found = {}
+    for shell in SHELLS:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            main(["completion", shell])
+        found[shell] = out.getvalue()
+    return found
+
+
+def test_every_flag_of_every_command_is_known() -> None:
+    for name in COMMANDS:
+        parser = command_parser(name)
+        expected = {flag for flag in parser.flags() if flag.startswith("--")}
+        assert set(words_of(parser).flags) == expected, name
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("rope-extend eva", ["evaluate"]),
+        ("rope-extend --v", ["--version"]),
+        ("rope-extend finetune --target", ["--target-length"]),
+        ("rope-extend finetune --method dynamic_y", ["dynamic_yarn"]),
+        ("rope-extend generate m --quantize ", ["4bit", "8bit"]),
+        ("rope-extend recipes co", ["copy"]),
+        ("rope-extend plot heat", ["heat-map"]),
+        ("rope-extend plot perplexity --over", ["--overwrite"]),
+        ("rope-extend info ./some", []),  # bash completes the path
+    ],
+)
+def test_bash_completes(line: str, expected: list[str], scripts: dict[str, str]) -> None:
+    words = line.split(" ")
+    code = (
+        f"{scripts['bash']}\nCOMP_WORDS=({' '.join(map(shlex.quote, words))})\n"
+        f'COMP_CWORD={len(words) - 1}\n_rope_extend\nprintf "%s\\n" "${{COMPREPLY[@]}}"\n'
+    )
+    done = subprocess.run(["bash", "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == expected
+    assert done.stderr == ""
+
+
+def test_the_other_shells_have_the_same_words(scripts: dict[str, str]) -> None:
+    assert scripts["zsh"].endswith(scripts["bash"])
+    fish = [shlex.split(line) for line in scripts["fish"].splitlines()]
+    commands = [words[words.index("-a") + 1] for words in fish if "__fish_use_subcommand" in words]
+    assert commands == list(COMMANDS)
+    flags = {words[words.index("-l") + 1] for words in fish if "-l" in words}
+    assert {"target-length", "overwrite", "engine"} <= flags
+    methods = next(words for words in fish if "-l" in words and words[words.index("-l") + 1] == "method")
+    assert methods[methods.index("-a") + 1].split() == list(method_names())
