@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from cases import tiny_llama
+from logical_devices import LogicalDevices
 from peft import LoraConfig, get_peft_model
 from test_retrieval import Oracle, measured
 
-from rope_extend import RopeExtendError
+from rope_extend import RopeExtendError, loss
 from rope_extend.evaluation import chunked_forward, evaluate, flops, forward_plan, retrieve
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
@@ -21,6 +22,7 @@ from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype
+from rope_extend.models.planned_device import planned_for
 
 
 @pytest.fixture
@@ -163,6 +165,46 @@ def test_chunks_are_timed_with_the_kernel_that_computes_them(monkeypatch: pytest
     whole, chunked = (forward_plan._plan(estimator, [512], chunk).longest for chunk in (None, 128))
     attention = flops.operations_of(model).attention(512)
     assert chunked.seconds - whole.seconds == pytest.approx(attention / 1e8 - attention / 1e9)
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 130), ("cuda", 512)])
+def test_chunks_of_logits_keep_a_gpu_busy(device: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tiles of 128 rows of a matrix product; and the softmax of a chunk at once, not of 8 tokens."""
+    sizes, softmax = [], torch.log_softmax
+
+    def noted(part: torch.Tensor, *more: Any, **out: Any) -> torch.Tensor:
+        sizes.append(len(part))
+        return softmax(part, *more, **out)
+
+    monkeypatch.setattr(torch, "log_softmax", noted)
+    with torch.device("meta"), torch.no_grad(), planned_for(torch.device(device)):
+        head = torch.nn.Linear(2, 128_256, bias=False, dtype=torch.bfloat16)
+        states, targets = (
+            torch.empty(1, 1024, 2, dtype=torch.bfloat16),
+            torch.zeros(1, 1024, dtype=torch.int64),
+        )
+        loss.token_losses(states, head, targets, vocabulary=128_256)
+    assert loss._tokens_per_chunk(128_256, None, torch.device(device)) == tokens
+    assert sizes == [512, 512] if device == "cuda" else max(sizes) == 8
+
+
+def test_the_rates_of_a_gpu_are_those_of_the_functions_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk with the kernels that torch takes, and one without cuDNN, as segments are computed."""
+    calls: list[tuple[int, int, bool]] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        calls.append((query.shape[2], key.shape[2], torch.backends.cuda.cudnn_sdp_enabled()))
+        return query
+
+    monkeypatch.setattr(flops, "suffix_attention", attend)
+    monkeypatch.setattr(flops, "flash_serves", lambda *states: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(flops.F, "scaled_dot_product_attention", lambda query, *_, **__: query)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda one, other: one)
+    with LogicalDevices():
+        rates = flops._measured_rates.__wrapped__(64, 4, 16, torch.bfloat16, torch.device("cuda"))
+    assert calls == [(8192, 5 * 8192, True)] * 4 + [(8192, 5 * 8192, False)] * 4
+    assert all(rate > 0 for rate in vars(rates).values())
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
