@@ -132,10 +132,16 @@ class ChunkedForward:
         layer_by_layer = layered is not None and equal(layered, cached, MAX_ROUNDING / 5)
         return "layer by layer" if layer_by_layer else "with a cache"
 
-    def with_cache(self, chunks: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Process each chunk by all layers, and keep the keys and values of all layers."""
+    def cache_of(self, tokens: int) -> DynamicCache:
+        """An empty cache with room for the keys and values of all layers, for so many tokens."""
         cache = DynamicCache(config=self.config)
-        cache.layers = _preallocated(cache.layers, sum(chunk.shape[1] for chunk in chunks))
+        cache.layers = _preallocated(cache.layers, tokens)
+        return cache
+
+    def with_cache(self, chunks: Sequence[Tensor], cache: DynamicCache | None = None) -> Iterator[Tensor]:
+        """Process each chunk by all layers, and keep keys and values of all layers, in `cache` if given."""
+        if cache is None:
+            cache = self.cache_of(sum(chunk.shape[1] for chunk in chunks))
         for chunk in chunks:
             yield self._decode(chunk, cache)
 

@@ -29,6 +29,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import BATCH_TOKENS
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
 from rope_extend.evaluation.identity import Identity, active_patch, check_same, model_identity
+from rope_extend.evaluation.long_prompts import filled_cache
 from rope_extend.evaluation.loss_computer import peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, PromptOptions, Task, encode, make_prompt
 from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
@@ -383,9 +384,13 @@ def generate(
         # If the table depends on the length of the row, keys that were cached at a shorter length are wrong.
         use_cache=not _is_per_row(model),
     )  # fmt: skip
+    more = {}
+    if config.use_cache and bool(mask.all()):  # else padding would have to be hidden from the chunks
+        cache = filled_cache(model, ids, task.new_tokens)
+        more = {} if cache is None else {"past_key_values": cache}
     with ExitStack() as stack:
         model.generate(
-            input_ids=ids, attention_mask=mask, generation_config=config,
+            input_ids=ids, attention_mask=mask, generation_config=config, **more,
             stopping_criteria=StoppingCriteriaList([stop, _AfterThePrompt(stack)]),
         )  # fmt: skip
     return stop.responses

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,12 +13,17 @@ import torch
 from cases import tiny_llama
 from logical_devices import LogicalDevices
 from peft import LoraConfig, get_peft_model
-from test_retrieval import Oracle, measured
+from test_retrieval import TOKENIZER, Oracle, measured
+from transformers import AutoModelForCausalLM
 
+import rope_extend as rx
 from rope_extend import RopeExtendError, loss
+from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.evaluation import chunked_forward, evaluate, flops, forward_plan, retrieve
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
+from rope_extend.evaluation.retrieval import generate
+from rope_extend.evaluation.tasks import Passkey
 from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
@@ -137,6 +143,37 @@ def test_evaluations_let_segments_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(RopeExtendError):
             run()
         assert os.environ[name] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("method", [None, "yarn", "dynamic_ntk", "alibi"])
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.no_grad()
+def test_long_prompts_are_processed_in_chunks(
+    method: str | None, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the answer is generated from their cache: the same tokens, and a fraction of the activations."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+    patch = rx.extend(model, 512, method) if method else nullcontext()
+    make = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(3, 200, (300,), generator=make).tolist() for _ in range(rows)]
+    answers, widths = [], []
+    forward = model.model.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        widths.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model.model, "forward", noted)
+    with patch:
+        for most in (10**6, 64):
+            monkeypatch.setattr(chunked_forward, "MAX_WHOLE", most)
+            monkeypatch.setattr(chunked_forward, "MAX_CHUNK", 70)
+            widths.clear()
+            answers.append(generate(model, TOKENIZER, Passkey(), prompts, [["1"]] * rows))
+            whole = max(widths)
+    assert answers[0] == answers[1]
+    assert whole == 70
+    assert 1 in widths
 
 
 def test_decoding_builds_no_plan_for_each_token() -> None:
