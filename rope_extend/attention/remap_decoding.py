@@ -8,27 +8,28 @@ query is rotated once for each region. Regions are consecutive keys, so attentio
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import reduce
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rope_extend.attention.functions import AttentionCall, attention_window
+from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.fused_kernels import kernel_dtype
 from rope_extend.attention.growing import Growing, allocated
 from rope_extend.attention.log_sum_exp import merge, partial_attention
 from rope_extend.attention.plain import beyond_plain
-from rope_extend.attention.registry import takes_suffix
+from rope_extend.attention.registry import takes_suffix, without_cudnn
 from rope_extend.attention.rotated_keys import RotatedKeys, extended, keep, kept_keys, layer_with
+from rope_extend.attention.rotation import channels_of, rotate, rotate_channels
 from rope_extend.attention.text_rows import text_rows
 from rope_extend.encodings import RemapEncoding
 from rope_extend.encodings.core.remap import Bands, Chunks, StartAndWindow
+from rope_extend.models.families import FamilyAdapter
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin `[1 or batch, heads, n, dim/2]`."""
-Rotate = Callable[[Tensor, Rotation], Tensor]
-"""Rotates `[batch, heads, n, head_dim]`, as the family does."""
 
 
 class RemapForward(Protocol):
@@ -40,6 +41,11 @@ class RemapForward(Protocol):
     tables: dict[tuple[Any, ...], Any]
     encoding: RemapEncoding
     lengths: Tensor
+
+    def used(
+        self, positions: Tensor, of: str, region: int, lengths: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Positions `[1 or batch, n]` and frequencies `[1 or batch, dim/2]`, float64, that rotate them."""
 
     def rotation_at(
         self, positions: Tensor, of: str, region: int, lengths: tuple[int, ...], like: Tensor
@@ -64,18 +70,18 @@ class _Step:
     hidden: Tensor | None
 
 
-def attend_one(call: AttentionCall, forward: RemapForward, rotate: Rotate) -> Tensor | None:
+def attend_one(call: AttentionCall, forward: RemapForward, adapter: FamilyAdapter) -> Tensor | None:
     """Attention of one query, `[batch, 1, heads, value_dim]`; None if it has to be computed in another way.
 
     Args:
-        call: the call, with unrotated queries and keys.
+        call: the call, with unrotated queries and keys, in a layer without a window of its own.
         forward: the positions of its queries and keys.
-        rotate: rotates queries and keys.
+        adapter: the model's family.
     """
     implementation, past, index = call.implementation, forward.past, getattr(call.module, "layer_idx", None)
     if implementation != "sdpa" and not takes_suffix(implementation) and "flash" not in implementation:
         return None
-    if call.kwargs.get("dropout") or beyond_plain(call.kwargs) or attention_window(call.module) is not None:
+    if call.kwargs.get("dropout") or beyond_plain(call.kwargs):
         return None
     if call.key.shape[2] != forward.keys.shape[1]:
         return None
@@ -84,9 +90,9 @@ def attend_one(call: AttentionCall, forward: RemapForward, rotate: Rotate) -> Te
     step = _step(call, forward)
     if step is None:
         return None
-    if step.hidden is not None and call.query.element_size() < 4:
+    if step.hidden is not None and kernel_dtype(call.query).itemsize < 4:
         return None  # only the kernels are exact to these dtypes, and they take no mask
-    queries, keys = _rotated(call, forward, step, rotate)
+    queries, keys = _rotated(call, forward, step, adapter)
     keep(past, call.module.layer_idx, (step.border, *step.lengths), keys, call.key)
     return _attend(call, step, queries, keys.view)
 
@@ -171,7 +177,7 @@ def _hidden(call: AttentionCall) -> Tensor | None:
 
 
 def _rotated(
-    call: AttentionCall, forward: RemapForward, step: _Step, rotate: Rotate
+    call: AttentionCall, forward: RemapForward, step: _Step, adapter: FamilyAdapter
 ) -> tuple[list[Tensor], Growing]:
     """The query, rotated for the region of each span, and all keys, each rotated for its region."""
     query, key, total = call.query, call.key, call.key.shape[2]
@@ -185,18 +191,18 @@ def _rotated(
         if step.border == border + 1:  # the usual case: one key is no longer near
             tokens.append(_Token("key", 1, border))
         states += [key[:, :, token.column, None] for token in tokens[len(states) :]]
-    rotated = _rotate_tokens(forward, step, tokens, states, rotate)
+    rotated = _rotate_tokens(forward, step, tokens, states, adapter)
     queries = rotated[: len(step.spans)]
     if kept is None or not continued:
-        return queries, _all_keys(forward, step, key, rotate)
+        return queries, _all_keys(forward, step, key, adapter)
     keys = extended(kept, rotated[len(step.spans)])
     if step.border == border + 1:
         keys.whole.narrow(2, border, 1).copy_(rotated[-1])
     elif step.border != border:  # tokens were removed
         first, last = sorted((border, step.border))
         region = 1 if border < step.border else 0
-        rotation = _of_columns(forward, step, region, first, last, key)
-        keys.whole.narrow(2, first, last - first).copy_(rotate(key[:, :, first:last], rotation))
+        columns = _columns(forward, step, (first, last, region), key, adapter)
+        keys.whole.narrow(2, first, last - first).copy_(columns)
     return queries, keys
 
 
@@ -208,8 +214,7 @@ def _continues(kept: RotatedKeys, step: _Step, key: Tensor) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class _Token:
+class _Token(NamedTuple):
     """A query or a key that is rotated for pairs of a region."""
 
     of: str
@@ -218,55 +223,68 @@ class _Token:
 
 
 def _rotate_tokens(
-    forward: RemapForward, step: _Step, tokens: list[_Token], states: list[Tensor], rotate: Rotate
+    forward: RemapForward, step: _Step, tokens: list[_Token], states: list[Tensor], adapter: FamilyAdapter
 ) -> list[Tensor]:
     """Rotate queries and keys of one column each, `[batch, heads, 1, head_dim]`, in one go."""
     heads, like = [each.shape[1] for each in states], states[0]
-    name = ("tokens", tuple(tokens), tuple(heads), like.dtype, like.device)
-    if name not in forward.tables:
-        forward.tables[name] = _of_tokens(forward, step, tokens, heads, like)
-    together = rotate(torch.cat(states, dim=1), forward.tables[name])
+    name = ("tokens", *tokens, *heads, like.dtype, like.device)
+    found = forward.tables.get(name)
+    if found is None:
+        found = forward.tables[name] = _of_tokens(forward, step, tokens, heads, like, adapter)
+    cos, sin, by_channel = found
+    together = torch.cat(states, dim=1)
+    if by_channel:
+        together = rotate_channels(together, cos, sin)
+    else:
+        together = rotate(together, cos, sin, pairs=adapter.pairs, rotated=adapter.rotated)
     return list(together.split_with_sizes(heads, dim=1))
 
 
 def _of_tokens(
-    forward: RemapForward, step: _Step, tokens: list[_Token], heads: list[int], like: Tensor
-) -> Rotation:
-    """cos and sin for each head of each token, `[1 or batch, heads, 1, dim/2]`."""
-    found = []
+    forward: RemapForward, step: _Step, tokens: list[_Token], heads: list[int], like: Tensor,
+    adapter: FamilyAdapter,
+) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+    """cos and sin for each head of each token, `[1 or batch, heads, 1, dim or dim/2]`; whether by channel."""
+    positions, tables = [], []
     for token in tokens:
-        positions = forward.queries
-        if token.of == "key":
-            positions = forward.keys[:, token.column, None]
-        found.append(forward.rotation_at(positions, token.of, token.region, step.lengths, like))
-    rows = max(len(cos) for cos, _ in found)
-    cos, sin = (
-        torch.cat(
-            [each[part].expand(rows, count, -1, -1) for each, count in zip(found, heads, strict=True)], dim=1
-        )
-        for part in (0, 1)
-    )
-    return cos, sin
+        own = forward.queries if token.of == "query" else forward.keys[:, token.column, None]
+        used, table = forward.used(own, token.of, token.region, step.lengths)
+        positions.append(used)
+        tables.append(table)
+    rows = max(map(len, positions))
+    together = torch.cat([each.expand(rows, -1) for each in positions], dim=1)
+    angles = together[..., None] * torch.stack([each.expand(rows, -1) for each in tables], dim=1)
+    cos, sin = angles.cos(), angles.sin()
+    sin = -sin if adapter.backwards else sin
+    by_channel = adapter.pairs == "halves" and like.shape[-1] == 2 * cos.shape[-1]
+    if by_channel:
+        cos, sin = channels_of(cos, sin)
+    both = torch.stack([cos, sin]).to(like.device, like.dtype)
+    which = [number for number, count in enumerate(heads) for _ in range(count)]
+    cos, sin = both[:, :, which, None].unbind()
+    return cos, sin, by_channel
 
 
-def _of_columns(
-    forward: RemapForward, step: _Step, region: int, start: int, stop: int, like: Tensor
-) -> Rotation:
-    """cos and sin of the keys of some columns, for all layers."""
-    name = ("columns", region, start, stop, like.dtype, like.device)
+def _columns(
+    forward: RemapForward, step: _Step, span: tuple[int, int, int], key: Tensor, adapter: FamilyAdapter
+) -> Tensor:
+    """The keys of some columns, rotated for a region; its tables are computed once for all layers."""
+    start, stop, region = span
+    name = ("columns", span, key.dtype, key.device)
     if name not in forward.tables:
         positions = forward.keys[:, start:stop]
-        forward.tables[name] = forward.rotation_at(positions, "key", region, step.lengths, like)
-    found: Rotation = forward.tables[name]
-    return found
+        forward.tables[name] = forward.rotation_at(positions, "key", region, step.lengths, key)
+    cos, sin = forward.tables[name]
+    sin = -sin if adapter.backwards else sin
+    return rotate(key[:, :, start:stop], cos, sin, pairs=adapter.pairs, rotated=adapter.rotated)
 
 
-def _all_keys(forward: RemapForward, step: _Step, key: Tensor, rotate: Rotate) -> Growing:
+def _all_keys(forward: RemapForward, step: _Step, key: Tensor, adapter: FamilyAdapter) -> Growing:
     """All keys, each rotated for its region."""
     parts = [
-        rotate(key[:, :, start:stop], _of_columns(forward, step, region, start, stop, key))
-        for start, stop, region in ((0, step.border, 1), (step.border, key.shape[2], 0))
-        if start < stop
+        _columns(forward, step, span, key, adapter)
+        for span in ((0, step.border, 1), (step.border, key.shape[2], 0))
+        if span[0] < span[1]
     ]
     return allocated(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
 
@@ -278,31 +296,34 @@ def _attend(call: AttentionCall, step: _Step, queries: list[Tensor], keys: Tenso
     groups = (rows, keys.shape[1], heads // keys.shape[1], -1)
     # The heads of a group see the same keys, so they are several queries of one head.
     grouped = [query.reshape(groups) for query in queries]
-    if call.query.element_size() < 4:
-        output = None
-        for query, (start, stop, _) in zip(grouped, step.spans, strict=True):
-            found = partial_attention(
-                query, keys[:, :, start:stop], values[:, :, start:stop], causal=False, scale=scale
-            )
-            output = found if output is None else merge(*output, *found)
-        assert output is not None
-        return output[0].to(values.dtype).reshape(rows, 1, heads, -1)
+    if kernel_dtype(call.query).itemsize < 4:
+        with without_cudnn():  # each token has another number of keys
+            parts = [
+                partial_attention(
+                    query, keys[:, :, start:stop], values[:, :, start:stop], causal=False, scale=scale
+                )
+                for query, (start, stop, _) in zip(grouped, step.spans, strict=True)
+            ]
+        output = reduce(lambda one, other: merge(*one, *other), parts)[0]
+        return output.to(values.dtype).reshape(rows, 1, heads, -1)
+    # `bmm` takes views of three axes; `matmul` would add six operations to each product.
+    flat = keys.flatten(0, 1)
     logits = torch.cat(
         [
-            query @ keys[:, :, start:stop].mT
+            torch.bmm(query.flatten(0, 1), flat[:, start:stop].mT)
             for query, (start, stop, _) in zip(grouped, step.spans, strict=True)
         ],
         dim=-1,
     )
     logits = logits * scale
     if step.hidden is not None:
-        logits = logits.masked_fill(step.hidden, -math.inf)
+        logits = logits.unflatten(0, groups[:2]).masked_fill(step.hidden, -math.inf).flatten(0, 1)
     weights = logits.softmax(dim=-1)
-    return _weighted(weights, values, step.spans).reshape(rows, 1, heads, -1)
+    return _weighted(weights, values.flatten(0, 1), step.spans).reshape(rows, 1, heads, -1)
 
 
 def _weighted(weights: Tensor, values: Tensor, spans: tuple[tuple[int, int, int], ...]) -> Tensor:
-    """The mean of the values of all spans; spans without a gap are one product."""
+    """The mean of the values `[n, keys, value_dim]` of all spans; spans without a gap are one product."""
     runs: list[tuple[int, int]] = []
     for start, stop, _ in spans:
         if runs and runs[-1][1] == start:
@@ -311,6 +332,6 @@ def _weighted(weights: Tensor, values: Tensor, spans: tuple[tuple[int, int, int]
             runs.append((start, stop))
     outputs, done = [], 0
     for start, stop in runs:
-        outputs.append(weights[..., done : done + stop - start] @ values[:, :, start:stop])
+        outputs.append(torch.bmm(weights[..., done : done + stop - start], values[:, start:stop]))
         done += stop - start
     return outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]

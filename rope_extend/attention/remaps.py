@@ -125,19 +125,28 @@ class _Forward(Forward):
             self.tables[name] = found
         return found
 
+    def used(
+        self, positions: Tensor, of: str, region: int, lengths: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """What queries or keys at positions `[1 or batch, n]` are rotated by, for pairs of a region.
+
+        The positions that are used, `[1 or batch, n]`, and the frequencies of each row,
+        `[1 or batch, dim/2]`; both float64.
+        """
+        rows = max(len(positions), len(lengths))
+        positions = positions.expand(rows, -1).double()
+        lengths = lengths if len(lengths) > 1 else lengths * rows
+        found = [
+            getattr(self.region(region, length), of)(positions[row]) for row, length in enumerate(lengths)
+        ]
+        table = {length: self.table(region, length) for length in set(lengths)}
+        return torch.stack(found), torch.stack([table[length] for length in lengths])
+
     def rotation_at(
         self, positions: Tensor, of: str, region: int, lengths: tuple[int, ...], like: Tensor
     ) -> Rotation:
         """cos and sin of queries or keys at positions `[1 or batch, n]`, as in `rotation`; not kept."""
-        rows = max(len(positions), len(lengths))
-        positions = positions.expand(rows, -1).double()
-        lengths = lengths if len(lengths) > 1 else lengths * rows
-        used = [
-            getattr(self.region(region, length), of)(positions[row]) for row, length in enumerate(lengths)
-        ]
-        return _cos_sin(
-            torch.stack(used), torch.stack([self.table(region, length) for length in lengths]), like
-        )
+        return _cos_sin(*self.used(positions, of, region, lengths), like)
 
 
 def _cos_sin(positions: Tensor, tables: Tensor, like: Tensor) -> Rotation:
@@ -252,7 +261,8 @@ class RemapHandler(AttentionHandler):
         return replace(call, mask=forward.tables[name][1])
 
     def _attend(self, call: AttentionCall, forward: _Forward) -> tuple[Tensor, Tensor | None]:
-        if self._is_short(attention_window(call.module)):
+        window = attention_window(call.module)
+        if self._is_short(window):
             return self._plainly(call, forward)
         if forward.scale is not None:
             scale = forward.on(call.query.device, forward.scale)[:, None, :, None].to(call.query.dtype)
@@ -260,7 +270,7 @@ class RemapHandler(AttentionHandler):
         if forward.is_plain:
             return self._plainly(call, forward)
         if call.query.shape[2] == 1 and not hasattr(call.mask, "mask_mod"):
-            output = attend_one(call, forward, self._rotate)
+            output = attend_one(call, forward, self.adapter) if window is None else None
             return self._one_token(call, forward) if output is None else (output, None)
         rows = self._rows(call, forward)
         if rows is not None:

@@ -269,8 +269,7 @@ class RotationHandler(AttentionHandler):
         cos, sin = found
         if not self._has_halves(states):
             return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
-        # A step of decoding is as slow as its number of operations: three here, eight in `rotate`.
-        return torch.addcmul(states * cos, states.roll(self.shape.dim // 2, dims=-1), sin)
+        return rotate_channels(states, cos, sin)
 
     def _has_halves(self, states: Tensor) -> bool:
         """Whether all channels rotate, and those of a pair are half a head apart."""
@@ -287,8 +286,7 @@ class RotationHandler(AttentionHandler):
             return cos, -sin if self.adapter.backwards else sin
         if forward.queries.shape[0] > 1 or self.encoding.start_tokens:
             cos, sin, *_ = forward.rotation(segment, like, first=forward.keys.shape[1] - 1)
-            sign = -1 if self.adapter.backwards else 1
-            return torch.cat([cos, cos], dim=-1), torch.cat([-sign * sin, sign * sin], dim=-1)
+            return channels_of(cos, -sin if self.adapter.backwards else sin)
         table, factor = self._table_of_channels(segment.lengths[0])
         angles = table * int(forward.queries)
         both = torch.stack([angles[0].cos(), angles[1].sin()]) * factor
@@ -433,3 +431,16 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, *, pairs: str, rotated: str
     if rest is None:
         return result
     return torch.cat((result, rest) if rotated == "first" else (rest, result), dim=-1)
+
+
+def rotate_channels(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As `rotate` for heads of two halves, by the cos and sin of each channel, see `channels_of`.
+
+    A step of decoding is as slow as its number of operations: three here, eight in `rotate`.
+    """
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, dims=-1), sin)
+
+
+def channels_of(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The cos and sin of each channel, `[..., dim]`, from those of each pair, `[..., dim/2]`."""
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)

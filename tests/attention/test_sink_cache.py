@@ -172,5 +172,6 @@ def test_memory_is_constant_while_50_000_tokens_are_generated() -> None:
     assert cache.get_seq_length() == text.shape[1]
     positions = torch.arange(text.shape[1])
     seen = torch.cat([positions[:SINKS], positions[-WINDOW:]])
-    expected = model(text[:, seen], position_ids=seen[None], use_cache=False).logits[:, -1]
+    of_seen = {"position_ids": seen[None], "attention_mask": torch.ones(1, len(seen), dtype=torch.long)}
+    expected = model(text[:, seen], **of_seen, use_cache=False).logits[:, -1]
     exactly(found, expected)
