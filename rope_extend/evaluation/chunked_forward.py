@@ -133,7 +133,7 @@ class ChunkedForward:
         return "layer by layer" if layer_by_layer else "with a cache"
 
     def cache_of(self, tokens: int) -> DynamicCache:
-        """An empty cache with room for the keys and values of all layers, for so many tokens."""
+        """An empty cache with room for the keys and values of `tokens` tokens in all layers."""
         cache = DynamicCache(config=self.config)
         cache.layers = _preallocated(cache.layers, tokens)
         return cache
