@@ -19,7 +19,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flash_attention
 
 import rope_extend as rx
-from rope_extend.attention import bias_parts, biases, causal_suffix, rotation
+from rope_extend.attention import bias_parts, biases, causal_suffix, log_sum_exp, rotation
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.packed import document_attention
 from rope_extend.evaluation.chunked_forward import ChunkedForward
@@ -65,6 +65,29 @@ def test_a_model_may_be_on_any_devices(name: str, devices: list[str], implementa
             found = cached_logits(model, inputs(ids, devices[0]))
         for ours, theirs in zip(found, expected, strict=True):
             same(ours, theirs)
+
+
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"]], ids=len)
+@pytest.mark.parametrize("name", ["self_extend", "rerope", "jet_long", "near_far", "sinks", "dual_chunk"])
+def test_methods_that_change_positions_may_be_on_any_devices(
+    name: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their parts are computed without a kernel here. More layers need no more looks at a device.
+
+    On a second device they do: each layer there gets another copy of the mask.
+    """
+    monkeypatch.setattr(log_sum_exp, "_has_kernel", lambda *_: False)
+    ids, counts = tokens(1, LENGTH), []
+    for layers in (2, 4):
+        model = llama(num_hidden_layers=layers)
+        with rx.extend(model, TARGET, name):
+            expected = cached_logits(model, ids)
+            with spread(model, *devices) as mode:
+                found = cached_logits(model, inputs(ids, devices[0]))
+        for ours, theirs in zip(found, expected, strict=True):
+            same(ours, theirs)
+        counts.append(len(mode.reads))
+    assert counts[0] == counts[1] or len(devices) == 2
 
 
 @pytest.mark.parametrize("name", ["dynamic_ntk", "short_original(yarn)", "logn(yarn)", "xpos(linear)"])
