@@ -10,6 +10,7 @@ from rope_extend.advice.gpus import Gpu, find_gpu
 from rope_extend.advice.shipped import check_new, write_recipe
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.arguments import argument, checkpoint, export_target, length
+from rope_extend.cli.flags import in_flags
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
 
@@ -92,7 +93,7 @@ def advise(arguments: argparse.Namespace) -> None:
         named = advice.with_recipe_file(written) if written else advice
         print(json.dumps({**named.to_dict(), "recipe_file": written}, indent=2))
         return
-    print(describe(advice, written))
+    print(in_flags(describe(advice, written), ("--trained-length",)))
     if written:
         print(f"\nwritten: {written}")
     elif file is not None:

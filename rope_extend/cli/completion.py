@@ -6,7 +6,7 @@ The script holds all commands, flags and choices, so completing starts no Python
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rope_extend.method_names import method_names
@@ -37,22 +37,11 @@ def completion_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
 
 
-def completion(arguments: argparse.Namespace) -> None:
-    """Print a completion script for bash, zsh or fish: of commands, flags and their values.
-
-    bash, in ~/.bashrc:  eval "$(rope-extend completion bash)"
-    zsh, in ~/.zshrc:    eval "$(rope-extend completion zsh)"
-    fish:                rope-extend completion fish > ~/.config/fish/completions/rope-extend.fish
-    """
-    from rope_extend.cli.main import COMMANDS, command_parser
-
-    words = {name: words_of(command_parser(name), command.summary) for name, command in COMMANDS.items()}
-    scripts: dict[str, Callable[[Mapping[str, Words]], str]] = {
-        "bash": bash_script,
-        "zsh": lambda found: f"autoload -U +X bashcompinit && bashcompinit\n{bash_script(found)}",
-        "fish": fish_script,
-    }
-    print(scripts[arguments.shell](words), end="")
+def completion_script(shell: str, commands: Mapping[str, Words]) -> str:
+    """The script for a shell of `SHELLS`; `commands` are by name."""
+    if shell == "fish":
+        return fish_script(commands)
+    return ("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "") + bash_script(commands)
 
 
 def words_of(parser: argparse.ArgumentParser, summary: str = "") -> Words:

@@ -32,6 +32,7 @@ from rope_extend.cli import (
     ship,
     train,
 )
+from rope_extend.cli.flags import in_flags
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.processes import is_main_process
 
@@ -53,6 +54,19 @@ class Command(NamedTuple):
     def summary(self) -> str:
         """The first line of the help text."""
         return (inspect.getdoc(self.run) or "").splitlines()[0]
+
+
+def _completion(arguments: argparse.Namespace) -> None:
+    """Print a completion script for bash, zsh or fish: of commands, flags and their values.
+
+    bash, in ~/.bashrc:  eval "$(rope-extend completion bash)"
+    zsh, in ~/.zshrc:    eval "$(rope-extend completion zsh)"
+    fish:                rope-extend completion fish > ~/.config/fish/completions/rope-extend.fish
+    """
+    words = {
+        name: completion.words_of(command_parser(name), command.summary) for name, command in COMMANDS.items()
+    }
+    print(completion.completion_script(arguments.shell, words), end="")
 
 
 _8B = "meta-llama/Meta-Llama-3-8B"
@@ -84,7 +98,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
         "doctor": Command(doctor.doctor_arguments, doctor.doctor, ("doctor", "doctor --json")),
         "completion": Command(
-            completion.completion_arguments, completion.completion, ("completion bash", "completion fish")
+            completion.completion_arguments, _completion, ("completion bash", "completion fish")
         ),
         "methods": Command(discover.methods_arguments, discover.methods, ("methods", "methods --json")),
         "families": Command(discover.families_arguments, discover.families, ("families",)),
@@ -158,8 +172,6 @@ GROUPS: dict[str, dict[str, Command]] = {
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 MOST_IN_USAGE = 16
 """Number of arguments above which the usage line does not list them."""
-_FLAGS = {"attention": "--attn", "max_documents": "--documents", "load_dtype": "--dtype"}
-"""Flags that are not called as the library's argument is."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -229,30 +241,6 @@ def command_parser(name: str) -> Parser:
     examples = "examples:\n" + "\n".join(f"  rope-extend {line}" for line in command.examples)
     parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
     return parser
-
-
-def in_flags(message: str, flags: set[str]) -> str:
-    """An error of the library in the words of the command line: `overwrite=True` becomes `--overwrite`.
-
-    Args:
-        message: what the library says.
-        flags: the flags of the command; other arguments stay as they are.
-    """
-
-    def flag(match: re.Match[str]) -> str:
-        name, value = match["name"], match["value"]
-        long = _FLAGS.get(name, "--" + name.replace("_", "-"))
-        if value == "False":
-            value, long = None, "--no-" + long.removeprefix("--")
-        if long not in flags or value == "None":
-            return match[0]
-        return long if value in (None, "", "True") else f"{long} {value.strip(chr(39))}"
-
-    # Some errors name the flag as well, `overwrite=True (--overwrite)`. What is in the brackets of a call, as
-    # in yarn(factor=8), stays as it is.
-    argument = r"(?<![\w(.-])(?P<name>[a-z][a-z_]*)=(?P<value>'[^']*'|[\w.]*\w|)(?: \(--[a-z-]+\))?"
-    parts = re.split(r"(\w\([^()]*\))", message)
-    return "".join(part if index % 2 else re.sub(argument, flag, part) for index, part in enumerate(parts))
 
 
 def _check_flags(parser: Parser, words: Sequence[str]) -> None:

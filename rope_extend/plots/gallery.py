@@ -39,7 +39,8 @@ ROTARY = RopeShape(dim=64, theta=10_000.0, trained_length=2048)
 MODEL = ModelShape(heads=8, hidden_size=64, trained_length=2048)
 TARGET = 16_384
 """The extended window in the pictures, in tokens."""
-SUFFIX = ".png"
+SUFFIXES = (".png", ".svg")
+"""Each picture is written in both formats; pages show the second, which is sharp at every size."""
 _DPI = 110
 
 
@@ -48,7 +49,7 @@ class Exhibit:
     """One picture.
 
     Attributes:
-        name: the name of its file, without a suffix.
+        name: the name of its files, without a suffix.
         title: the heading.
         text: two to four sentences for readers who are new to the subject.
         methods: the encodings that it shows; the page links their papers.
@@ -74,13 +75,13 @@ def draw_gallery(directory: str | Path, *, overwrite: bool = False) -> list[Path
         RopeExtendError: a file exists and `overwrite` is false, or it cannot be written.
     """
     directory = Path(directory)
-    files = [directory / f"{exhibit.name}{SUFFIX}" for exhibit in EXHIBITS]
+    files = {directory / f"{exhibit.name}{suffix}": exhibit for exhibit in EXHIBITS for suffix in SUFFIXES}
     for path in files:
         if path.exists() and not overwrite:
             raise RopeExtendError(f"{path} exists; choose another directory, or overwrite=True")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return [exhibit.draw(path) for exhibit, path in zip(EXHIBITS, files, strict=True)]
+        return [exhibit.draw(path) for path, exhibit in files.items()]
     except OSError as error:
         raise RopeExtendError(f"cannot write into {directory}: {error}") from error
 
@@ -100,7 +101,7 @@ def page(pictures: str) -> str:
         links = ", ".join(_linked(paper) for paper in exhibit.papers)
         parts += [
             f"## {exhibit.title}",
-            f"![{exhibit.title}]({pictures}/{exhibit.name}{SUFFIX})",
+            f"![{exhibit.title}]({pictures}/{exhibit.name}{SUFFIXES[-1]})",
             exhibit.text,
             f"Methods: {names}. Sources: {links}.",
         ]

@@ -7,6 +7,7 @@ has its name at its end, and dashes distinguish untrained from fine-tuned.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
+from rope_extend.plots.contents import KEY, contents
 from rope_extend.plots.rows import Row
 from rope_extend.report.chart import kind_of, looks_of_rows
 from rope_extend.report.colours import HUES, look
@@ -103,7 +105,7 @@ class Canvas:
 
 
 def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
-    """Write a figure; an equal figure makes an equal file.
+    """Write a figure; an equal figure makes an equal file. The file says what it shows, see `contents`.
 
     Args:
         figure: the figure.
@@ -111,9 +113,10 @@ def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
         kind: `png`, `svg` or `pdf`.
         dpi: dots per inch of a PNG file.
     """
-    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    shows = json.dumps(contents(figure))
+    keys = {"png": {KEY: shows}, "svg": {"Date": None, "Description": shows}, "pdf": {"CreationDate": None}}
     with rc_context({"svg.hashsalt": "rope_extend"}):  # else the names in an SVG file are random
-        figure.savefig(path, dpi=dpi, format=kind, metadata=metadata)
+        figure.savefig(path, dpi=dpi, format=kind, metadata=keys[kind])
 
 
 def legend(rows: Sequence[AnyRow], cropped: Callable[[AnyRow], bool]) -> str:
