@@ -30,7 +30,8 @@ class NearFar(RemapEncoding):
     texts within the window are processed exactly as the model was pretrained.
 
     For a target length N and a trained length L, `far` is YaRN for N, `near` plain RoPE, and the window 2,048
-    as in Jet-Long, or `L // 2` if that is less.
+    as in Jet-Long, or `L // 2` if that is less. If `far` is a method that changes positions, the window is
+    the first distance that it changes.
 
     A softmax has one temperature. So a factor of the far encoding, such as YaRN's or that of `rerope` and
     `logn`, acts on all logits of each query that can have distant pairs: those from position `window` on.
@@ -104,10 +105,15 @@ class NearFar(RemapEncoding):
             RopeExtendError: unknown or invalid parameters, a window beyond the trained one, or a far encoding
                 that does not reach the target.
         """
-        given = {"far": "yarn", "window": max(1, min(2048, shape.trained_length // 2)), **parameters}
+        given = {"far": "yarn", **parameters}
         for name in ("near", "far"):
             if isinstance(given.get(name), str):
                 given[name] = rotary_method(given[name]).for_target(shape, target_length)
+        if "window" not in given:
+            far = cls._build({**given, "window": 1}).far
+            given["window"] = max(1, min(2048, shape.trained_length // 2))
+            if isinstance(far, RemapEncoding) and isinstance(far.borders, Bands):
+                given["window"] = far.borders.window
         built = cls._build(given)
         cls._check_window(shape, "window", built.window)
         far = built.far

@@ -135,6 +135,9 @@ def test_near_and_far_from_the_target_length() -> None:
         "near_far", far=rx.encoding("yarn", factor=8.0), window=16
     )
     assert for_target("near_far", 32_768, 262_144).borders == Bands(2048)
+    for far, border in (("self_extend", 8), ("rerope", 8), ("jet_long", 9)):
+        inner = for_target(far, 32, 256)
+        assert for_target(f"near_far({far})", 32, 256) == rx.encoding("near_far", far=inner, window=border)
     method = for_target("near_far(yarn)", 32, 256, window=5, beta_fast=16.0)
     assert str(method) == "near_far(yarn(factor=8, beta_fast=16), window=5)"
     assert method.target_length(shape(32)) == 256
