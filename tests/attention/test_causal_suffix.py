@@ -27,6 +27,7 @@ from rope_extend.attention import causal_suffix, fused_kernels, log_sum_exp
 from rope_extend.evaluation import forward_plan
 from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.flops import Rates
+from rope_extend.memory.live_bytes import LiveBytes
 
 SCALE = 0.3
 YARN = {"name": "yarn", "factor": FACTOR}
@@ -275,6 +276,36 @@ def test_autocast_decides_which_kernel_serves(monkeypatch: pytest.MonkeyPatch) -
     expected = causal_suffix.in_parts(query.double(), key.double(), key.bfloat16().double(), SCALE)
     bound = rounding(torch.bfloat16, 20 * 16, float(expected.abs().max()))
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048])
+@torch.no_grad()
+def test_the_plan_counts_the_memory_of_parts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To 3 %: it is made on a machine without the GPU, and compared with the evaluator in parts here."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(config).to(torch.bfloat16)
+    weights = sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers()))
+    planned, _ = forward_plan.ForwardEstimator(
+        empty, torch.device("cuda"), weights=weights, available=2**40
+    ).memory(tokens, 256)
+    model = LlamaForCausalLM(config).eval().to(torch.bfloat16)
+    monkeypatch.setattr(causal_suffix, "takes_cudnn", lambda *states, causal: True)
+    monkeypatch.setattr(causal_suffix, "can_use_flash_attention", lambda parameters: True)
+    monkeypatch.setattr(causal_suffix, "WHOLE_QUERIES", 1)
+    chunked = ChunkedForward(model, torch.device("cpu"))
+    chunked.maskless = True
+    assert chunked.strategy == "layer by layer"
+    ids = torch.randint(3, 64, (1, tokens), generator=torch.Generator().manual_seed(0))
+    with LiveBytes() as memory:
+        for tensor in (*model.parameters(), *model.buffers()):
+            memory.add(tensor)
+        for states in chunked.in_chunks(ids, 256):
+            del states
+    assert planned == pytest.approx(memory.peak, rel=0.03)
 
 
 H100 = Rates(linear=680e12, attention=600e12, chunked=600e12, segments=380e12)
