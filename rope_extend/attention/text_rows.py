@@ -83,18 +83,25 @@ def _of_mask(mask: Tensor, forward: Forward) -> list[TextRows] | None:
 def _of_packed_rows(call: AttentionCall, forward: Forward) -> list[TextRows] | None:
     """The documents in each row: flash attention starts a new one wherever the positions do."""
     positions, cuts = forward.keys, call.kwargs.get("cu_seq_lens_q")
-    if positions.shape[1] != call.query.shape[2] or len(positions) not in (1, len(call.query)):
+    rows, length = len(call.query), call.query.shape[2]
+    if positions.shape[1] != length or len(positions) not in (1, rows):
         return None  # a cache
-    found = []
+    found, edges = [], []
     for row, own in enumerate(positions):
         starts = (own.diff() != 1).nonzero().flatten() + 1
         if bool((own[starts] != 0).any()):
             return None  # a gap within a document
-        columns = [0, *starts.tolist(), len(own)]
-        if cuts is not None and columns != cuts.tolist():
+        columns = [0, *starts.tolist(), length]
+        edges.append(columns[:-1])
+        which = (row,) if len(positions) > 1 else None
+        found += [
+            TextRows(which, start, stop, int(own[start])) for start, stop in itertools.pairwise(columns)
+        ]
+    if cuts is not None:  # of all rows, one after the other
+        edges = edges if len(edges) == rows else edges * rows
+        flat = [row * length + start for row, own in enumerate(edges) for start in own]
+        if [*flat, rows * length] != cuts.tolist():
             return None  # the caller's documents are others
-        rows = (row,) if len(positions) > 1 else None
-        found += [TextRows(rows, start, stop, int(own[start])) for start, stop in itertools.pairwise(columns)]
     return found
 
 

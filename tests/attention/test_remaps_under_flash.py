@@ -15,6 +15,7 @@ from transformers.integrations import flash_attention
 
 import rope_extend as rx
 from rope_extend.attention import remap_parts
+from rope_extend.attention.packed import document_inputs
 from rope_extend.errors import PatchError
 from rope_extend.models.view import shape_of
 
@@ -84,6 +85,22 @@ def test_packed_documents_equal_rows_of_their_own(case: EncodingCase, calls: Cal
         for given in ({}, {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}):
             packed = logits(model, input_ids, position_ids=positions, **given)
             same(packed, torch.cat(expected, dim=1))
+    assert not calls
+
+
+@pytest.mark.parametrize("case", few(REMAPS, 4), ids=str)
+def test_batches_of_packed_rows_equal_those_under_a_mask(case: EncodingCase, calls: Calls) -> None:
+    """As a training run packs them: lengths of all rows, one after the other."""
+    model, input_ids = llama(head_dim=16), tokens(2, LENGTH)
+    positions = torch.stack([
+        torch.cat([torch.arange(length) for length in lengths]) for lengths in ((50, 30), (12, 40, 28))
+    ])  # fmt: skip
+    with patched(model, case):
+        expected = logits(model, input_ids, **document_inputs(model, positions, restarts=True))
+        model.config._attn_implementation_internal = "flash_attention_2"
+        inputs = document_inputs(model, positions, restarts=True)
+        assert inputs["cu_seq_lens_q"].tolist() == [0, 50, 80, 92, 132, 160]
+        same(logits(model, input_ids, **inputs), expected)
     assert not calls
 
 
