@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 import yaml
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.units import parse_length
+from rope_extend.units import parse_duration, parse_length
 
 AUTO = "auto"
 """The value of a setting that the program chooses."""
@@ -163,6 +163,7 @@ COUNT = whole(0)
 POSITIVE_COUNT = whole(1)
 LENGTH = Kind("a number of tokens, such as 32768 or 32k", parse_length)
 LENGTHS = Kind("a list of token counts, such as [4k, 8k]", _lengths)
+DURATION = Kind("a duration, such as 30min or 2h", parse_duration, plain=True)
 SOURCES = Kind("a path, a glob, a hub id, or a list of these", _sources, plain=True)
 PARAMETERS = Kind("a mapping of the method's parameters, such as {beta_fast: 32}", _parameters)
 

@@ -48,18 +48,19 @@ def evaluate(arguments: argparse.Namespace) -> None:
         raise RopeExtendError("evaluate needs --data and --output, or --plan for an estimate without them")
 
     from rope_extend.evaluation.evaluate import evaluate as run
-    from rope_extend.evaluation.evaluate import plan_evaluation
+    from rope_extend.evaluation.evaluate import plan_work
     from rope_extend.evaluation.output_directory import holds_unfinished
     from rope_extend.evaluation.perplexity_report import markdown_report
     from rope_extend.models.processes import is_main_process, process_count, processes
     from rope_extend.training.launch import check_launch
 
     if arguments.plan:
-        plan = plan_evaluation(config)
+        plan, work = plan_work(config)
         if plan is None:
             raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
         if is_main_process():
             print(plan)
+            print(work)
         plan.check()
         return
     check_launch(process_count())

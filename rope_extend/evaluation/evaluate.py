@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -14,27 +17,41 @@ from rope_extend.data.documents import load_documents
 from rope_extend.encodings import Encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidate, Candidates
+from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.evaluation_config import PLAIN, EvaluationConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.output_directory import UNFINISHED, check_output, remove_unfinished
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.evaluation.perplexity_report import write_report
 from rope_extend.evaluation.prompts import Prompt, PromptOptions
-from rope_extend.evaluation.protocols import WindowSettings, protocol_named
+from rope_extend.evaluation.protocols import Protocol, WindowSettings, protocol_named
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, Subject, file_name
 from rope_extend.evaluation.retrieval import TRIALS, TrialLog, answer_prompts, make_prompts
 from rope_extend.evaluation.tasks import Passkey, template_for
+from rope_extend.evaluation.work_plan import (
+    CROPPED,
+    DEPTHS,
+    DOCUMENTS,
+    PROMPTS,
+    Extent,
+    evaluation_costs,
+    left_out,
+    read_extent,
+    whole_extent,
+    write_extent,
+)
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.memory.segments import expand_segments
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import is_main_process, processes
+from rope_extend.report.tables import Sentences
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-DEPTHS = 5
-"""Number of depths of the passkeys within the trained window."""
+LINE_EVERY = 30.0
+"""Seconds between lines of progress, where there is no terminal."""
 
 
 def evaluate(
@@ -77,7 +94,9 @@ def evaluate(
     connected = processes(config.load_options().torch_device)
     if connected:  # no process changes the directory before all have checked it
         connected.wait_for_everyone()
-    measured = evaluation_rows(config, finished=output / UNFINISHED, progress=progress)  # checks the config
+    # Checks the config.
+    evaluation = _Evaluation(config, None, output / UNFINISHED, progress, resume=resume)
+    measured = evaluation.rows()
     if overwrite and is_main_process():
         remove_unfinished(output)
     if connected:
@@ -86,7 +105,14 @@ def evaluate(
     if is_main_process():
         trained_length = rows[0].trained_length
         assert trained_length is not None
-        write_report(rows, output, trained_length=trained_length, overwrite=overwrite or resume)
+        missing = [Sentences("Left out, because of the budget", evaluation.left_out)]
+        write_report(
+            rows,
+            output,
+            trained_length=trained_length,
+            overwrite=overwrite or resume,
+            lead=missing if evaluation.left_out else (),
+        )
         remove_unfinished(output)
     return rows
 
@@ -111,6 +137,41 @@ def evaluation_rows(
         RopeExtendError: as `evaluate`.
     """
     return _Evaluation(config, load_options, finished, progress).rows()
+
+
+def evaluated_lengths(candidates: Candidates, rule: Protocol) -> list[int]:
+    """The lengths of an evaluation. The trained window is a control, and comes with the same pass."""
+    trained = candidates.trained_length
+    if rule.nested and candidates.longest > trained:
+        return sorted({*candidates.lengths, trained})
+    return list(candidates.lengths)
+
+
+def plan_work(config: EvaluationConfig) -> tuple[ForwardPlan | None, str]:
+    """Estimate the memory and time of windows, and of everything that an evaluation computes.
+
+    Args:
+        config: what to measure, and how. Neither `data` nor weights are needed: as many documents as
+            `max_documents` are counted, or one, each as long as the longest length.
+
+    Returns:
+        The plan of windows, None for a family that cannot be estimated; and the time of each part, in words.
+
+    Raises:
+        RopeExtendError: no such model, adapter or method, or a budget that is too short.
+    """
+    candidates = Candidates.of(config)
+    lengths = evaluated_lengths(candidates, protocol_named(config.protocol))
+    plan = plan_evaluation(config, candidates, lengths)
+    if plan is None:
+        return None, ""
+    extent = whole_extent(config, candidates, config.max_documents or 1)
+    costs = evaluation_costs(config, candidates, plan, lengths)
+    if config.budget is None:
+        return plan, costs.text(extent)
+    smaller, missing = costs.within(extent, config.budget)
+    said = "".join(f"\nleft out, because of the budget: {each}" for each in missing)
+    return plan, costs.text(smaller) + said
 
 
 def plan_evaluation(
@@ -152,7 +213,8 @@ class _Evaluation:
         config: what to measure, and how.
         load_options: how the model is loaded; by default as in `config`.
         finished: directory in which the losses of finished documents are kept.
-        progress: show progress bars.
+        progress: show progress bars on terminals, and lines elsewhere.
+        resume: use what `finished` says about the budget of an interrupted evaluation.
     """
 
     def __init__(
@@ -161,6 +223,8 @@ class _Evaluation:
         load_options: LoadOptions | None,
         finished: str | Path | None,
         progress: bool,
+        *,
+        resume: bool = False,
     ) -> None:
         if config.data is None:
             raise RopeExtendError("evaluation: data is not set; give long documents to measure perplexity on")
@@ -168,20 +232,8 @@ class _Evaluation:
         self.config, self.progress = config, progress
         self.finished = None if finished is None else Path(finished)
         self.candidates = candidates = Candidates.of(config, load_options)
-        trained, longest = candidates.trained_length, candidates.longest
         self.rule = protocol_named(config.protocol)
-        self.lengths = list(candidates.lengths)
-        if self.rule.nested and longest > trained:
-            # The loss within the trained window is a control, and comes with the same pass.
-            self.lengths = sorted({*self.lengths, trained})
-        settings = self.rule.check_settings(config.window_settings, self.lengths)
-        plain = candidates.plain_methods
-        # A cropped context is a control if the same targets are scored with it.
-        can_crop = config.protocol == "prefix" or (
-            self.rule.same_targets and max(settings.values(), default=0) <= trained
-        )
-        self.cropped = config.cropped and can_crop and longest > trained
-        self.control_method = [PLAIN] if self.cropped and not plain else []
+        self.lengths = evaluated_lengths(candidates, self.rule)
 
         self.plan = plan_evaluation(config, candidates, self.lengths)
         if self.plan is not None:
@@ -202,13 +254,41 @@ class _Evaluation:
                 max_tokens=self.lengths[-1] if self.rule.nested else config.max_tokens,
             )
         self.task = Passkey(template=template_for(candidates.name))
-        compares = len(candidates.encodings) + len(candidates.records) > len(plain)
-        has_control = compares and (self.cropped or bool(plain))
-        self.prompts = self._prompts() if config.retrieval and has_control else []
+        extent = whole_extent(config, candidates, len(self.documents))
+        self.cropped, self.trials = extent.cropped, extent.trials
+        self.control_method = [PLAIN] if self.cropped and not candidates.plain_methods else []
+        self.left_out: list[str] = []
+        self.extent: Extent | None = None
+        self.clock, self.last_line = Clock([]), time.monotonic()
+        self._plan_work(extent, resume)
+        self.prompts = self._prompts() if self.trials else []
+
+    def _plan_work(self, whole: Extent, resume: bool) -> None:
+        """Estimate the time of everything, and leave out what the budget does not allow."""
+        config = self.config
+        if config.budget is not None and (self.plan is None or self.connected):
+            reason = f"{config.model} cannot be estimated" if self.plan is None else "several processes run"
+            raise RopeExtendError(f"budget needs an estimate of the time, but {reason}; leave budget out")
+        if self.plan is None:
+            return
+        longest = max(map(len, self.documents))
+        costs = evaluation_costs(config, self.candidates, self.plan, self.lengths, longest)
+        extent = whole
+        if config.budget is not None:
+            kept = read_extent(self.finished) if resume and self.finished else None
+            extent = self.extent = kept or costs.within(whole, config.budget)[0]
+            self.left_out = left_out(whole, extent)
+            self.documents = self.documents[: extent.documents]
+            self.cropped, self.trials = extent.cropped, extent.trials
+            self.control_method = self.control_method if self.cropped else []
+            for said in self.left_out:
+                logger.warning("left out, because of the budget: %s", said)
+        logger.info("%s", costs.text(extent))
+        self.clock = Clock(costs.pieces(extent))
 
     def _prompts(self) -> list[Prompt]:
         """Passkeys within the trained window; none, with a warning, if the task does not fit."""
-        options = PromptOptions(depths=DEPTHS, trials=self.config.retrieval)
+        options = PromptOptions(depths=DEPTHS, trials=self.trials)
         length = self.candidates.trained_length
         try:
             return make_prompts([self.task], self.tokenizer, [length], options=options, progress=False)
@@ -219,10 +299,13 @@ class _Evaluation:
     def rows(self) -> Iterator[EvaluationRow]:
         """Load the weights, and yield each row when it is measured."""
         candidates = self.candidates
+        if self.extent is not None and self.finished is not None:
+            write_extent(self.finished, self.extent)
         reserve = self.plan.activations if self.plan else 0
         lm = candidates.load_options.load(candidates.name, reserve=reserve)
         for candidate in candidates.models(lm, [*candidates.encodings, *self.control_method]):
-            logger.info("evaluating %s%s", candidate.label, "" if candidate.adapter else ", untrained")
+            how = "" if candidate.adapter else ", untrained"
+            logger.info("evaluating %s%s%s", candidate.label, how, self._to_go())
             if candidate.label in self.control_method:
                 yield self._with_retrieval(candidate, self._control(candidate))
                 continue
@@ -255,10 +338,12 @@ class _Evaluation:
         protocol: str,
         settings: WindowSettings,
     ) -> PerplexityResult:
+        kind = DOCUMENTS if subject.label == candidate.label else CROPPED
         options = RunOptions(
             chunk=self.config.chunk,
             suggested_chunk=self.plan.longest.chunk_size if self.plan else None,
             finished=None if self.finished is None else self.finished / file_name(subject.label),
+            document_finished=partial(self._document_finished, subject.label, kind),
             share=self.connected is not None,
         )
         return perplexity(
@@ -272,11 +357,23 @@ class _Evaluation:
             **settings,
         )
 
+    def _document_finished(self, label: str, kind: str, number: int, seconds: float) -> None:
+        """Correct the time to go; a line in the log where no terminal shows a progress bar."""
+        self.clock.finished_one(kind, seconds)
+        now = time.monotonic()
+        if self.progress and not sys.stderr.isatty() and now - self.last_line >= LINE_EVERY:
+            self.last_line = now
+            logger.info("%s: document %d of %d%s", label, number + 1, len(self.documents), self._to_go())
+
+    def _to_go(self) -> str:
+        """The time to go, after a comma; empty without an estimate."""
+        return f", {self.clock}" if self.clock.work else ""
+
     def _with_retrieval(self, candidate: Candidate, row: EvaluationRow) -> EvaluationRow:
         """The row with retrieval within the trained window, in the main process."""
         if not self.prompts or not is_main_process():  # few and short, so not worth sharing
             return row
-        log = None
+        log, started = None, time.perf_counter()
         if self.finished is not None:
             log = TrialLog(self.finished / file_name(row.label) / TRIALS, row.label)
         try:
@@ -295,4 +392,5 @@ class _Evaluation:
             # The control is not worth losing the perplexity of the row.
             logger.warning("%s: retrieval within the trained window is not measured: %s", row.label, error)
             return row
+        self.clock.finished_one(PROMPTS, time.perf_counter() - started)
         return replace(row, retrieval=retrieval)

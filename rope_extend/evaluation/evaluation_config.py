@@ -10,7 +10,9 @@ from dataclasses import Field, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rope_extend.config import (
+    AUTO,
     COUNT,
+    DURATION,
     FLAG,
     LENGTH,
     LENGTHS,
@@ -23,6 +25,7 @@ from rope_extend.config import (
     items,
     list_of,
     optional,
+    or_auto,
     require,
 )
 from rope_extend.errors import RopeExtendError
@@ -220,11 +223,17 @@ class EvaluationConfig(ModelConfig):
         bool, FLAG, "control row: plain RoPE with its context cropped to the trained window (default: yes)"
     ] = True
     retrieval: Annotated[
-        int,
-        COUNT,
+        int | str,
+        or_auto(COUNT),
         "control: passkeys at each of 5 depths within the trained window, before and after extension; 0 for "
-        "none. Each row processes 5 windows per passkey",
-    ] = 4
+        "none; auto is 4, or fewer if they would cost more than the documents",
+    ] = AUTO
+    budget: Annotated[
+        float | None,
+        optional(DURATION),
+        "time that the evaluation may take by its estimate, such as 30min: controls are left out first, then "
+        "documents, and the report says so",
+    ] = None
 
     label: ClassVar[str] = "evaluation"
 

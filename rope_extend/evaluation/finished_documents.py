@@ -16,6 +16,9 @@ from rope_extend.files import write_json
 MEASUREMENT = "measurement.json"
 """File of the identity of the measurement that the losses belong to."""
 
+EXTENT = "extent.json"
+"""File of what an evaluation with a budget measures, next to the folders of the rows."""
+
 LOSSES_OF_DOCUMENT = "[0-9][0-9][0-9][0-9][0-9]*.npz"
 """Pattern of the files of losses, one for each document."""
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.finished_documents import LOSSES_OF_DOCUMENT, MEASUREMENT
+from rope_extend.evaluation.finished_documents import EXTENT, LOSSES_OF_DOCUMENT, MEASUREMENT
 from rope_extend.evaluation.retrieval import TRIALS
 from rope_extend.files import PARTIAL
 
@@ -140,6 +140,7 @@ def remove_unfinished(directory: Path) -> None:
         for pattern in (LOSSES_OF_DOCUMENT, TRIALS, f".*{PARTIAL}", MEASUREMENT):
             for path in row.glob(pattern):
                 path.unlink(missing_ok=True)
+    (unfinished / EXTENT).unlink(missing_ok=True)
     for folder in (*unfinished.glob("*/"), unfinished):
         with suppress(OSError):  # it has files of other people
             folder.rmdir()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
@@ -55,6 +55,7 @@ class RunOptions:
         batch_tokens: tokens in a batch of short windows; by default 32,768, and 4,096 on a CPU.
         finished: directory in which the losses of each finished document are kept. A second call with the
             same arguments resumes there, with the same result bit for bit.
+        document_finished: called with the number of each document that is finished, and the seconds it took.
         share: under `torchrun` or `accelerate launch`, each process measures its share of the documents. All
             processes must make the call, and all get the same result, that of a single process.
     """
@@ -65,6 +66,7 @@ class RunOptions:
     chunk_bytes: int | None = None
     batch_tokens: int | None = None
     finished: str | Path | None = None
+    document_finished: Callable[[int, float], None] | None = None
     share: bool = False
 
 
@@ -162,7 +164,10 @@ def perplexity(
         if options.finished is not None:
             finished = FinishedDocuments(Path(options.finished), {**key, **model_identity(model)})
         bos = getattr(lm.config, "bos_token_id", None) if rule.bos else None
-        measured = _measure(computer, texts, passes, range(rank, len(texts), count), bos, finished)
+        numbers = range(rank, len(texts), count)
+        measured = _announced(
+            _measure(computer, texts, passes, numbers, bos, finished), options.document_finished
+        )
 
         seconds = [0.0] * count
         for number, losses, duration in _gathered(measured) if group_of_processes else measured:
@@ -257,6 +262,16 @@ def _measure(
         if finished:
             finished.write(number, losses, seconds)
         yield _DocumentLosses(number, losses, seconds)
+
+
+def _announced(
+    measured: Iterator[_DocumentLosses], announce: Callable[[int, float], None] | None
+) -> Iterator[_DocumentLosses]:
+    """The same losses; each document is announced when it is finished."""
+    for losses in measured:
+        if announce is not None:
+            announce(losses.number, losses.seconds)
+        yield losses
 
 
 def _gathered(measured: Iterator[_DocumentLosses]) -> list[_DocumentLosses]:

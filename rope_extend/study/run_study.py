@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.encodings import RemapEncoding, encoding
 from rope_extend.evaluation.candidates import Candidate, Candidates, adapter_labels
+from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.identity import Identity, model_identity
@@ -41,7 +42,6 @@ from rope_extend.study.cells import (
     perplexity_values,
     retrieval_values,
 )
-from rope_extend.study.clock import Clock
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.units import format_duration, format_length
 

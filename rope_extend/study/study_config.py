@@ -9,12 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from rope_extend.config import COUNT, FLAG, LENGTH, LENGTHS, POSITIVE_COUNT, Kind, choice, items, optional
+from rope_extend.config import (
+    COUNT,
+    DURATION,
+    FLAG,
+    LENGTH,
+    LENGTHS,
+    POSITIVE_COUNT,
+    Kind,
+    choice,
+    items,
+    optional,
+)
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import CHAT_KIND, DEPTHS_KIND, PLAIN, ModelConfig
 from rope_extend.evaluation.prompts import PromptOptions
 from rope_extend.evaluation.tasks import TASKS
-from rope_extend.units import parse_duration
 
 METHODS = ("none", "yarn", "dynamic_yarn", "dynamic_ntk", "self_extend", "rerope")
 """The untrained rows of a report, if none are named."""
@@ -31,7 +41,6 @@ def _tasks(value: Any) -> tuple[str, ...]:
 
 
 _TASKS = Kind(f"a list of {', '.join(TASKS)}, or an empty list", _tasks, plain=True)
-_DURATION = Kind("a duration, such as 30min or 2h", parse_duration, plain=True)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class StudyConfig(ModelConfig):
     ] = True
     budget: Annotated[
         float | None,
-        optional(_DURATION),
+        optional(DURATION),
         "time to stop after, such as 2h; what was not measured by then is listed, and the same command "
         "with --resume measures it",
     ] = None

@@ -15,7 +15,7 @@ import yaml
 
 import rope_extend as rx
 from rope_extend.cli.main import main, parse
-from rope_extend.cli.measure import _config
+from rope_extend.cli.measure import model_config
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import LOAD_FIELDS, EvaluationConfig, RetrievalConfig
@@ -28,7 +28,7 @@ COMMANDS = {EvaluationConfig: "evaluate", RetrievalConfig: "retrieve"}
 
 
 def from_flags(cls: type, text: str) -> Any:
-    return _config(cls, parse(shlex.split(f"{COMMANDS[cls]} {text}")))
+    return model_config(cls, parse(shlex.split(f"{COMMANDS[cls]} {text}")))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -208,13 +208,19 @@ class Evaluations(Runs):
     windows: ClassVar = [[Window(0, 8, 1, 8)]]
 
     def start(self, rows: tuple[str, ...], version: int, more: bool, **flags: bool) -> None:
-        self.patches.setattr(evaluate_module, "evaluation_rows", self.measure)
+        self.patches.setattr(evaluate_module, "_Evaluation", self.evaluation)
         config = EvaluationConfig(
             model="model", methods=rows, data=str(version), save_losses=more, output=str(self.output)
         )
         evaluate_module.evaluate(config, **flags)
 
-    def measure(self, config: Any, *, finished: Path, progress: bool) -> Iterator[EvaluationRow]:
+    def evaluation(
+        self, config: Any, options: object, finished: Path, progress: bool, *, resume: bool
+    ) -> SimpleNamespace:
+        """Imitates an evaluation without a budget."""
+        return SimpleNamespace(rows=lambda: self.measure(config, finished), left_out=[])
+
+    def measure(self, config: Any, finished: Path) -> Iterator[EvaluationRow]:
         """Imitates the measurement of the rows: each document has one loss."""
         assert config.methods is not None
         for label in config.methods:

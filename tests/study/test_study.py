@@ -19,7 +19,7 @@ from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.results import Cell as Trials
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.study.cells import BIN, Cell, CellStore, StudyRow, binned, unbinned
-from rope_extend.study.clock import Clock
+from rope_extend.evaluation.clock import Clock
 from rope_extend.study.collecting import Collected, collect, merged
 from rope_extend.study.deciding import decision
 from rope_extend.study.reporting import comparison, not_measured
@@ -271,7 +271,7 @@ def test_a_trial_counts_if_it_has_every_depth() -> None:
 
 def test_time_to_go_follows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("rope_extend.study.clock.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("rope_extend.evaluation.clock.time.perf_counter", lambda: now[0])
     clock = Clock([("a", 1.0), ("a", 2.0), ("b", 1.0)], budget=20)
     assert clock.to_go == 4
     clock.finished(0, 3.0)

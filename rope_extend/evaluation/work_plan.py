@@ -1,0 +1,267 @@
+"""Everything that an evaluation will compute, with its estimated time; and what a time limit leaves out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rope_extend.config import AUTO
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.candidates import Candidates
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.finished_documents import EXTENT
+from rope_extend.evaluation.forward_plan import ForwardPlan
+from rope_extend.evaluation.protocols import PROTOCOLS, Protocol, Settings, protocol_named
+from rope_extend.files import write_json
+from rope_extend.units import format_duration, format_length
+
+DEPTHS = 5
+"""Number of depths of the passkeys within the trained window."""
+MOST_TRIALS = 4
+"""Default number of passkeys at each depth, if they are cheap."""
+CHEAP_PROMPTS = 65_536
+"""Tokens of a row's passkeys that are cheap whatever the documents have."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much an evaluation measures.
+
+    Attributes:
+        documents: number of documents.
+        cropped: whether the control row with a cropped context is measured.
+        trials: passkeys at each depth within the trained window; 0 for none.
+    """
+
+    documents: int
+    cropped: bool
+    trials: int
+
+
+DOCUMENTS, CROPPED, PROMPTS = "documents", "cropped", "prompts"
+"""Kinds of pieces of an evaluation."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Estimated seconds of the parts of an evaluation.
+
+    Attributes:
+        rows: number of rows, without the controls.
+        document: seconds of one row on one document.
+        cropped_rows: number of rows whose context is cropped.
+        cropped_document: seconds of one of these on one document.
+        prompt_rows: number of rows that answer the passkeys.
+        prompt: seconds of one passkey.
+        prompt_length: tokens of a passkey.
+    """
+
+    rows: int
+    document: float
+    cropped_rows: int
+    cropped_document: float
+    prompt_rows: int
+    prompt: float
+    prompt_length: int
+
+    def seconds(self, extent: Extent) -> float:
+        """Of all parts together."""
+        return sum(seconds for _, seconds in self.parts(extent))
+
+    def parts(self, extent: Extent) -> list[tuple[str, float]]:
+        """Each part in words, and its seconds."""
+        documents = f"{extent.documents} document{'' if extent.documents == 1 else 's'} each"
+        found = [
+            (f"perplexity: {_rows(self.rows)}, {documents}", self.rows * extent.documents * self.document)
+        ]
+        if extent.cropped and self.cropped_rows:
+            seconds = self.cropped_rows * extent.documents * self.cropped_document
+            found.append((f"control, cropped context: {_rows(self.cropped_rows)}, {documents}", seconds))
+        if prompts := DEPTHS * extent.trials:
+            where = f"at {format_length(self.prompt_length)}"
+            words = f"control, passkeys {where}: {_rows(self.prompt_rows)}, {prompts} prompts each"
+            found.append((words, self.prompt_rows * prompts * self.prompt))
+        return found
+
+    def pieces(self, extent: Extent) -> list[tuple[str, float]]:
+        """Each piece that is measured at once, by its kind, with its seconds: for `Clock`."""
+        found = [(DOCUMENTS, self.document)] * (self.rows * extent.documents)
+        if extent.cropped:
+            found += [(CROPPED, self.cropped_document)] * (self.cropped_rows * extent.documents)
+        if extent.trials:
+            found += [(PROMPTS, DEPTHS * extent.trials * self.prompt)] * self.prompt_rows
+        return found
+
+    def text(self, extent: Extent) -> str:
+        """The parts with their estimated time, one line each, and all together."""
+        lines = [f"{words}, about {format_duration(seconds)}" for words, seconds in self.parts(extent)]
+        return "\n".join([*lines, f"in all about {format_duration(self.seconds(extent))}"])
+
+    def within(self, extent: Extent, budget: float) -> tuple[Extent, list[str]]:
+        """The extent that a time limit allows, and what it leaves out, in words.
+
+        The controls go first: passkeys, then the cropped context. Then documents go, down to one.
+
+        Args:
+            extent: what would be measured without a limit.
+            budget: seconds.
+
+        Raises:
+            RopeExtendError: one document does not fit.
+        """
+        smaller = extent
+        while self.seconds(smaller) > budget and smaller.trials:
+            smaller = replace(smaller, trials=smaller.trials - 1)
+        if self.seconds(smaller) > budget:
+            smaller = replace(smaller, cropped=False)
+        while self.seconds(smaller) > budget and smaller.documents > 1:
+            smaller = replace(smaller, documents=smaller.documents - 1)
+        if self.seconds(smaller) > budget:
+            raise RopeExtendError(
+                f"a budget of {format_duration(budget)} is too short: {_rows(self.rows)} on one document, "
+                f"without any control, take about {format_duration(self.seconds(smaller))}; allow more time, "
+                "or use fewer rows or shorter lengths"
+            )
+        return smaller, left_out(extent, smaller)
+
+
+def left_out(whole: Extent, smaller: Extent) -> list[str]:
+    """What the smaller extent does not have, in words."""
+    said = []
+    if smaller.trials < whole.trials:
+        fewer = whole.trials - smaller.trials
+        said.append(
+            f"{fewer} of {whole.trials} passkeys at each depth within the trained window"
+            if smaller.trials
+            else "the passkeys within the trained window"
+        )
+    if whole.cropped and not smaller.cropped:
+        said.append("the control with a cropped context")
+    if smaller.documents < whole.documents:
+        said.append(f"{whole.documents - smaller.documents} of {whole.documents} documents")
+    return said
+
+
+def whole_extent(config: EvaluationConfig, candidates: Candidates, documents: int) -> Extent:
+    """What an evaluation measures without a time limit.
+
+    Args:
+        config: the settings.
+        candidates: the rows.
+        documents: number of documents.
+    """
+    rule, trained, longest = protocol_named(config.protocol), candidates.trained_length, candidates.longest
+    settings = rule.check_settings(config.window_settings, candidates.lengths)
+    # A cropped context is a control if the same targets are scored with it.
+    can_crop = config.protocol == "prefix" or (
+        rule.same_targets and max(settings.values(), default=0) <= trained
+    )
+    cropped = config.cropped and can_crop and longest > trained
+    plain = candidates.plain_methods
+    compares = len(candidates.encodings) + len(candidates.records) > len(plain)
+    if not (compares and (cropped or plain)):
+        return Extent(documents, cropped, 0)
+    if config.retrieval == AUTO:
+        return Extent(documents, cropped, default_trials(documents, longest, trained))
+    return Extent(documents, cropped, int(config.retrieval))
+
+
+def evaluation_costs(
+    config: EvaluationConfig,
+    candidates: Candidates,
+    plan: ForwardPlan,
+    lengths: Sequence[int],
+    tokens: int | None = None,
+) -> Costs:
+    """The estimated seconds of each part of an evaluation.
+
+    Args:
+        config: what is measured.
+        candidates: its rows.
+        plan: seconds of windows of the lengths.
+        lengths: the lengths that are measured.
+        tokens: tokens of the longest document; by default as few as the protocol needs.
+    """
+    rule, trained = protocol_named(config.protocol), candidates.trained_length
+    tokens = tokens or config.max_tokens or lengths[-1] + rule.extra_tokens
+    settings = rule.check_settings(config.window_settings, lengths)
+    document = seconds_of_documents(plan, rule, lengths, tokens, settings)
+    if rule.nested:
+        windows = PROTOCOLS["cropped"].layout(tokens, lengths[-1], {"window": trained})
+        cropped = sum(seconds_of_window(plan, window.tokens) for window in windows)
+    else:
+        cropped = seconds_of_documents(plan, rule, [trained], tokens, settings)
+    plain = len(candidates.plain_methods)
+    rows = len(candidates.encodings) + len(candidates.records)
+    controls = 0 if plain else 1
+    prompt = seconds_of_window(plan, trained)
+    return Costs(rows, document, max(plain, 1), cropped, rows + controls, prompt, trained)
+
+
+def default_trials(documents: int, tokens: int, trained_length: int) -> int:
+    """Passkeys at each depth that cost no more than the documents, from 1 to 4.
+
+    Args:
+        documents: number of documents.
+        tokens: tokens of each.
+        trained_length: tokens of a passkey.
+    """
+    each = DEPTHS * trained_length
+    if MOST_TRIALS * each <= CHEAP_PROMPTS:
+        return MOST_TRIALS
+    return max(1, min(MOST_TRIALS, documents * tokens // each))
+
+
+def seconds_of_documents(
+    plan: ForwardPlan, rule: Protocol, lengths: Sequence[int], tokens: int, settings: Settings
+) -> float:
+    """Estimated seconds of one document under a protocol, at all lengths.
+
+    A nested protocol needs one pass for all lengths, unless the tables depend on the length.
+
+    Args:
+        plan: seconds of windows of some lengths.
+        rule: the protocol.
+        lengths: the lengths that are measured.
+        tokens: tokens of the document.
+        settings: the settings of the protocol.
+    """
+    passes = [lengths[-1]] if rule.nested else lengths
+    windows = [window for length in passes for window in rule.layout(tokens, length, settings)]
+    return sum(seconds_of_window(plan, window.tokens) for window in windows)
+
+
+def seconds_of_window(plan: ForwardPlan, tokens: int) -> float:
+    """Estimated seconds of a window: that of the shortest planned one that is as long, in proportion."""
+    longer = [each for each in plan.lengths if each.length >= tokens]
+    nearest = longer[0] if longer else plan.longest
+    return nearest.seconds * tokens / nearest.length
+
+
+def write_extent(directory: Path, extent: Extent) -> None:
+    """Keep the extent of a running evaluation, so that a resumed one measures the same."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / EXTENT, asdict(extent))
+
+
+def read_extent(directory: Path) -> Extent | None:
+    """The extent of an interrupted evaluation; None if none was kept.
+
+    Raises:
+        RopeExtendError: the file is damaged.
+    """
+    file = directory / EXTENT
+    if not file.exists():
+        return None
+    try:
+        return Extent(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise RopeExtendError(
+            f"{str(file)!r} does not say what was left out: {error}; use overwrite=True to start again"
+        ) from error
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'' if count == 1 else 's'}"

@@ -1,0 +1,208 @@
+"""The plan of an evaluation counts everything that runs, and a budget leaves out controls first."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rope_extend as rx
+from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation import evaluate as module
+from rope_extend.evaluation.clock import Clock
+from rope_extend.evaluation.evaluate import evaluate, plan_work
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.evaluation.work_plan import Costs, Extent, default_trials
+
+COSTS = Costs(
+    rows=3, document=10, cropped_rows=1, cropped_document=8, prompt_rows=3, prompt=2, prompt_length=8192
+)
+WHOLE = Extent(documents=4, cropped=True, trials=4)
+
+
+def test_everything_is_counted_once() -> None:
+    assert COSTS.seconds(WHOLE) == 3 * 4 * 10 + 1 * 4 * 8 + 3 * 20 * 2
+    assert COSTS.seconds(WHOLE) == sum(seconds for _, seconds in COSTS.pieces(WHOLE))
+    text = COSTS.text(WHOLE)
+    assert text.splitlines() == [
+        "perplexity: 3 rows, 4 documents each, about 2 min",
+        "control, cropped context: 1 row, 4 documents each, about 32 s",
+        "control, passkeys at 8k: 3 rows, 20 prompts each, about 2 min",
+        "in all about 5 min",
+    ]
+    assert len(COSTS.text(Extent(1, False, 0)).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("budget", "extent", "missing"),
+    [
+        (272, WHOLE, []),
+        (271, Extent(4, True, 3), ["1 of 4 passkeys at each depth within the trained window"]),
+        (152, Extent(4, True, 0), ["the passkeys within the trained window"]),
+        (
+            151,
+            Extent(4, False, 0),
+            ["the passkeys within the trained window", "the control with a cropped context"],
+        ),
+        (
+            65,
+            Extent(2, False, 0),
+            [
+                "the passkeys within the trained window", "the control with a cropped context",
+                "2 of 4 documents",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_budget_leaves_out_controls_first(budget: float, extent: Extent, missing: list[str]) -> None:
+    assert COSTS.within(WHOLE, budget) == (extent, missing)
+    assert COSTS.seconds(extent) <= budget
+
+
+def test_a_budget_that_is_too_short_is_refused() -> None:
+    with pytest.raises(RopeExtendError, match="budget of 29 s is too short: 3 rows on one document"):
+        COSTS.within(WHOLE, 29)
+
+
+@pytest.mark.parametrize(
+    ("documents", "tokens", "trained", "trials"),
+    [
+        (1, 512, 256, 4),  # cheap whatever the documents have
+        (16, 65_536, 8192, 4),
+        (4, 16_384, 8192, 1),
+        (1, 16_384, 8192, 1),
+        (8, 16_384, 8192, 3),
+    ],
+)
+def test_default_passkeys_cost_no_more_than_the_documents(
+    documents: int, tokens: int, trained: int, trials: int
+) -> None:
+    assert default_trials(documents, tokens, trained) == trials
+    if trials > 1 and 20 * trained > 65_536:
+        assert trials * 5 * trained <= documents * tokens
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Clock]:
+    """The clocks of the evaluations of a test."""
+    made: list[Clock] = []
+
+    class Kept(Clock):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self.calls: Counter[str] = Counter()
+            made.append(self)
+
+        def finished_one(self, kind: str, seconds: float) -> None:
+            self.calls[kind] += 1
+            super().finished_one(kind, seconds)
+
+    monkeypatch.setattr(module, "Clock", Kept)
+    return made
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"methods": ["none", "yarn"]},
+        {"methods": ["yarn", "dynamic_ntk"]},
+        {"methods": ["yarn"], "cropped": False},
+        {"methods": ["none"], "lengths": [16]},
+        {"methods": ["none", "yarn"], "protocol": "sliding", "stride": 16, "max_tokens": 99},
+        {"methods": ["none", "yarn"], "protocol": "disjoint-second-half", "max_tokens": 99},
+    ],
+    ids=str,
+)
+def test_the_plan_counts_what_runs(settings: dict[str, Any], clocks: list[Any], work: Path) -> None:
+    common = {"lengths": [16, 64], "max_documents": 2, "data": work / "data"}
+    evaluate(EvaluationConfig(model=str(work / "model"), **{**common, **settings}), progress=False)
+    clock = clocks[-1]
+    planned = Counter(kind for kind, _ in clock.work)
+    planned.pop("prompts", None)  # the task does not fit a window of 32 tokens
+    assert clock.calls == planned
+    assert planned
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+def test_passkeys_are_counted_too(clocks: list[Any], work: Path) -> None:
+    config = EvaluationConfig(
+        model=str(MODEL_DIR), methods=("yarn", "linear"), lengths=(512,), data=str(work / "data"),
+        retrieval=1, max_documents=2,
+    )  # fmt: skip
+    evaluate(config, progress=False)
+    assert clocks[-1].calls == Counter(kind for kind, _ in clocks[-1].work)
+    assert clocks[-1].calls["prompts"] == 3
+    assert str(clocks[-1]) == "done"
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+def test_a_budget_is_kept_when_an_evaluation_resumes(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another estimate must not change what is measured."""
+    costs = [Costs(2, 10, 1, 10, 2, 1, 32)]
+    monkeypatch.setattr(module, "evaluation_costs", lambda *_: costs[-1])
+    config = EvaluationConfig(
+        model=str(work / "model"), data=str(work / "data"), methods=("none", "yarn"), lengths=(16, 64),
+        output=str(tmp_path / "report"), budget="45s", retrieval=1,
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_report", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(config, progress=False)
+    costs.append(Costs(2, 1, 1, 1, 2, 1, 32))  # now everything would fit
+    rows = evaluate(config, resume=True, progress=False)
+    assert [row.label for row in rows] == ["none", "yarn"]
+    assert [row.result.documents for row in rows] == [2, 2]
+    table = (tmp_path / "report" / "table.md").read_text()
+    assert table.startswith("Left out, because of the budget:\n\n- the passkeys within the trained window\n")
+    assert "- 1 of 3 documents" in table
+    assert "Left out, because of the budget" in (tmp_path / "report" / "report.html").read_text()
+    assert not (tmp_path / "report" / "unfinished").exists()
+    whole = evaluate(config, overwrite=True, progress=False)
+    assert [row.label for row in whole] == ["none", "none, cropped to 32", "yarn"]
+    assert len(read_results(tmp_path / "report")) == 3
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+def test_lines_show_progress_without_a_terminal(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "LINE_EVERY", 0.0)
+    caplog.set_level(logging.INFO, "rope_extend")
+    config = EvaluationConfig(
+        model=str(work / "model"), data=str(work / "data"), methods=("none", "yarn"), lengths=(16, 64)
+    )
+    evaluate(config)
+    assert "in all about" in caplog.text
+    lines = [each.message for each in caplog.records if ": document " in each.message]
+    assert len(lines) == 9
+    assert lines[0].startswith("none: document 1 of 3, ")
+    assert all(line.endswith("to go") for line in lines[:-1])
+    caplog.clear()
+    evaluate(config, progress=False)
+    assert ": document " not in caplog.text
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_the_plan_of_the_command_line(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["evaluate", str(work / "model"), "--methods", "none,yarn", "--lengths", "16,64"]
+    main([*command, "--documents", "3", "--plan"])
+    shown = capsys.readouterr().out
+    assert "perplexity: 2 rows, 3 documents each, about" in shown
+    assert "control, cropped context: 1 row, 3 documents each, about" in shown
+    assert "control, passkeys at 32: 2 rows, 20 prompts each, about" in shown
+    with pytest.raises(SystemExit):
+        main([*command, "--plan", "--budget", "0.000001s"])
+    assert "is too short" in capsys.readouterr().err
+    plan, text = plan_work(rx.EvaluationConfig(model=str(work / "model"), methods=("none",), lengths=(16,)))
+    assert plan is not None
+    assert text.splitlines()[0].startswith("perplexity: 1 row, 16 documents each")
