@@ -88,7 +88,8 @@ class BiasHandler(SizedHandler):
         positioned = _Call(**vars(filled), positions=self._positions(forward, low, query.device))
         shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
         slopes = self.encoding.slopes(shape)
-        if query.shape[2] == 1 or kwargs.get("softcap") is not None or sees_later_keys(call, forward):
+        alone = query.shape[2] == 1 or kwargs.get("softcap") is not None
+        if slopes is not None and (alone or sees_later_keys(call, forward)):
             slopes = None  # channels would reward a key after its query
         if slopes is not None:
             slopes = slopes if self.share == 1 else self.share * slopes

@@ -133,7 +133,7 @@ def test_the_host_looks_at_a_gpu_once_in_a_forward(name: str, most: int) -> None
 @pytest.mark.parametrize("name", INSIDE)
 @torch.no_grad()
 def test_padding_costs_few_looks_at_a_gpu_and_none_in_each_layer(name: str) -> None:
-    """One for positions, one to see whether a mask looks ahead, one for where a bias starts and ends."""
+    """One for positions, and one to see whether a mask looks ahead, or where the keys of a bias end."""
     ids, counts = tokens(2, LENGTH), []
     padding = torch.ones_like(ids)
     padding[0, :5] = 0
@@ -144,7 +144,7 @@ def test_padding_costs_few_looks_at_a_gpu_and_none_in_each_layer(name: str) -> N
             model.model(inputs(ids, "cuda:0"), attention_mask=inputs(padding, "cuda:0"), use_cache=False)
             counts.append(len(mode.reads))
     assert counts[1] == counts[2]
-    assert counts[1] - counts[0] <= (0 if name == "yarn" else 3)
+    assert counts[1] - counts[0] <= {"yarn": 0, "linear_attention": 3}.get(name, 2)  # which tokens are hidden
 
 
 @pytest.mark.parametrize(("devices", "times"), [(["cpu"], 3), (["cuda:0"], 1)])
