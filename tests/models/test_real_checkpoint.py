@@ -72,3 +72,18 @@ def test_it_reloads_in_stock_transformers(model: torch.nn.Module, tmp_path: Path
                 model.save_pretrained(tmp_path / method)
             stock = AutoModelForCausalLM.from_pretrained(tmp_path / method).eval()
             torch.testing.assert_close(stock(input_ids).logits, expected, rtol=0, atol=1e-3)
+
+
+def test_methods_that_change_positions_are_ahead_without_training(
+    model: torch.nn.Module, documents: list[rx.Document]
+) -> None:
+    """At eight times the window; the order on the page docs/training_free.md, where it is clear."""
+
+    def ppl(method: str) -> float:
+        with rx.extend(model, TARGET, method):
+            return rx.perplexity(model, documents, [TARGET], progress=False).ppl[TARGET]
+
+    found = {method: ppl(method) for method in ("rerope", "self_extend", "jet_long", "dynamic_ntk", "yarn")}
+    assert max(found["rerope"], found["self_extend"]) < found["jet_long"]
+    assert found["jet_long"] < found["dynamic_ntk"] / 1.2
+    assert found["dynamic_ntk"] < found["yarn"]
