@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and edit
     from rope_extend.checkpoint.export.write import export
     from rope_extend.checkpoint.info import info
     from rope_extend.checkpoint.merging import merge
+    from rope_extend.checkpoint.publishing import push_to_hub
     from rope_extend.checkpoint.restoring import load, load_adapter
     from rope_extend.checkpoint.saving import record_encoding, save
     from rope_extend.checkpoint.verifying import verify
@@ -83,6 +84,7 @@ __all__ = [
     "merge",
     "patch_model",
     "perplexity",
+    "push_to_hub",
     "record_encoding",
     "retrieve",
     "save",
@@ -99,6 +101,7 @@ _MODULES = {
     "checkpoint.export.write": ("export",),
     "checkpoint.info": ("info",),
     "checkpoint.merging": ("merge",),
+    "checkpoint.publishing": ("push_to_hub",),
     "checkpoint.restoring": ("load", "load_adapter"),
     "checkpoint.saving": ("record_encoding", "save"),
     "checkpoint.verifying": ("verify",),

@@ -10,7 +10,7 @@ from typing import Any
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import ACCESS, check_checkpoint
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
+HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
 """The files that are downloaded from the hub: never a pickle, never code."""
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _OTHER_FILES = ("subfolder", "variant", "gguf_file")
@@ -57,7 +57,7 @@ def local_directory(
             return Path(name)
         access = {key: options[key] for key in ACCESS if key in options}
         check_checkpoint(str(name), **access)
-        return Path(snapshot_download(str(name), allow_patterns=_HUB_FILES, **options))
+        return Path(snapshot_download(str(name), allow_patterns=HUB_FILES, **options))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         advice = f"Give {argument} a" if argument else "Give a"
         raise RopeExtendError(

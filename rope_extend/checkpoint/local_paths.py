@@ -7,6 +7,7 @@ model by the path in its config, seen from the working directory. So that path s
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,35 @@ def warn_of_local_paths(directory: Path) -> None:
     )  # fmt: skip
 
 
+def private_fields(directory: Path, names: Collection[str]) -> dict[str, list[str]]:
+    """The fields of some of an adapter's files that hold private paths, the bundled model's included."""
+    found = {
+        name: [field for field, value in _fields(directory / name, _FIELDS[name]) if _any_private(value)]
+        for name in names
+    }
+    return {name: fields for name, fields in found.items() if fields}
+
+
 def _private_fields(file: Path, fields: tuple[str, ...]) -> list[str]:
+    return [name for name, value in _fields(file, fields) if _is_private(value)]
+
+
+def _fields(file: Path, fields: tuple[str, ...]) -> list[tuple[str, list[str]]]:
+    """The texts in some fields of a file, by field."""
     try:
         data: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []  # there is none, or it is not ours
-    return [name for name in fields if isinstance(data, dict) and _is_private(data.get(name))]
+    values = {name: data.get(name) for name in fields} if isinstance(data, dict) else {}
+    return [
+        (name, [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)])
+        for name, value in values.items()
+    ]
 
 
-def _is_private(value: Any) -> bool:
-    names = value if isinstance(value, list) else [value]
-    paths = [name for name in names if isinstance(name, str) and not Path(name).is_relative_to(_PACKAGE)]
-    return any(map(is_private, paths))
+def _is_private(names: list[str]) -> bool:
+    return _any_private([name for name in names if not Path(name).is_relative_to(_PACKAGE)])
+
+
+def _any_private(names: list[str]) -> bool:
+    return any(map(is_private, names))

@@ -162,6 +162,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
         "merge": Command(ship.merge_arguments, ship.merge, ("merge runs/yarn --output merged",)),
         "verify": Command(ship.verify_arguments, ship.verify, ("verify merged --reference runs/yarn",)),
+        "push": Command(ship.push_arguments, ship.push, ("push merged owner/name --private",)),
         "card": Command(ship.card_arguments, ship.card, ("card merged --results report",)),
         "export": Command(
             ship.export_arguments, ship.export,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 CARD = "rope_extend/demo/README.md"
 MOST_LINES, MOST_WORDS = 180, 1500
-HUB_OWNERS = ("meta-llama/", "Qwen/")
+HUB_OWNERS = ("meta-llama/", "Qwen/", "owner/")
 """Owners of models on the hub that pages name; their commands need a network."""
 
 

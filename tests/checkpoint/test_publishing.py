@@ -1,0 +1,110 @@
+"""What is uploaded to the hub: a checkpoint that loads, without local paths. The hub is a stand-in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
+
+import huggingface_hub
+import pytest
+import torch
+
+import rope_extend as rx
+from rope_extend.cli.main import main
+from rope_extend.errors import RopeExtendError
+
+
+class Hub:
+    """Copies what is uploaded into a directory, by the rules of `upload_folder`."""
+
+    directory: Path
+    calls: ClassVar[list[tuple[str, Any]]]
+
+    def __init__(self, token: str | None = None) -> None:
+        Hub.calls.append(("token", token))
+
+    def create_repo(self, repo_id: str, **options: Any) -> None:
+        if "/" not in repo_id:
+            raise ValueError("no owner")
+        Hub.calls.append((repo_id, options))
+
+    def upload_folder(
+        self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **options: Any
+    ) -> Any:
+        Hub.calls.append((repo_id, options))
+        files = [path for path in Path(folder_path).rglob("*") if path.is_file()]
+        chosen = huggingface_hub.utils.filter_repo_objects(
+            [path.relative_to(folder_path).as_posix() for path in files], allow_patterns=allow_patterns
+        )
+        for name in chosen:
+            (self.directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(folder_path) / name, self.directory / name)
+        return type("Commit", (), {"commit_url": f"https://hub/{repo_id}/commit/1"})
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    Hub.directory, Hub.calls = tmp_path / "hub", []
+    Hub.directory.mkdir()
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    return Hub.directory
+
+
+@pytest.mark.parametrize("directory", ["full"], indirect=True)
+def test_what_is_uploaded_loads_with_the_same_logits(
+    directory: Path, hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "checkpoints" / "step-2").mkdir(parents=True)
+    for name in ("recipe.yaml", "metrics.jsonl", "checkpoints/step-2/config.json", "code.py", "old.bin"):
+        (directory / name).write_text("{}")
+    (directory / "README.md").write_text("a card")
+    (tmp_path / "secret.json").write_text("{}")
+    (directory / "link.json").symlink_to(tmp_path / "secret.json")
+    for name in ("old.bin", "code.py"):
+        (directory / name).unlink()
+    main(["push", str(directory), "owner/name", "--private"])
+    assert "https://hub/owner/name/commit/1" in capsys.readouterr().out
+    assert {path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()} == {
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "rope_extend.json",
+    }  # fmt: skip
+    assert ("owner/name", {"private": True, "exist_ok": True}) in Hub.calls
+    ids = torch.arange(40)[None] % 50
+    with torch.no_grad():
+        assert torch.equal(rx.load(hub)(ids).logits, rx.load(directory)(ids).logits)
+
+
+@pytest.mark.parametrize("directory", ["adapter"], indirect=True)
+def test_a_local_base_model_is_refused(directory: Path, hub: Path) -> None:
+    with pytest.raises(RopeExtendError, match=r"names a local path in base_model_name_or_path.*hub id"):
+        rx.push_to_hub(directory, "owner/name")
+    assert not Hub.calls  # nothing was created
+    for name, field in (
+        ("adapter_config.json", "base_model_name_or_path"),
+        ("rope_extend.json", "base_model"),
+    ):
+        data = json.loads((directory / name).read_text())
+        (directory / name).write_text(json.dumps({**data, field: "owner/base"}))
+    rx.push_to_hub(directory, "owner/name", token="t", revision="next")
+    assert {"adapter_config.json", "adapter_model.safetensors", "rope_extend.json"} <= {
+        path.name for path in hub.iterdir()
+    }
+    assert Hub.calls[0] == ("token", "t")
+    assert Hub.calls[-1][1]["revision"] == "next"
+
+
+@pytest.mark.parametrize("directory", ["full"], indirect=True)
+def test_mistakes_are_explained_and_nothing_is_uploaded(directory: Path, hub: Path, tmp_path: Path) -> None:
+    with pytest.raises(RopeExtendError, match="the hub did not take 'name': no owner"):
+        rx.push_to_hub(directory, "name")
+    weights = directory / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(bytes(data))
+    with pytest.raises(RopeExtendError, match=r"model\.safetensors"):
+        rx.push_to_hub(directory, "owner/name")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RopeExtendError, match=r"no rope_extend\.json"):
+        rx.push_to_hub(tmp_path / "empty", "owner/name")
+    assert not any(hub.iterdir())
