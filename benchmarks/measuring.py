@@ -33,20 +33,32 @@ def document(tokens: int, vocabulary: int) -> Document:
 
 
 def timed(
-    *functions: Callable[[], object], repetitions: int, summary: Callable[[list[float]], float] = min
+    *functions: Callable[[], object],
+    repetitions: int,
+    summary: Callable[[list[float]], float] = min,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """The time of each function in seconds, by default the shortest of several interleaved repetitions."""
     times: list[list[float]] = [[] for _ in functions]
     for turn in range(repetitions + 1):  # the first round warms up
         # Every other round runs backwards, so that no function always follows the same other.
         for index in range(len(functions))[:: -1 if turn % 2 else 1]:
-            started = time.perf_counter()
+            started = clock()
             functions[index]()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if turn:
-                times[index].append(time.perf_counter() - started)
+                times[index].append(clock() - started)
     return [summary(taken) for taken in times]
+
+
+def clock_of_steps() -> Callable[[], float]:
+    """The clock for steps of a few milliseconds: on one CPU thread, its CPU time.
+
+    Other programs on the machine change that less than the time on the wall.
+    """
+    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    return time.thread_time if alone else time.perf_counter
 
 
 def row(

@@ -50,8 +50,8 @@ def fits(states: Tensor, new: Tensor) -> bool:
 
 
 def spare(tokens: int) -> int:
-    """For how many further tokens memory is allocated: a few, and less than half a percent of many."""
-    return max(4, tokens // 256)
+    """For how many further tokens memory is allocated: a few, and less than one percent of many."""
+    return max(8, tokens // 128)
 
 
 def allocated(states: Tensor, more: int = 0) -> Growing:

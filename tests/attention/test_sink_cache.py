@@ -12,6 +12,7 @@ from batches import LENGTH, batch, in_parts, logits, tokens
 from cases import FamilyCase, llama, tiny_model
 from tolerances import assert_same_but_rounding
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -137,15 +138,15 @@ def test_what_cannot_work_is_refused() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.slow
 @torch.no_grad()
 def test_flex_attention_is_refused_once_tokens_were_dropped() -> None:
     model = patched()
     cache = rx.sink_cache(model)
     model(tokens(1, 40), past_key_values=cache)
     model.set_attn_implementation("flex_attention")
+    mask = create_block_mask(lambda b, h, q, k: k <= q + 40, None, None, 5, 45, device="cpu")
     with pytest.raises(PatchError, match=r"flex_attention.*use attn_implementation='sdpa'"):
-        model(tokens(1, 5), past_key_values=cache)
+        model(tokens(1, 5), past_key_values=cache, attention_mask=mask)
 
 
 @pytest.mark.slow
