@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from measuring import Row, document, model, row, timed
+from measuring import Row, clock_of_steps, document, model, row, timed
 from torch import Tensor
 
 import rope_extend as rx
@@ -40,6 +40,7 @@ def changed_positions_prefill(
                 lambda lm=lm, length=length: prefill(lm, text[:, :length]),
                 lambda length=length: prefill(stock, text[:, :length]),
                 repetitions=turns,
+                clock=clock_of_steps(),
             )
             target = TARGET if length == lengths[-1] and method != "dual_chunk" else None
             yield row(f"{method}: time to prefill {length} tokens", "unpatched", "s", *times, target=target)
@@ -97,7 +98,7 @@ def naive_attention(repetitions: int, length: int = NAIVE) -> Iterator[Row]:
         return naive_self_extend(layer, hidden, encoding.group, encoding.window)
 
     torch.testing.assert_close(ours(), naive(), rtol=0, atol=1e-4)
-    times = timed(ours, naive, repetitions=repetitions)
+    times = timed(ours, naive, repetitions=repetitions, clock=clock_of_steps())
     yield row(f"self_extend: one layer's attention, {length} tokens", "two masked tables", "s", *times, 1 / 5)
 
 
