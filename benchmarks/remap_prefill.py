@@ -26,7 +26,7 @@ NAIVE = 4096
 def changed_positions_prefill(
     repetitions: int, lengths: Sequence[int] = (4096, 16_384), longest: int | None = 65_536
 ) -> Iterator[Row]:
-    """Prefills of 2, 8 and 32 trained windows, and one layer's attention as the methods' authors compute it."""
+    """Prefills of 2, 8 and 32 trained windows, and one layer's attention as its authors compute it."""
     yield from naive_attention(repetitions)
     stock = one_layer()
     text = document(max(*lengths, longest or 0), 4096).input_ids[None].to(stock.device)
