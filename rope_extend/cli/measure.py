@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", action="store_true",
         help="print the estimated memory and time, and stop; needs neither --data nor weights",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     _add_output_arguments(parser, "an interrupted evaluation")
     add_fields(parser, EvaluationConfig, LOAD_FIELDS)
     parser.epilog = f"protocols, where N is each of the lengths:\n{protocol_help()}"
@@ -46,6 +48,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     config = model_config(EvaluationConfig, arguments)
     if not arguments.plan and not (config.data and config.output):
         raise RopeExtendError("evaluate needs --data and --output, or --plan for an estimate without them")
+    if arguments.json and not arguments.plan:
+        raise RopeExtendError("--json belongs to --plan; an evaluation writes results.jsonl")
 
     from rope_extend.evaluation.evaluate import evaluate as run
     from rope_extend.evaluation.evaluate import plan_work
@@ -59,8 +63,11 @@ def evaluate(arguments: argparse.Namespace) -> None:
         if plan is None:
             raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
         if is_main_process():
-            print(plan)
-            print(work)
+            if arguments.json:
+                print(json.dumps({**plan.to_dict(), "work": work.splitlines()}, indent=2))
+            else:
+                print(plan)
+                print(work)
         plan.check()
         return
     check_launch(process_count())
@@ -120,6 +127,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", help="directory for comparison.md and the pictures")
     parser.add_argument("--overwrite", action="store_true", help="replace a comparison in that directory")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -129,11 +137,14 @@ def compare(arguments: argparse.Namespace) -> None:
     of a document or prompt does not affect the difference. Results on other text or prompts, or of another
     protocol, are refused.
     """
-    from rope_extend.evaluation.saved_runs import compare_saved
+    from rope_extend.evaluation.saved_runs import compare_saved, comparison_values
 
     table, paths = compare_saved(
         *arguments.runs, rows=arguments.row, output=arguments.output, overwrite=arguments.overwrite
     )
+    if arguments.json:
+        print(json.dumps(comparison_values(*arguments.runs, rows=arguments.row), indent=2))
+        return
     print(table)
     if paths:
         print("written:", *paths)

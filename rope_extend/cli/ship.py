@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,7 @@ def verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=length, metavar="N", help="window to test, in tokens (default: the target length)"
     )
+    parser.add_argument("--json", action="store_true", help="print the verification as JSON")
 
 
 def verify(arguments: argparse.Namespace) -> None:
@@ -134,6 +136,10 @@ def verify(arguments: argparse.Namespace) -> None:
         arguments.directory, base_model=arguments.base_model, reference=arguments.reference,
         tolerance=arguments.tolerance, length=arguments.length,
     )  # fmt: skip
+    if arguments.json:
+        print(json.dumps(verification.to_dict(), indent=2))
+        verification.check()
+        return
     for where, gap in (("inside", verification.inside), ("beyond", verification.beyond)):
         if gap is not None:
             print(f"largest difference of a logit {where} the pretrained window: {gap:.2g}")
@@ -237,6 +243,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "--support", action="store_true",
         help="print what each target supports, for a checkpoint or for all methods, and write nothing",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print what is supported as JSON")
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -246,25 +253,27 @@ def export(arguments: argparse.Namespace) -> None:
     """
     if not arguments.support and not (arguments.directory and arguments.output):
         raise RopeExtendError("export needs a checkpoint's directory and --output, or --support")
-    from rope_extend.checkpoint.export.support import examples, support_table
+    if arguments.json and not arguments.support:
+        raise RopeExtendError("--json belongs to --support; an export writes a directory")
+    from rope_extend.checkpoint.export.support import examples, support_table, support_values
     from rope_extend.checkpoint.export.write import export as run
     from rope_extend.checkpoint.record import read_record
     from rope_extend.encodings import RopeShape
 
-    if arguments.support and arguments.directory:
-        record = read_record(arguments.directory)
-        print(
-            support_table(
-                [record.encoding], record.shape, model_type=record.model_type,
-                target_length=record.target_length, target_version=arguments.target_version,
-            )
-        )  # fmt: skip
-    elif arguments.support:
-        shape = RopeShape(dim=8, theta=10_000.0, trained_length=4096)
+    if arguments.support:
         version = arguments.target_version
-        print(
-            support_table(list(examples(shape, 32_768)), shape, target_length=32_768, target_version=version)
-        )
+        rows, shape, family, target = [], RopeShape(dim=8, theta=10_000.0, trained_length=4096), None, 32_768
+        if arguments.directory:
+            record = read_record(arguments.directory)
+            rows, shape, family, target = (
+                [record.encoding], record.shape, record.model_type, record.target_length,
+            )  # fmt: skip
+        rows = rows or list(examples(shape, target))
+        options = {"model_type": family, "target_length": target, "target_version": version}
+        if arguments.json:
+            print(json.dumps(support_values(rows, shape, **options), indent=2))
+        else:
+            print(support_table(rows, shape, **options))
     else:
         path = run(
             arguments.directory, arguments.output, arguments.to, overwrite=arguments.overwrite,

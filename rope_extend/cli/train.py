@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import size
+from rope_extend.errors import RopeExtendError
 from rope_extend.training.recipe import add_recipe_arguments, recipe_from_arguments
 
 
@@ -25,6 +27,7 @@ def finetune_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the estimated memory of a step, for each memory option, and of an evaluation, and stop; "
         "nothing is loaded or written",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--limit-memory", type=size, metavar="SIZE",
         help="memory of the device to plan with, such as 80GB (default: what is free)",
@@ -38,13 +41,15 @@ def finetune(arguments: argparse.Namespace) -> None:
     devices that accelerate finds. For several GPUs: torchrun --nproc-per-node N -m rope_extend finetune ...
     """
     recipe = recipe_from_arguments(arguments)
+    if arguments.json and not arguments.plan:
+        raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
 
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.finetune import plan
 
     if arguments.plan:
         estimate = plan(recipe, limit_memory=arguments.limit_memory)
-        print(estimate)
+        print(json.dumps(estimate.to_dict(), indent=2) if arguments.json else estimate)
         estimate.check()
         return
     result = run(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,10 @@ class ForwardPlan:
             f"available on {self.device}; {fitting}. A smaller dtype, quantization or a device_map need less "
             "memory"
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: bytes, tokens, seconds and texts."""
+        return {**asdict(self), "device": str(self.device)}
 
     def __str__(self) -> str:
         lines = [

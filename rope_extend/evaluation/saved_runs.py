@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import (
@@ -63,6 +64,36 @@ def compare_saved(
             "compared; give two runs of `rope-extend evaluate`, or two of `rope-extend retrieve`"
         )
     return _perplexity(first, second, names, rows, output, overwrite)
+
+
+def comparison_values(
+    first: str | Path, second: str | Path, *, rows: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The numbers of `compare_saved`, as plain values for JSON: one dict for each pair of rows."""
+    one, other = distinct_names([first, second])
+    if holds_retrieval(first):
+        both = read_retrieval(first), read_retrieval(second)
+        compared = [compare_retrieval(*pair) for pair in pairs(*both, names=(one, other), rows=rows)]
+        return [
+            {
+                "first": pair.first.label,
+                "second": pair.second.label,
+                "changes": [
+                    {"task": change.task, "length": change.length, **change.change.to_dict()}
+                    for change in pair.changes
+                ],
+            }
+            for pair in compared
+        ]
+    found = compare_runs(read_results(first), read_results(second), names=(one, other), rows=rows)
+    return [
+        {
+            "first": pair.first.label,
+            "second": pair.second.label,
+            "differences": [change.to_dict() for change in pair.differences],
+        }
+        for pair in found
+    ]
 
 
 def _perplexity(

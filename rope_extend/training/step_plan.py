@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -167,6 +167,28 @@ class TrainingPlan:
             f"{format_bytes(available)} are available {where} (memory options: {step.memory_options}; "
             f"weights: {format_bytes(step.weights)}); {fitting}. {self._advice()}"
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: bytes, tokens and texts."""
+        rows = [*self.steps, *([self.quantized] if self.quantized else [])]
+        return {
+            "length": self.length,
+            "batch": self.batch,
+            "device": str(self.device),
+            "available": self.available,
+            "host": self.host,
+            "steps": [
+                {
+                    **asdict(step), "memory_options": str(step.memory_options), "total": step.total,
+                    "fits": self.fits(step), "chosen": step is self.chosen,
+                }
+                for step in rows
+            ],
+            "evaluation": None if self.evaluation is None else asdict(self.evaluation),
+            "longest_block": self.longest_block,
+            "longest_evaluation": self.longest_evaluation,
+            "remarks": list(self.remarks),
+        }  # fmt: skip
 
     def _advice(self) -> str:
         step = self.chosen

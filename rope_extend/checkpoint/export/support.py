@@ -273,6 +273,24 @@ def examples(shape: RopeShape, target_length: int) -> Iterator[Encoding]:
             yield method_named(name).for_target(shape, target_length)
 
 
+def support_values(
+    rows: Sequence[Encoding],
+    shape: RopeShape,
+    *,
+    model_type: str | None = None,
+    target_length: int | None = None,
+    target_version: str | None = None,
+) -> list[dict[str, Any]]:
+    """The contents of `support_table`, as plain values for JSON: one dict for each encoding and target."""
+    options = {"target_length": target_length, "target_version": target_version}
+    return [
+        {"encoding": str(encoding), "target": target, "verdict": found.verdict, "reason": found.reason}
+        for encoding in rows
+        for target in TARGETS
+        for found in [support(encoding, shape, target, model_type, **options)]  # type: ignore[arg-type]
+    ]
+
+
 def support_table(
     rows: Sequence[Encoding],
     shape: RopeShape,
