@@ -35,6 +35,8 @@ from rope_extend.models.undo import UndoLog
 
 DECAY_LIMIT = 4.0
 """Decay (xPos) is counted from a centre that moves before any factor exceeds `exp` of this."""
+POSITIONS = 64
+"""Consecutive positions whose cos and sin are computed together, for decoding."""
 TABLE_BYTES, GPU_TABLE_BYTES = 2**28, 2**31
 """The largest size of the cos and sin of one forward that is kept for the next layer.
 
@@ -163,7 +165,7 @@ class RotationHandler(AttentionHandler):
         super().__init__(encoding, adapter)
         self.shape = shape
         self._normalised = normalised
-        self._latest: tuple[int, Tensor, float] | None = None
+        self._latest: tuple[Any, Tensor] | None = None  # see `_of_position`
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Act inside the attention of a decoder; for a schedule with one table per row, only find the caches.
@@ -287,24 +289,23 @@ class RotationHandler(AttentionHandler):
         if forward.queries.shape[0] > 1 or self.encoding.start_tokens:
             cos, sin, *_ = forward.rotation(segment, like, first=forward.keys.shape[1] - 1)
             return channels_of(cos, -sin if self.adapter.backwards else sin)
-        table, factor = self._table_of_channels(segment.lengths[0])
-        angles = table * int(forward.queries)
-        both = torch.stack([angles[0].cos(), angles[1].sin()]) * factor
-        cos, sin = both.to(like.device, like.dtype).unbind()
+        cos, sin = self._of_position(int(forward.queries), segment.lengths[0], like)
         return cos, sin
 
-    def _table_of_channels(self, length: int) -> tuple[Tensor, float]:
-        """Frequencies for cos and for sin by channel, `[2, dim]` float64 on the CPU, and the factor."""
-        latest = self._latest
-        if latest is None or latest[0] != length:
+    def _of_position(self, position: int, length: int, like: Tensor) -> tuple[Tensor, ...]:
+        """cos and sin by channel, `[dim]` each; those of the next few positions are computed with them."""
+        first, latest = position // POSITIONS * POSITIONS, self._latest
+        name = (first, length, like.dtype, like.device)
+        if latest is None or latest[0] != name:
             with torch.device("cpu"):
                 table = self.encoding.inv_freq(self.shape, length)
                 factor = 1.0 if self._normalised else self.encoding.attention_factor(self.shape, length)
                 factor = float(torch.tensor(factor))  # as `_Forward.rotation` rounds it
-            signed = -table if self.adapter.backwards else table
-            tables = torch.stack([torch.cat([table, table]), torch.cat([-signed, signed])])
-            self._latest = latest = length, tables, factor
-        return latest[1:]
+                angles = torch.arange(first, first + POSITIONS, dtype=torch.float64)[:, None] * table
+                cos, sin = angles.cos() * factor, angles.sin() * factor
+                both = torch.stack(channels_of(cos, -sin if self.adapter.backwards else sin), dim=1)
+            self._latest = latest = name, both.to(like.device, like.dtype)
+        return latest[1][position - first].unbind()
 
     def _by_segments(
         self, call: AttentionCall, forward: _Forward, later: bool
