@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from rope_extend.attention.causal_suffix import WHOLE_QUERIES, flash_serves, suffix_attention
+from rope_extend.attention.causal_suffix import flash_serves, suffix_attention
 from rope_extend.attention.registry import without_cudnn
 from rope_extend.evaluation.loss_computer import LossComputer
 from rope_extend.memory.meta_device import META, MetaBytes, dry_run_attention
@@ -132,7 +132,7 @@ def _measured_rates(width: int, heads: int, head: int, dtype: torch.dtype, devic
         chunked = segments = whole
         # As the evaluator computes them, with the kernels that torch takes on this device.
         if device.type == "cuda" and flash_serves(query, query, query):
-            part = tokens // 2 // WHOLE_QUERIES * WHOLE_QUERIES or tokens // 2
+            part = 1 << tokens.bit_length() - 1  # a power of two, so that few shapes occur
             earlier = 4 * part
             key = torch.randn(1, heads, earlier + part, head, device=device, dtype=dtype)
             work = 4.0 * heads * head * (part * earlier + _pairs(part, None))

@@ -239,7 +239,7 @@ def test_the_rates_of_a_gpu_are_those_of_the_functions_that_run(monkeypatch: pyt
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda one, other: one)
     with LogicalDevices():
         rates = flops._measured_rates.__wrapped__(64, 4, 16, torch.bfloat16, torch.device("cuda"))
-    assert calls == [(8192, 5 * 8192, True)] * 4 + [(8192, 5 * 8192, False)] * 4
+    assert calls == [(2**14, 5 * 2**14, True)] * 4 + [(2**14, 5 * 2**14, False)] * 4
     assert all(rate > 0 for rate in vars(rates).values())
 
 
