@@ -20,15 +20,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
+from torch.utils.checkpoint import checkpoint
 
 from rope_extend.encodings.core.critical import critical_range
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
 from rope_extend.loss import next_token_loss
+from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.models.families import adapter_for
 from rope_extend.models.rotary import ExtendedRotaryEmbedding, expand_cos_sin, has_float64
-from rope_extend.models.view import unwrap
+from rope_extend.models.view import decoder_layers, unwrap
 from rope_extend.patching import patch_model
 from rope_extend.searching.closed_forms import published, with_moved_critical_pair
 from rope_extend.searching.fitness import NEEDLE
@@ -144,13 +146,53 @@ def _frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+@contextmanager
+def _one_memory_error() -> Iterator[None]:
+    """Say what to do if there is not enough memory for a backward pass.
+
+    Raises:
+        RopeExtendError: there is not.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RopeExtendError(
+            "out of memory in a gradient step, which needs a backward pass over a whole document; use the "
+            "strategy race with gradient_steps=False. With resume=True, a race keeps what it has measured"
+        ) from error
+
+
+@contextmanager
+def _recomputed_layers(model: nn.Module) -> Iterator[None]:
+    """Each decoder layer keeps its inputs only, and runs again in the backward pass.
+
+    transformers does this in training mode only, in which dropout would act. Does nothing for a family whose
+    layers are not in one list.
+    """
+    found = decoder_layers(model)
+    layers: list[Any] = [] if found is None else list(found.layers)
+    before = [vars(layer).get("forward") for layer in layers]  # accelerate binds one, to fetch weights
+    try:
+        for layer in layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            vars(layer).pop("forward", None)
+            if forward is not None:
+                layer.forward = forward
+
+
 def gradient_of_document(context: Context, point: Movable, start: Table, number: int) -> list[float]:
     """The gradient of a document's fitness: for each number of the point, and last for the attention factor.
 
     It is read from the log, if an earlier run has computed it.
 
     Raises:
-        RopeExtendError: the gradient in the log does not belong to this search.
+        RopeExtendError: the gradient in the log does not belong to this search, or there is not enough memory
+            for a backward pass.
     """
     evaluator, space = context.evaluator, context.space
     leaves = (point.numbers, point.attention)
@@ -168,12 +210,14 @@ def gradient_of_document(context: Context, point: Movable, start: Table, number:
     encoding = space.encoding(start)
     present = 1.0 if space.current is None else space.current.attention_factor
     with (
+        _one_memory_error(),
         quiet_patching(),
         patch_model(
             model, encoding, trained_length=space.pretrained.trained_length, target_length=space.target_length
         ),
         evaluation_mode(model) as device,
         _frozen(model),
+        _recomputed_layers(model),
         torch.enable_grad(),
         differentiable_rotation(
             model, space.shape.inv_freq() / point.divisors(), present * point.attention.exp()

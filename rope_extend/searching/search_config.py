@@ -135,7 +135,7 @@ class SearchConfig(Config):
     gradient_steps: Annotated[
         bool,
         FLAG,
-        "race: end with gradient steps, which need the memory of a training step; otherwise with steps of "
+        "race: end with gradient steps, which need the memory of a backward pass; otherwise with steps of "
         "single pairs",
     ] = True
     attention_factor: Annotated[
@@ -168,6 +168,14 @@ class SearchConfig(Config):
     ] = None
 
     label: ClassVar[str] = "search"
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "what is measured": (
+            "documents", "holdout", "lengths", "length_weights", "needle_weight", "needle_depths", "short",
+        ),
+        "evolution": (
+            "population", "mutants", "crossovers", "parents", "iterations", "probability",
+        ),
+    }  # fmt: skip
     examples: ClassVar[str] = "configs/search/"
 
     def __post_init__(self) -> None:

@@ -118,6 +118,32 @@ def test_weights_and_rotation_are_left_as_they_were() -> None:
         assert torch.equal(model(before).logits, logits)
 
 
+def test_layers_are_recomputed_and_left_as_they_were() -> None:
+    """Each layer runs twice for a gradient, so that only its inputs are kept."""
+    found = context(needle_weight=0.0, lengths=(TARGET,))
+    start, calls = start_of(found.space), list[int]()
+    layers = found.evaluator.model.model.layers  # type: ignore[union-attr]
+    bound = layers[1].forward  # as accelerate binds one
+    layers[1].forward = bound
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    gradient.gradient_of_document(found, gradient.Point(start, 1), start, 0)
+    assert sorted(calls) == [0, 0, 1, 1]
+    assert "forward" not in vars(layers[0])
+    assert vars(layers[1])["forward"] is bound
+
+
+def test_a_lack_of_memory_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    found = context()
+    monkeypatch.setattr(gradient, "next_token_loss", allocate)
+    with pytest.raises(rx.RopeExtendError, match="use the strategy race with gradient_steps=False"):
+        gradient.run(found)
+    assert rx.current_patch(found.evaluator.model) is None
+
+
 def test_a_point_begins_near_its_table_and_stays_in_order() -> None:
     space = context().space
     start = start_of(space)
