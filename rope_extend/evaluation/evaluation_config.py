@@ -236,6 +236,12 @@ class EvaluationConfig(ModelConfig):
     ] = None
 
     label: ClassVar[str] = "evaluation"
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "how it is measured": (
+            "protocol", "window", "stride", "last", "max_tokens", "chunk", "save_losses", "cropped",
+            "retrieval", "budget",
+        ),
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -279,6 +285,11 @@ class RetrievalConfig(ModelConfig):
     ] = True
 
     label: ClassVar[str] = "retrieval"
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "prompts": (
+            "tasks", "depths", "trials", "chat", "template", "seed", "batch_tokens", "controls",
+        ),
+    }  # fmt: skip
 
     @property
     def prompt_options(self) -> PromptOptions:

@@ -80,6 +80,9 @@ class StudyConfig(ModelConfig):
     ] = None
 
     label: ClassVar[str] = "report"
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "retrieval": ("tasks", "task_lengths", "depths", "trials", "chat", "seed"),
+    }
     examples: ClassVar[str] = "configs/results/"
 
     def check_early(self) -> None:
