@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from rope_extend.attention.bias_parts import rows_of_part
 from rope_extend.attention.causal_suffix import flash_serves, suffix_attention
 from rope_extend.attention.registry import without_cudnn
 from rope_extend.evaluation.loss_computer import LossComputer
@@ -57,12 +58,14 @@ class Rates:
         attention: of causal attention over a whole window.
         chunked: of attention of a chunk to itself and to all earlier tokens, without a mask.
         segments: of attention of segments with tables of their own, which cuDNN does not compute on a GPU.
+        biased: of attention with a bias that is added by a mask, for a part of the queries at a time.
     """
 
     linear: float
     attention: float
     chunked: float
     segments: float
+    biased: float
 
 
 def operations_of(model: nn.Module) -> Operations:
@@ -129,7 +132,7 @@ def _measured_rates(width: int, heads: int, head: int, dtype: torch.dtype, devic
         products = seconds(lambda: states @ matrix)
         attend = partial(F.scaled_dot_product_attention, query, query, query, is_causal=True)
         whole = 4.0 * heads * head * _pairs(tokens, None) / seconds(attend)
-        chunked = segments = whole
+        chunked = segments = biased = whole
         # As the evaluator computes them, with the kernels that torch takes on this device.
         if device.type == "cuda" and flash_serves(query, query, query):
             part = 1 << tokens.bit_length() - 1  # a power of two, so that few shapes occur
@@ -140,4 +143,9 @@ def _measured_rates(width: int, heads: int, head: int, dtype: torch.dtype, devic
             chunked = work / seconds(attend)
             with without_cudnn():
                 segments = work / seconds(attend)
-    return Rates(8.0 * rows * width**2 / products, whole, chunked, segments)
+                few = min(part, rows_of_part(heads, part, device))
+                seen = key[:, :, :part]
+                bias = torch.zeros(1, heads, few, part, device=device, dtype=dtype)
+                added = partial(F.scaled_dot_product_attention, query[:, :, :few], seen, seen, bias)
+                biased = 4.0 * heads * head * few * part / seconds(added)
+    return Rates(8.0 * rows * width**2 / products, whole, chunked, segments, biased)

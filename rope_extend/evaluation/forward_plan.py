@@ -8,7 +8,7 @@ by rates that are measured on the device in a fraction of a second.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from rope_extend.encodings import Encoding, RopeEncoding
+from rope_extend.encodings import BiasEncoding, Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
 from rope_extend.evaluation.flops import measured_rates, operations_of
@@ -206,7 +206,7 @@ def plan_forward(
             setups=setups,
         )
         used = (*by_memory.values(), *(encoding for _, encoding in by_layers.values()))
-        return _plan(estimator, sorted(set(lengths)), chunk, segments=any(map(_has_segments, used)))
+        return _plan(estimator, sorted(set(lengths)), chunk, {*filter(None, map(_slower_kernel, used))})
 
     return try_estimate(estimate, lm, "a forward")
 
@@ -220,9 +220,12 @@ def _memory_class(encoding: Encoding | None) -> Any:
     return type(encoding), encoding.depends_on_length
 
 
-def _has_segments(encoding: Encoding | None) -> bool:
-    """Whether queries of one forward have tables of their own, so that attention runs in segments."""
-    return isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention
+def _slower_kernel(encoding: Encoding | None) -> str | None:
+    """The rate of an encoding's attention, if it is not the model's own: an attribute of `Rates`."""
+    if isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention:
+        return "segments"  # queries of one forward have tables of their own
+    channels = isinstance(encoding, BiasEncoding) and type(encoding).slopes is not BiasEncoding.slopes
+    return "biased" if isinstance(encoding, BiasEncoding) and not channels else None
 
 
 def _adapter_layers(adapter: Path) -> str:
@@ -260,9 +263,9 @@ def _with_adapter(
 
 
 def _plan(
-    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, *, segments: bool = False
+    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, slower: Set[str] = frozenset()
 ) -> ForwardPlan:
-    """The plan; `segments` if attention of an encoding runs in segments."""
+    """The plan, with the rates of the slower kernels that encodings need."""
     operations = operations_of(estimator.model)
     rates = measured_rates(estimator.model, estimator.device)
     plans = []
@@ -270,7 +273,7 @@ def _plan(
         linear, attention = operations.linear * tokens, operations.attention(tokens)
         estimate = estimator.estimate(tokens, chunk)
         rate = rates.attention if estimate.chunk_size >= tokens else rates.chunked
-        rate = min(rate, rates.segments) if segments else rate
+        rate = min(rate, *(getattr(rates, name) for name in slower)) if slower else rate
         seconds = linear / rates.linear + attention / rate
         plans.append(LengthPlan(**vars(estimate), flops=operations.of(tokens), seconds=seconds))
     longest_fit = None

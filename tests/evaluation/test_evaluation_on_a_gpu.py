@@ -193,7 +193,7 @@ def test_decoding_builds_no_plan_for_each_token() -> None:
 
 
 def test_chunks_are_timed_with_the_kernel_that_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = flops.Rates(linear=1e9, attention=1e9, chunked=1e8, segments=5e7)
+    rates = flops.Rates(linear=1e9, attention=1e9, chunked=1e8, segments=5e7, biased=2e7)
     monkeypatch.setattr(forward_plan, "measured_rates", lambda model, device: rates)
     with torch.device("meta"):
         model = tiny_llama()
@@ -201,6 +201,13 @@ def test_chunks_are_timed_with_the_kernel_that_computes_them(monkeypatch: pytest
     whole, chunked = (forward_plan._plan(estimator, [512], chunk).longest for chunk in (None, 128))
     attention = flops.operations_of(model).attention(512)
     assert chunked.seconds - whole.seconds == pytest.approx(attention / 1e8 - attention / 1e9)
+    yarn = rx.encoding("yarn", factor=4.0)
+    static = (None, yarn, rx.encoding("alibi"), rx.encoding("logn", inner=yarn))
+    others = {rx.encoding("dynamic_ntk", factor=4.0): 5e7, rx.encoding("fire"): 2e7, rx.encoding("shaw"): 2e7}
+    for encoding, rate in {**dict.fromkeys(static, 1e9), **others}.items():
+        kernel = forward_plan._slower_kernel(encoding)
+        slower = forward_plan._plan(estimator, [512], None, {kernel} if kernel else set()).longest
+        assert slower.seconds - whole.seconds == pytest.approx(attention / rate - attention / 1e9)
 
 
 @pytest.mark.parametrize(("device", "tokens"), [("cpu", 130), ("cuda", 512)])
