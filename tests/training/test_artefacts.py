@@ -67,7 +67,7 @@ READERS: dict[str, dict[str, str | None]] = {
         "card.write_card": None,  # asks only whether the card is ours
         "card_mark.is_our_card": None,  # the same, by a digest in the card
         "companions.copy_notices": None,  # copies files
-        "local_paths._private_fields": None,  # names fields
+        "local_paths._fields": None,  # names fields
         "staging._marked_as_in_use": None,  # opens a directory to lock it
         "staging._remove_leftovers": None,  # the same
         "stock_reader": None,  # the request of the process that started this one
