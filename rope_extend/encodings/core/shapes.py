@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral
 
 import torch
@@ -71,7 +72,7 @@ class ExtendedShape(RopeShape):
         table: the present frequency of each channel pair, radians per token; at least 0.
     """
 
-    table: tuple[float, ...] = field(repr=False)
+    table: tuple[float, ...] = dataclasses.field(repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
