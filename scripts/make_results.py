@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from results_lines import Line, lines_of, read_lines, write_lines
-from results_page import page
+from results_page import page, readme_table
 from results_rows import results_of
 from smollm2 import SOURCE, checkpoint
 
@@ -44,6 +44,9 @@ CONFIGS = ROOT / "configs" / "results"
 SETTINGS = "settings.json"
 LORA_RUNS = ("yarn", "linear", "none", "ntk")
 """Methods of the LoRA runs; `none` is direct fine-tuning without an extension."""
+BEGIN, END = "<!-- make results: begin -->", "<!-- make results: end -->"
+"""Marks around the table in the README."""
+
 QUICK: dict[str, Any] = {
     "max_documents": 1, "lengths": ["4k", "8k", "12k"], "target_length": "12k", "task_lengths": ["12k"],
     "depths": 3, "trials": 1,
@@ -107,6 +110,11 @@ class Run:
         if self.adapters():
             self.study("trained", adapters=self.adapters())
 
+    def precision(self) -> None:
+        """Measure plain RoPE in float32, within the window."""
+        fixed = {"target_length": "2k", "lengths": ["2k"]}
+        self.study("precision", **fixed, task_lengths=None)
+
     def searched(self) -> None:
         """Search a table, and measure it; the first share does it."""
         output = self.directory / "race"
@@ -126,6 +134,8 @@ class Run:
             self.trained()
         elif name == "passkeys" or name == "tasks":
             self.study(name, data=None, adapters=self.adapters())
+        elif name == "precision":
+            self.precision()
         elif name == "lora_ntk":
             self.train(LORA_RUNS[3:])
             self.trained()
@@ -135,7 +145,7 @@ class Run:
             self.study(name)
 
 
-STAGES = ("untrained", "lora", "trained", "passkeys", "tasks", "lora_ntk", "searched")
+STAGES = ("untrained", "precision", "lora", "trained", "passkeys", "tasks", "lora_ntk", "searched")
 """All stages, the most important first."""
 QUICK_STAGES = ("untrained", "passkeys")
 """The stages of `--quick`."""
@@ -163,12 +173,22 @@ def write(lines: Sequence[Line], docs: Path) -> None:
     results = results_of(lines)
     write_lines(lines, docs / "results" / "results.jsonl")
     write_text(docs / "results.md", page(results, SOURCE))
+    readme = docs.parent / "README.md"
+    if results.rows and readme.exists():
+        write_text(readme, with_table(readme.read_text(encoding="utf-8"), readme_table(results)))
     if results.rows:
         title = f"SmolLM2-135M-Instruct beyond its window of {format_length(results.trained)}"
         for suffix in ("png", "svg"):
             plot_perplexity(
                 results.rows, results.trained, docs / "results" / f"perplexity.{suffix}", title=title
             )
+
+
+def with_table(text: str, table: str) -> str:
+    """The README with the table between its two marks; without marks it stays as it is."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{table}\n{end}{after}" if begin and end else text
 
 
 def parser() -> argparse.ArgumentParser:

@@ -22,7 +22,8 @@ HEAD = """\
 
 <!-- written by scripts/make_results.py -->
 
-{source}. The model was trained on {trained} tokens. Weights in {dtype}, on {machine}.
+{source}. The model was trained on {trained} tokens.
+Weights in {dtype}, on {machine}. {precision}
 
     make results
 
@@ -32,7 +33,7 @@ HEAD = """\
 - Every figure below is computed from the lines of [results/results.jsonl](results/results.jsonl). Each is one
   row on one document, or on one prompt.
 
-The texts are the first {longest} tokens of {count} books. The digits identify their tokens:
+The texts are the first {longest} tokens of {books}. The digits identify their tokens:
 
 {texts}
 
@@ -84,11 +85,35 @@ def _head(results: Results, source: str) -> str:
     texts = {line["document"]: line["result"]["data"] for line in perplexities}
     shown = [name for name in results.collected.documents if name in texts]
     return HEAD.format(
-        source=source, trained=f"{results.trained:,}", dtype=results.lines[0]["dtype"],
+        source=source, trained=f"{results.trained:,}", dtype=(perplexities or results.lines)[0]["dtype"],
         machine=" and ".join(machines(results.lines)), hours=format_duration(seconds(results.lines)),
-        longest=f"{results.longest:,}", count=len(shown),
+        longest=f"{results.longest:,}", precision=_precision(results),
+        books="one book" if len(shown) == 1 else f"{len(shown)} books",
         texts="\n".join(f"- `{name}`: `{texts[name]}`" for name in shown),
     )  # fmt: skip
+
+
+def _precision(results: Results) -> str:
+    """How far bfloat16 is from float32, if both were measured on the same books at the same length."""
+    losses: dict[str, dict[tuple[str, str], tuple[float, int]]] = {}
+    for line in results.of_kind(PERPLEXITY):
+        if line["label"] == "none":
+            nll, terms = line["result"]["document_nll"], line["result"]["document_terms"]
+            found = losses.setdefault(line["dtype"], {})
+            found |= {(line["document"], n): (nll[n][0], terms[n][0]) for n in nll}
+    shared = sorted(set(losses.get("float32", {})) & set(losses.get("bfloat16", {})))
+    if not shared:
+        return ""
+    means = {
+        dtype: ppl(sum(found[key][0] for key in shared) / sum(found[key][1] for key in shared))
+        for dtype, found in losses.items()
+    }
+    books = len({document for document, _ in shared})
+    texts = "one book" if books == 1 else f"{books} books"
+    return "\n" + _filled(
+        f"At {format_length(int(shared[0][1]))} tokens of {texts}, plain RoPE has {means['float32']:.3f} in "
+        f"float32 and {means['bfloat16']:.3f} in bfloat16."
+    )
 
 
 def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
@@ -226,6 +251,25 @@ def _searched(results: Results) -> Iterator[str]:
                 f"Attention factor {line['attention_factor']:g}, divisors {divisors}."
             ),
         )
+
+
+README_ROWS = ("none", "none, cropped", "ntk", "yarn", "dynamic_yarn", "self_extend", "rerope", "yarn + LoRA")
+"""Beginnings of the labels that the README shows."""
+
+
+def readme_table(results: Results) -> str:
+    """The table of the README: some rows, from the trained window on."""
+    gains = {gain.second.label: gain for gain in against_cropped(results.rows)}
+    rows = [
+        row for row in results.rows
+        if row.label in README_ROWS or row.label.startswith("none, cropped")
+    ]  # fmt: skip
+    lengths = [length for length in sorted(rows[0].result.ppl) if length >= results.trained]
+    lines = [["", *map(format_length, lengths), f"{format_length(lengths[-1])} / cropped"]]
+    for row in rows:
+        figures = [number(row.result.ppl[length]) for length in lengths]
+        lines.append([row.label, *figures, _ratio(gains.get(row.label))])
+    return markdown_table(lines)
 
 
 def _missing(results: Results) -> Iterator[str]:

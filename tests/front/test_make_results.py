@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -117,7 +118,27 @@ def test_a_page_of_a_few_cells_says_what_is_missing() -> None:
         assert f"Not measured: {missing}" in text
     partial = [*lines()[:5], lines()[5]]  # `none` alone on the second document
     text = results_page.page(results_rows.results_of(partial), "A model")
-    assert "the first 64 tokens of 1 books" in text
+    assert "the first 64 tokens of one book." in text
+
+
+def test_both_dtypes_are_compared_on_the_same_tokens() -> None:
+    other = {**perplexity_line("none", "a.txt", 3.1), "dtype": "float32"}
+    del other["result"]["ppl"]["64"], other["result"]["document_nll"]["64"]
+    text = results_page.page(results_rows.results_of([*lines(), other]), "A model")
+    small, large = (f"{math.exp((level * 31 + 0.05) / 31):.3f}" for level in (3.1, 3.0))
+    assert f"At 32 tokens of one book, plain RoPE has {small} in float32 and {large} in bfloat16." in text
+
+
+def test_the_readme_gets_its_table() -> None:
+    results = results_rows.results_of(lines())
+    table = results_page.readme_table(results)
+    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert rows == ["none", "none, cropped to 32", "yarn", "yarn + LoRA"]
+    text = f"before\n{make_results.BEGIN}\nold\n{make_results.END}\nafter\n"
+    new = make_results.with_table(text, table)
+    assert new == text.replace("old", table)
+    assert make_results.with_table(new, table) == new
+    assert make_results.with_table("nothing", table) == "nothing"
 
 
 def test_the_committed_page_is_that_of_its_lines() -> None:
@@ -125,8 +146,13 @@ def test_the_committed_page_is_that_of_its_lines() -> None:
     if not file.exists():
         pytest.skip("no results are committed")
     found = results_lines.read_lines(file)
-    page = results_page.page(results_rows.results_of(found), smollm2.SOURCE)
+    results = results_rows.results_of(found)
+    page = results_page.page(results, smollm2.SOURCE)
     assert (DOCS / "results.md").read_text(encoding="utf-8") == page
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert readme == make_results.with_table(
+        readme, results_page.readme_table(results_rows.results_of(found))
+    )
     text = file.read_text(encoding="utf-8")
     assert not re.search(r'"[^"]*(/tmp/|/work/|/home/|/root/)', text)
 
@@ -135,9 +161,9 @@ def test_the_committed_page_is_that_of_its_lines() -> None:
 def test_the_settings_of_every_stage_are_valid(file: Path) -> None:
     kinds = {"lora": Recipe, "race": SearchConfig}
     config = kinds.get(file.stem, StudyConfig).from_yaml(file)
-    assert config.target_length == 16_384
+    assert config.target_length == (2048 if file.stem == "precision" else 16_384)
     for changes in (make_results.QUICK, make_results.ON_A_GPU):
-        if file.stem not in kinds:
+        if file.stem not in (*kinds, "precision"):
             StudyConfig.from_yaml(file, changes)
 
 
@@ -196,7 +222,7 @@ def test_stages_are_measured_once_and_written(
 
 def test_mistakes_are_refused(small: list[str], tmp_path: Path) -> None:
     for words, message in (
-        (["--stages", "untraned"], "no stage untraned; stages are untrained, lora"),
+        (["--stages", "untraned"], "no stage untraned; stages are untrained, precision, lora"),
         (["--share", "3/2"], "--share is a part such as 1/2"),
     ):
         with pytest.raises(RopeExtendError, match=message):
