@@ -55,12 +55,17 @@ def main() -> None:
     parser.add_argument("--target-length", type=parse_length, required=True, help="the new window")
     parser.add_argument("--data", required=True, help="documents of at least that length")
     parser.add_argument("--documents", type=int, default=8, help="number of documents (default: 8)")
+    parser.add_argument(
+        "--min-tokens",
+        type=parse_length,
+        help="only documents of this length, such as 8k (default: the window)",
+    )
     parser.add_argument("--methods", default="linear,ntk,llama3,yarn", help="methods, separated by commas")
     arguments = parser.parse_args()
     target = arguments.target_length
     model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
     documents = rx.load_documents(
-        arguments.data, AutoTokenizer.from_pretrained(arguments.model), min_tokens=target,
+        arguments.data, AutoTokenizer.from_pretrained(arguments.model), min_tokens=max(target, arguments.min_tokens or 0),
         max_documents=arguments.documents, max_tokens=target,
     )  # fmt: skip
     trained = rx.info(model).shape.trained_length
