@@ -65,9 +65,12 @@ def main() -> None:
     target = arguments.target_length
     model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
     documents = rx.load_documents(
-        arguments.data, AutoTokenizer.from_pretrained(arguments.model), min_tokens=max(target, arguments.min_tokens or 0),
-        max_documents=arguments.documents, max_tokens=target,
-    )  # fmt: skip
+        arguments.data,
+        AutoTokenizer.from_pretrained(arguments.model),
+        min_tokens=max(target, arguments.min_tokens or 0),
+        max_documents=arguments.documents,
+        max_tokens=target,
+    )
     trained = rx.info(model).shape.trained_length
     lengths = [trained]
     while lengths[-1] * 2 < target:
