@@ -210,7 +210,7 @@ def page(wheel: str, outputs: list[str]) -> str:
         "<!-- written by scripts/write_walkthrough.py -->",
         "Every command of a new user, with what it printed: from an empty virtual environment to a served "
         "model. A script wrote this page by running the commands. Memory and hours of real models are "
-        "calculated, not measured.",
+        "calculated, not measured. The seconds are of two CPU cores that were busy with other work.",
         "## Install",
         "In a clone, build the wheel. It is all that the rest needs; the repository is not used again.",
         "```console\n$ pip wheel --no-deps --wheel-dir wheels .\n"
