@@ -37,6 +37,10 @@ FILES = {"llama3-8b/config.json": LLAMA3_8B, "qwen2.5-7b/config.json": QWEN25_7B
 """Configs that are written by hand: sizes are all that advice and plans need."""
 
 
+_NOISE = re.compile(r"\d+%\||Warning: |^Failed to load CPU|^  warnings\.warn|^Loading weights")
+"""Progress bars, and warnings of other libraries."""
+
+
 @dataclass(frozen=True)
 class Step:
     """A command with the text above it.
@@ -196,9 +200,7 @@ def run(steps: tuple[Step, ...], work: Path, programs: Path) -> list[str]:
 def shown(text: str, work: Path) -> str:
     """What a reader needs of an output: no progress bars, no warnings of other libraries, no long paths."""
     lines = [line.rpartition("\r")[2].rstrip() for line in text.replace(f"{work}/", "").splitlines()]
-    kept = [
-        line for line in lines if not re.search(r"\d+%\||Warning: |^Failed to load CPU|^  warnings\.warn|^Loading weights", line)
-    ]
+    kept = [line for line in lines if not _NOISE.search(line)]
     kept = [re.sub(r"/\S*/site-packages/", ".../site-packages/", line) for line in kept]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(kept).strip("\n")) + "\n" if any(kept) else ""
 
