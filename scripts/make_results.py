@@ -21,15 +21,15 @@ from typing import Any
 
 import torch
 from results_lines import Line, lines_of, read_lines, write_lines
-from results_page import page, readme_table
-from results_rows import results_of
+from results_page import in_readme, page, readme_table
+from results_rows import Results, results_of
 from smollm2 import SOURCE, checkpoint
 
 from rope_extend.demo.run import finetune_once
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.identity import check_same, read_identity
 from rope_extend.files import write_json, write_text
-from rope_extend.plots.curves import plot_perplexity
+from rope_extend.plots.curves import plot_perplexity, plot_ratio
 from rope_extend.searching.run_search import search
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import LOG
@@ -176,12 +176,17 @@ def write(lines: Sequence[Line], docs: Path) -> None:
     readme = docs.parent / "README.md"
     if results.rows and readme.exists():
         write_text(readme, with_table(readme.read_text(encoding="utf-8"), readme_table(results)))
-    if results.rows:
-        title = f"SmolLM2-135M-Instruct beyond its window of {format_length(results.trained)}"
-        for suffix in ("png", "svg"):
-            plot_perplexity(
-                results.rows, results.trained, docs / "results" / f"perplexity.{suffix}", title=title
-            )
+    for suffix in ("png", "svg") if results.rows else ():
+        draw(results, docs / "results" / f"perplexity.{suffix}")
+        if results.near:
+            plot_ratio(results.near, docs / "results" / f"ratio.{suffix}")
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw the perplexity of the rows of the README, by length."""
+    rows = [row for row in results.rows if in_readme(row.label) or row.label == "linear"]
+    title = f"SmolLM2-135M-Instruct beyond its window of {format_length(results.trained)}"
+    plot_perplexity(rows, results.trained, path, title=title)
 
 
 def with_table(text: str, table: str) -> str:

@@ -63,7 +63,10 @@ def page(results: Results, source: str) -> str:
     untrained = [row for row in results.rows if row.adapter is None]
     if untrained:
         text = "None of these rows changes a weight."
-        parts.append(_section("Without training", text, table(results, untrained), *_notes(results)))
+        drawn = ""
+        if results.near:
+            drawn = "![Perplexity divided by that of the cropped context, by length](results/ratio.svg)"
+        parts.append(_section("Without training", text, table(results, untrained), *_notes(results), drawn))
     parts += list(_retrieval(results))
     tuned = [row for row in results.rows if row.adapter is not None]
     if tuned:
@@ -88,7 +91,7 @@ def _head(results: Results, source: str) -> str:
         source=source, trained=f"{results.trained:,}", dtype=(perplexities or results.lines)[0]["dtype"],
         machine=" and ".join(machines(results.lines)), hours=format_duration(seconds(results.lines)),
         longest=f"{results.longest:,}", precision=_precision(results),
-        books="one book" if len(shown) == 1 else f"{len(shown)} books",
+        books=books_text(len(shown)),
         texts="\n".join(f"- `{name}`: `{texts[name]}`" for name in shown),
     )  # fmt: skip
 
@@ -108,8 +111,7 @@ def _precision(results: Results) -> str:
         dtype: ppl(sum(found[key][0] for key in shared) / sum(found[key][1] for key in shared))
         for dtype, found in losses.items()
     }
-    books = len({document for document, _ in shared})
-    texts = "one book" if books == 1 else f"{books} books"
+    texts = books_text(len({document for document, _ in shared}))
     return "\n" + _filled(
         f"At {format_length(int(shared[0][1]))} tokens of {texts}, plain RoPE has {means['float32']:.3f} in "
         f"float32 and {means['bfloat16']:.3f} in bfloat16."
@@ -253,23 +255,31 @@ def _searched(results: Results) -> Iterator[str]:
         )
 
 
-README_ROWS = ("none", "none, cropped", "ntk", "yarn", "dynamic_yarn", "self_extend", "rerope", "yarn + LoRA")
-"""Beginnings of the labels that the README shows."""
+README_ROWS = ("none", "ntk", "yarn", "dynamic_yarn", "self_extend", "rerope", "yarn + LoRA")
+"""Labels of rows that the README shows, next to the control."""
+
+
+def in_readme(label: str) -> bool:
+    """Whether the README shows a row."""
+    return label in README_ROWS or label.startswith("none, cropped")
+
+
+def books_text(count: int) -> str:
+    """`one book`, or `4 books`."""
+    return "one book" if count == 1 else f"{count} books"
 
 
 def readme_table(results: Results) -> str:
-    """The table of the README: some rows, from the trained window on."""
+    """The table of the README, and what it shows: some rows, from the trained window on."""
     gains = {gain.second.label: gain for gain in against_cropped(results.rows)}
-    rows = [
-        row for row in results.rows
-        if row.label in README_ROWS or row.label.startswith("none, cropped")
-    ]  # fmt: skip
+    rows = [row for row in results.rows if in_readme(row.label)]
     lengths = [length for length in sorted(rows[0].result.ppl) if length >= results.trained]
     lines = [["", *map(format_length, lengths), f"{format_length(lengths[-1])} / cropped"]]
     for row in rows:
         figures = [number(row.result.ppl[length]) for length in lengths]
         lines.append([row.label, *figures, _ratio(gains.get(row.label))])
-    return markdown_table(lines)
+    books = books_text(len(results.collected.documents))
+    return f"Perplexity over the first N tokens of {books}, lower is better:\n\n{markdown_table(lines)}"
 
 
 def _missing(results: Results) -> Iterator[str]:

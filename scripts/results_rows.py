@@ -8,7 +8,10 @@ from typing import Any
 
 from results_lines import TRAINING, Line
 
+from rope_extend.evaluation.comparison import Comparison
+from rope_extend.evaluation.controls import against_cropped
 from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.plots.curves import MOST_RATIO
 from rope_extend.study.cells import PERPLEXITY, RETRIEVAL
 from rope_extend.study.collecting import Collected, collect
 
@@ -30,6 +33,12 @@ class Results:
     @property
     def rows(self) -> list[EvaluationRow]:
         return self.collected.rows
+
+    @property
+    def near(self) -> list[Comparison]:
+        """The rows whose perplexity at the longest length is near that of the cropped context."""
+        found = against_cropped(self.rows)
+        return [gain for gain in found if gain.differences[-1].ratio <= MOST_RATIO]
 
     @property
     def trained(self) -> int:

@@ -22,6 +22,8 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.results import Cell as Trials
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.plots.contents import written
+from rope_extend.plots.curves import plot_ratio
 from rope_extend.report.tables import number
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.study.cells import binned
@@ -132,8 +134,9 @@ def test_both_dtypes_are_compared_on_the_same_tokens() -> None:
 def test_the_readme_gets_its_table() -> None:
     results = results_rows.results_of(lines())
     table = results_page.readme_table(results)
-    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    rows = [line.split("|")[1].strip() for line in table.splitlines()[4:]]
     assert rows == ["none", "none, cropped to 32", "yarn", "yarn + LoRA"]
+    assert table.startswith("Perplexity over the first N tokens of 2 books, lower is better:\n\n|")
     text = f"before\n{make_results.BEGIN}\nold\n{make_results.END}\nafter\n"
     new = make_results.with_table(text, table)
     assert new == text.replace("old", table)
@@ -141,7 +144,7 @@ def test_the_readme_gets_its_table() -> None:
     assert make_results.with_table("nothing", table) == "nothing"
 
 
-def test_the_committed_page_is_that_of_its_lines() -> None:
+def test_the_committed_page_is_that_of_its_lines(tmp_path: Path) -> None:
     file = DOCS / "results" / "results.jsonl"
     if not file.exists():
         pytest.skip("no results are committed")
@@ -153,6 +156,12 @@ def test_the_committed_page_is_that_of_its_lines() -> None:
     assert readme == make_results.with_table(
         readme, results_page.readme_table(results_rows.results_of(found))
     )
+    make_results.draw(results, tmp_path / "perplexity.svg")
+    plot_ratio(results.near, tmp_path / "ratio.svg")
+    for name in ("perplexity", "ratio"):
+        shown = written(tmp_path / f"{name}.svg")
+        for suffix in (".svg", ".png"):
+            assert written(DOCS / "results" / f"{name}{suffix}") == shown
     text = file.read_text(encoding="utf-8")
     assert not re.search(r'"[^"]*(/tmp/|/work/|/home/|/root/)', text)
 
