@@ -189,6 +189,7 @@ def test_what_fits_in_no_way_is_said(tmp_path: Path) -> None:
     assert "does not fit" in describe(advice)
 
 
+@pytest.mark.slow
 def test_few_hours_give_short_blocks_and_never_more_time_than_asked_for(tmp_path: Path) -> None:
     model = small(tmp_path, "tinyllama-1b")
     full = advise(model, "32k", gpu="h100")

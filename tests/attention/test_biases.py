@@ -234,7 +234,7 @@ def places(kind: str, length: int) -> tuple[Tensor, Tensor]:
         ("packed", 150),
         ("window", 150),
         ("gaps", 150),
-        ("prefix", 300),
+        ("prefix", 150),
         ("images", 150),
         ("both ways", 60),
     ],

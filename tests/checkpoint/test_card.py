@@ -49,7 +49,7 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=few(METHODS, 3))
 def run(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`base` and `run` (an adapter) in the working directory."""
     monkeypatch.chdir(tmp_path)

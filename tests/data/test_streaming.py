@@ -253,6 +253,7 @@ def test_a_run_resumes_bit_for_bit_and_records_its_position(
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_bit_for_bit(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

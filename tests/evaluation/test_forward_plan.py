@@ -367,11 +367,13 @@ def test_the_command_prints_the_plan_and_does_nothing(
     main(shlex.split(f"evaluate {tmp_path} --plan --lengths 64,256 --methods yarn,dynamic_ntk"))
     out = capsys.readouterr().out
     assert "of weights" in out
-    assert [line.split()[0] for line in out.splitlines()[2:]] == ["64", "256"]
+    lines = out.splitlines()[2:]
+    assert [line.split()[0] for line in lines[:3]] == ["32", "64", "256"]  # 32: the trained window
+    assert [line.partition(":")[0].partition(",")[0] for line in lines[3:5]] == ["perplexity", "control"]
     assert "in one pass" in out
     assert set(tmp_path.iterdir()) == before
     for arguments, message in (
-        ("--plan --lengths 64k --limit-memory 1MB", "65,536 tokens need about"),
+        ("--plan --lengths 64k --limit-memory 1MB", "32 tokens need about"),
         (
             f"--data {work / 'data'} --output {tmp_path / 'no'} --lengths 64 --limit-memory 100KB",
             "32 tokens",

@@ -55,6 +55,7 @@ def test_different_prompts_are_refused() -> None:
             compare_retrieval(first, second)
 
 
+@pytest.mark.slow
 def test_runs_of_one_kind_compare_and_of_two_do_not(tmp_path: Path) -> None:
     write_report([row("none", "none", 2.0)], tmp_path / "perplexity", trained_length=32)
     write_retrieval([retrieved("none", FIRST)], tmp_path / "one")

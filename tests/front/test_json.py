@@ -69,6 +69,7 @@ def test_support(capsys: pytest.CaptureFixture[str]) -> None:
         assert cells == [verdicts[target] for target in TARGETS]
 
 
+@pytest.mark.slow
 def test_comparisons(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = f"{work / 'model'} --methods none,yarn --data {work / 'data'}"
     main(shlex.split(f"evaluate {names} --lengths 16,64 --retrieval 0 --output {tmp_path}"))

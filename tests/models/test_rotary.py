@@ -296,6 +296,7 @@ def test_compiles_without_a_graph_break() -> None:
     torch.testing.assert_close(compiled, eager, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_traces_without_a_graph_break() -> None:
     """The whole model is one graph; runs without inductor, which makes the slow test slow."""
     model = llama()

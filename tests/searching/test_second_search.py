@@ -84,6 +84,7 @@ def test_the_second_search_multiplies_the_table_that_the_model_has(
     ).encoding == encoding  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_saved_table_is_no_method_on_top(extended: Path, work: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     rx.search(settings(extended, work, output, iterations=0), progress=False)

@@ -160,6 +160,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
 """By name, what changes on disk, in the recipe, and the error."""
 
 
+@pytest.mark.slow
 def test_a_run_of_other_work_is_not_resumed(recipe: Recipe, tmp_path: Path) -> None:
     kept = {name: files_below(tmp_path / name) for name in ("model", "data")}
     run = files_below(Path(recipe.output_dir))
