@@ -34,13 +34,13 @@ SHORTEST = 8
 
 
 def _tasks(value: Any) -> tuple[str, ...]:
-    """Names of tasks; an empty list is allowed."""
-    if isinstance(value, list | tuple) and not value:
+    """Names of tasks; `none` and an empty list are no tasks."""
+    if value == "none" or (isinstance(value, list | tuple) and not value):
         return ()
     return tuple(dict.fromkeys(map(choice(*TASKS).parse, items(value))))
 
 
-_TASKS = Kind(f"a list of {', '.join(TASKS)}, or an empty list", _tasks, plain=True)
+_TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True)
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StudyConfig(ModelConfig):
     ] = None
     max_documents: Annotated[int, POSITIVE_COUNT, "number of documents to use"] = 4
     tasks: Annotated[
-        tuple[str, ...], _TASKS, f"retrieval tasks, of {', '.join(TASKS)}; an empty list for none"
+        tuple[str, ...], _TASKS, f"retrieval tasks, of {', '.join(TASKS)}; none for no tasks"
     ] = ("passkey",)
     task_lengths: Annotated[
         tuple[int, ...] | None, optional(LENGTHS), "lengths of the tasks (default: target_length)"

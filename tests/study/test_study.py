@@ -14,12 +14,12 @@ from test_report_and_plots import result, row
 
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.results import Cell as Trials
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.study.cells import BIN, Cell, CellStore, StudyRow, binned, unbinned
-from rope_extend.evaluation.clock import Clock
 from rope_extend.study.collecting import Collected, collect, merged
 from rope_extend.study.deciding import decision
 from rope_extend.study.reporting import comparison, not_measured
@@ -163,6 +163,7 @@ def test_a_budget_leaves_the_rest(work: Path, tmp_path: Path) -> None:
     assert "No row can be judged yet" in found.markdown()
 
 
+@pytest.mark.slow
 def test_adapters_are_rows(work: Path, tmp_path: Path, no_plan: None) -> None:
     from rope_extend.training.finetune import finetune
     from rope_extend.training.recipe import Recipe
@@ -332,6 +333,7 @@ def test_settings() -> None:
     assert StudyConfig(model="m", target_length="16k", adapters=["a"]).methods == ("none",)
     assert StudyConfig(model="m", target_length=64, lengths=[16]).lengths == (16, 64)
     assert StudyConfig.from_dict(config.to_dict()) == config
+    assert StudyConfig(model="m", target_length=64, tasks="none").tasks == ()
     for wrong, message in (
         ({}, "missing target_length"),
         ({"target_length": 64, "lengths": [128]}, "lengths must be at most target_length"),

@@ -1,0 +1,119 @@
+"""`rope-extend report` on tiny models: one command, resumed, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rope_extend.cli.main import main
+from rope_extend.evaluation.output_directory import FILES
+from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.study.run_study import Study
+
+pytestmark = pytest.mark.usefixtures("private_cache", "blank_pictures")
+COMMAND = "report {model} --target-length 64 --lengths 16 --methods none,yarn --tasks none --documents 2"
+
+
+def run(command: str, work: Path, out: Path) -> None:
+    main(shlex.split(command.format(model=work / "model", data=work / "data", out=out)))
+
+
+def fail(command: str, work: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as error:
+        run(command, work, out)
+    assert error.value.code == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" not in shown
+    return shown
+
+
+def test_from_a_model_to_a_verdict(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = f"{COMMAND} --data {{data}} --output {{out}}/report"
+    with monkeypatch.context() as patch:
+        patch.setattr(Study, "_measure", interrupt_after(3))
+        with pytest.raises(SystemExit) as stopped:
+            run(command, work, tmp_path)
+    assert stopped.value.code == 130
+    assert "keeps what is finished; the same command with --resume continues" in capsys.readouterr().err
+    assert "holds a study; give --resume to measure" in fail(command, work, tmp_path, capsys)
+    run(f"{command} --resume", work, tmp_path)
+    shown = capsys.readouterr().out
+    assert shown.startswith("Verdict:\n\n- ")
+    table = (tmp_path / "report" / "table.md").read_text()
+    assert table.startswith("Verdict:\n\n- ")
+    rows = read_results(tmp_path / "report")
+    assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn"]
+    assert [row.result.documents for row in rows] == [2, 2, 2]
+    for row in rows:
+        assert f"| {row.label} " in table
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {*FILES, "cells"}
+    assert "holds a study" in fail(command, work, tmp_path, capsys)
+    run(f"{command.replace('none,yarn', 'none')} --overwrite", work, tmp_path)
+    assert len(read_results(tmp_path / "report")) == 2
+    assert len(list((tmp_path / "report" / "cells").iterdir())) == 4
+
+
+def interrupt_after(count: int) -> Any:
+    """Measures some cells, and is then interrupted."""
+    measure, calls = Study._measure, []
+
+    def measured(self: Study, *arguments: Any) -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) > count:
+            raise KeyboardInterrupt
+        return measure(self, *arguments)
+
+    return measured
+
+
+def test_a_budget_says_what_is_missing(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(f"{COMMAND} --data {{data}} --output {{out}}/report --budget 0.0000001s", work, tmp_path)
+    shown = capsys.readouterr().out
+    assert "Not measured yet:\n\n- none: 2 documents\n" in shown
+    run(f"{COMMAND} --data {{data}} --output {{out}}/report", work, tmp_path)  # nothing was begun
+    assert "Not measured yet" not in capsys.readouterr().out
+
+
+def test_the_plan_needs_no_data(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = "report {model} --target-length 64 --methods none,yarn --documents 3 --trials 2 --plan"
+    run(command, work, tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("perplexity: 3 rows, 3 documents each, about ")
+    assert lines[1].startswith("passkey at 64: 3 rows, 10 prompts each, about ")
+    assert lines[2].startswith("in all, about ")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("report {model} --data {data} --output {out}/x", "missing target_length"),
+        ("report {model} --target-length 64 --output {out}/x", "report needs --data and --output"),
+        ("report {model} --target-length 64 --data {data}", "report needs --data and --output"),
+        (
+            "report {model} --target-length 64 --data {data} --output {out}/x --methods yran",
+            "Did you mean 'yarn'",
+        ),
+        ("report {model} --target-length 64 --data {data} --output {out}/x", "the task passkey needs about"),
+        (
+            "report {model} --target-length 1M --tasks none --data {data} --output {out}/x",
+            "no document of at",
+        ),
+        (
+            "report {model} --target-length 64 --data {data} --output {out}/x --budget soon",
+            "--budget must be a duration",
+        ),
+        ("report {model} {out} --target-length 64 --data {data} --output {out}/x", "no rope_extend.json"),
+    ],
+)
+def test_mistakes_are_one_clear_line(
+    command: str, message: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fail(command, work, tmp_path, capsys)
+    assert not (tmp_path / "x").exists()
