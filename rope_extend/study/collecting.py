@@ -38,7 +38,8 @@ class Collected:
 def collect(cells: Iterable[Values], labels: Sequence[str]) -> Collected:
     """Put finished cells together.
 
-    Rows are compared on the same documents. The number of documents is the one that fills most of the table:
+    Rows are compared on the same documents, which are known by their tokens: two files of one name in two
+    folders are two documents. The number of documents is the one that fills most of the table:
     documents times the rows that have all of them.
 
     Args:
@@ -47,10 +48,13 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> Collected:
     """
     cells = list(cells)
     measured: dict[str, dict[str, EvaluationRow]] = {}
+    names: dict[str, str] = {}
     for values in cells:
         if values["kind"] == PERPLEXITY:
-            measured.setdefault(values["label"], {})[values["document"]] = row_of_cell(dict(values))
-    documents = list(dict.fromkeys(name for by_document in measured.values() for name in by_document))
+            row = row_of_cell(dict(values))
+            measured.setdefault(row.label, {})[row.result.data] = row
+            names.setdefault(row.result.data, values["document"])
+    documents = list(dict.fromkeys(data for by_document in measured.values() for data in by_document))
     answered = retrieved([values for values in cells if values["kind"] == RETRIEVAL], labels)
     complete = {
         count: [label for label in labels if measured.get(label, {}).keys() >= {*documents[:count]}]
@@ -60,11 +64,11 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> Collected:
     shared, used = documents[:count], complete.get(count, [])
     by_label = {result.label: result for result in answered}
     rows = [
-        replace(merged([measured[label][name] for name in shared]), retrieval=by_label.get(label))
+        replace(merged([measured[label][data] for data in shared]), retrieval=by_label.get(label))
         for label in used
     ]
     partial = {label: len(measured.get(label, {})) for label in labels if label not in used}
-    return Collected(rows, answered, shared, partial)
+    return Collected(rows, answered, [names[data] for data in shared], partial)
 
 
 def merged(rows: Sequence[EvaluationRow]) -> EvaluationRow:

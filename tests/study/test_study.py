@@ -242,6 +242,16 @@ def test_rows_are_compared_on_the_documents_that_fill_the_table() -> None:
     assert (nothing.rows, nothing.documents) == ([], [])
 
 
+def test_documents_of_one_file_name_are_two() -> None:
+    first, second = (
+        {**values("none", data, sums), "document": "text.txt"} for data, sums in (("a", 1.0), ("b", 2.0))
+    )
+    found = collect([first, second], ["none"])
+    assert found.documents == ["text.txt", "text.txt"]
+    assert found.rows[0].result.documents == 2
+    assert found.rows[0].result.document_nll == {n: [n, 2.0 * n] for n in found.rows[0].result.ppl}
+
+
 def test_documents_are_weighted_by_tokens() -> None:
     rows = [
         EvaluationRow("x", None, "m", None, part_of(result(1.0), sums, name), 32)
