@@ -185,7 +185,8 @@ def _rotated(
     continued = kept is not None and _continues(kept, step, key)
     tokens = [_Token("query", region, 0) for *_, region in step.spans]
     states = [query] * len(tokens)
-    border = kept.state[0] if kept is not None and continued else step.border
+    # After a crop, the border of the step before may lie beyond all keys that are left.
+    border = min(kept.state[0], total - 1) if kept is not None and continued else step.border
     if continued:
         tokens.append(_Token("key", 0, total - 1))
         if step.border == border + 1:  # the usual case: one key is no longer near

@@ -90,6 +90,18 @@ def test_a_cache_gives_what_one_forward_gives(case: EncodingCase, actions: list[
                 cache = copy.deepcopy(cache)
 
 
+@each_method
+def test_a_cache_is_cropped_by_more_than_the_near_window(case: EncodingCase) -> None:
+    """As before an answer is generated again: most regions of the keys that are left have changed."""
+    with patched(case):
+        ids = tokens(1, 60)
+        for left in (46, 33):  # shorter texts have the float32 tables of the model
+            cache = filled(ids[:, :-3])
+            fed(ids[:, -3:], cache)
+            cache.crop(left - ids.shape[1])
+            exactly(fed(ids[:, left:], cache), logits(MODEL, ids)[:, left:])
+
+
 class _Counter(TorchDispatchMode):
     """Counts operations, and the elements of the largest result of each that copies or computes."""
 
