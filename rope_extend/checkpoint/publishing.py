@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatch
+import logging
+import re
+from glob import escape
 from os import PathLike
 from pathlib import Path
+from typing import cast
 
 from rope_extend.checkpoint.card_mark import CARD_NAME
-from rope_extend.checkpoint.hub import HUB_FILES
 from rope_extend.checkpoint.local_paths import private_fields
-from rope_extend.checkpoint.manifest import RECORD_NAME, check_directory
+from rope_extend.checkpoint.manifest import CONFIGS, RECORD_NAME, check_directory, weight_files
 from rope_extend.checkpoint.record import read_record
 from rope_extend.errors import RopeExtendError
 
-_ALSO = (CARD_NAME, "*.png")
-_OURS = ("metrics.jsonl", "positions.json", "verification.json", "trainer_state.json")
-"""Files of a run that loading does not need."""
+logger = logging.getLogger(__name__)
+
+_KNOWN = frozenset({
+    CARD_NAME, RECORD_NAME, *CONFIGS, "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "tokenizer.model", "sentencepiece.bpe.model",
+    "sentencepiece.model", "spiece.model", "spm.model", "vocab.json", "vocab.txt", "merges.txt",
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+})  # fmt: skip
+"""Configs and files of tokenizers and processors, by the names that transformers gives them. A directory may
+hold other JSON, texts and pictures, which belong to the user."""
+_NOTICES = ("LICENSE", "NOTICE")
+_PICTURE = re.compile(r"!\[[^\]]*\]\(([^()\s]+)")
+"""A picture in Markdown."""
 
 
 def push_to_hub(
@@ -29,25 +42,28 @@ def push_to_hub(
 ) -> str:
     """Upload a checkpoint to the hub; returns the address of the commit.
 
-    Its weights, configs, tokenizer, `rope_extend.json`, card and pictures are uploaded. The recipe, the log
-    and the checkpoints inside a run stay here, because they hold local paths and loading needs none of them.
-    Before the upload, the files are compared with their digests.
+    Its weights, configs, tokenizer, `rope_extend.json`, license, card and the pictures in the card are
+    uploaded. Files of other names stay here, and the log names them: the recipe and checkpoints of a run hold
+    local paths, and the rest is the user's own. Before the upload, the files are compared with their digests.
 
     Args:
         directory: an adapter or a full checkpoint, with its `rope_extend.json`.
         repo_id: `owner/name`; created if missing.
-        private: whether a new repository is private; default: as the account says.
+        private: whether a new repository is private; default: as the account says. If True, a public
+            repository of that name is refused.
         token: access token; default: the one that `hf auth login` stored.
         revision: branch; default: the main one.
         commit_message: message of the commit.
 
     Raises:
         RopeExtendError: the directory has no record or is damaged, a file names a local path as the base
-            model, or the hub refuses.
+            model, the repository is public and should be private, or the hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
+    # That of the hub's HTTP library, which is another one in other versions: also if no answer comes.
+    http_error = cast(type[Exception], HfHubHTTPError.__mro__[1])
     directory = Path(directory)
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs)
@@ -57,14 +73,29 @@ def push_to_hub(
             "write the hub id of the base model instead"
         )
     names = files_to_push(directory)
+    left_out = sorted(path.name for path in directory.iterdir() if path.name not in names)
+    if left_out:
+        logger.info("not uploaded from %s: %s", directory, ", ".join(left_out))
     try:
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
+        if private and not api.repo_info(repo_id).private:
+            raise RopeExtendError(
+                f"{repo_id} exists and is public, so private=True cannot hold; nothing was uploaded. Make it "
+                "private in its settings on the hub, or give another name"
+            )
         commit = api.upload_folder(
-            repo_id=repo_id, folder_path=directory, allow_patterns=names, revision=revision,
-            commit_message=commit_message,
+            repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
+            revision=revision, commit_message=commit_message,
         )  # fmt: skip
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except RopeExtendError:
+        raise
+    except (HfHubHTTPError, OSError, ValueError, http_error) as error:
+        if isinstance(error, (http_error, ConnectionError)) and not isinstance(error, HfHubHTTPError):
+            raise RopeExtendError(
+                f"the hub cannot be reached: {error}. Nothing is uploaded to {repo_id}; check the network, "
+                "and push again"
+            ) from error
         raise RopeExtendError(
             f"the hub did not take {str(repo_id)!r}: {error}. Log in with `hf auth login`, and give "
             "owner/name"
@@ -74,11 +105,11 @@ def push_to_hub(
 
 def files_to_push(directory: Path) -> list[str]:
     """The names of the files that are uploaded, sorted: those of the checkpoint itself, without links."""
+    card = directory / CARD_NAME
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    names = {*_KNOWN, *weight_files(directory), *_PICTURE.findall(text)}
     return sorted(
         path.name
         for path in directory.iterdir()
-        if path.is_file()
-        and not path.is_symlink()
-        and path.name not in _OURS
-        and any(fnmatch(path.name, pattern) for pattern in (*HUB_FILES, *_ALSO))
+        if path.is_file() and not path.is_symlink() and (path.name in names or path.name.startswith(_NOTICES))
     )

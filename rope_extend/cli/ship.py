@@ -197,14 +197,17 @@ def push_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `push`."""
     parser.add_argument("directory", type=checkpoint, help="an adapter or a full checkpoint")
     parser.add_argument("name", help="hub id, owner/name; the repository is created if it is missing")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument(
+        "--private", action="store_true", help="make a new repository private; a public one is refused"
+    )
     parser.add_argument("--revision", metavar="BRANCH", help="branch (default: the main one)")
 
 
 def push(arguments: argparse.Namespace) -> None:
     """Upload a checkpoint to the Hugging Face hub: weights, configs, tokenizer, record and card.
 
-    The recipe, the log and the checkpoints of a run stay here. Log in first: hf auth login.
+    All other files stay here and are named, such as the recipe, the log and the checkpoints of a run. Log in
+    first: hf auth login.
     """
     from rope_extend.checkpoint.publishing import push_to_hub
 

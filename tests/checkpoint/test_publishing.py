@@ -21,6 +21,7 @@ class Hub:
 
     directory: Path
     calls: ClassVar[list[tuple[str, Any]]]
+    public: ClassVar[bool] = False
 
     def __init__(self, token: str | None = None) -> None:
         Hub.calls.append(("token", token))
@@ -29,6 +30,9 @@ class Hub:
         if "/" not in repo_id:
             raise ValueError("no owner")
         Hub.calls.append((repo_id, options))
+
+    def repo_info(self, repo_id: str) -> Any:
+        return type("Info", (), {"private": not Hub.public})
 
     def upload_folder(
         self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **options: Any
@@ -48,6 +52,7 @@ class Hub:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Hub.directory, Hub.calls = tmp_path / "hub", []
     Hub.directory.mkdir()
+    monkeypatch.setattr(Hub, "public", False)
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     return Hub.directory
 
@@ -108,3 +113,47 @@ def test_mistakes_are_explained_and_nothing_is_uploaded(directory: Path, hub: Pa
     with pytest.raises(RopeExtendError, match=r"no rope_extend\.json"):
         rx.push_to_hub(tmp_path / "empty", "owner/name")
     assert not any(hub.iterdir())
+
+
+@pytest.mark.parametrize("directory", ["full"], indirect=True)
+def test_the_users_own_files_stay_here_and_are_named(
+    directory: Path, hub: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = ["credentials.json", "face.png", "notes.txt", "old.safetensors", "recipe.yaml", "settings.json"]
+    sent = ["README.md", "LICENSE", "NOTICE.txt", "perplexity.png", "tokenizer.json", "chat_template.jinja"]
+    before = {path.name for path in directory.iterdir()}
+    for name in (*own, *sent):
+        (directory / name).write_text("{}")
+    (directory / "README.md").write_text("# A card\n\n![Perplexity](perplexity.png)\n![](../outside.png)\n")
+    with caplog.at_level("INFO", "rope_extend"):
+        rx.push_to_hub(directory, "owner/name")
+    assert {path.name for path in hub.iterdir()} == before | set(sent)
+    assert f"not uploaded from {directory}: {', '.join(own)}" in caplog.text
+
+
+@pytest.mark.parametrize("directory", ["full"], indirect=True)
+def test_private_refuses_a_public_repository(
+    directory: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Hub, "public", True)
+    with pytest.raises(SystemExit):
+        main(["push", str(directory), "owner/name", "--private"])
+    assert "error: owner/name exists and is public, so --private cannot hold" in capsys.readouterr().err
+    assert not any(hub.iterdir())
+    main(["push", str(directory), "owner/name"])
+    assert any(hub.iterdir())
+
+
+@pytest.mark.parametrize("directory", ["full"], indirect=True)
+def test_without_a_network_the_error_says_so(directory: Path) -> None:
+    """The hub's own client, with an address at which nobody listens."""
+    from huggingface_hub import HfApi
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.HfApi", lambda token: HfApi("http://127.0.0.1:9", token="hf_none"))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        with pytest.raises(RopeExtendError, match=r"the hub cannot be reached: .*refused"):
+            rx.push_to_hub(directory, "owner/name")
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(RopeExtendError, match=r"the hub cannot be reached: .*offline"):
+            rx.push_to_hub(directory, "owner/name")
