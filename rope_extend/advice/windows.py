@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rope_extend.encodings.core.checks import MAX_LENGTH, check_number
 from rope_extend.models.view import (
     config_record,
+    current_window,
     layer_types_except_full_attention,
     rotary_part,
     window_of,
@@ -70,11 +70,10 @@ def window_of_config(config: Any) -> Window:
         RopeExtendError: what rope_extend recorded in the config is damaged, or a window or a factor in the
             config is not a finite number above 0.
     """
-    part, parameters = rotary_part(config)
-    stated = _positive("max_position_embeddings", part.max_position_embeddings)
-    record = config_record(config)
-    if record is not None:
-        return Window(int(record["target_length"]), "rope_extend has extended it")
+    tokens = current_window(config)
+    if config_record(config) is not None:
+        return Window(tokens, "rope_extend has extended it")
+    _, parameters = rotary_part(config)
     kind = parameters.get("rope_type", "default")
     text = config.get_text_config(decoder=True)
     types = set(getattr(text, "layer_types", None) or ())
@@ -82,23 +81,11 @@ def window_of_config(config: Any) -> Window:
     # A layer type without a window, such as linear attention, sees all tokens.
     sizes = [size for name in partial if (size := window_of(text, name)) is not None]
     local = max(sizes) if sizes and len(sizes) == len(partial) and "full_attention" not in types else None
-    if kind == "default":
-        local = local if local is not None and local < stated else None
-        stanza = _stanza(config, stated, parameters)
-        return Window(stated, "its config says so, without scaling", local, stanza=stanza)
-    original = parameters.get("original_max_position_embeddings")
-    factor = parameters.get("factor")
-    tokens = stated
-    if original is not None and factor is not None:
-        original = _positive("original_max_position_embeddings", original)
-        tokens = max(stated, int(original * check_number("config", "factor", factor, minimum=0, above=True)))
     local = local if local is not None and local < tokens else None
+    if kind == "default":
+        stanza = _stanza(config, tokens, parameters)
+        return Window(tokens, "its config says so, without scaling", local, stanza=stanza)
     return Window(tokens, f"its config has {kind!r} scaling", local, scaled=True)
-
-
-def _positive(name: str, value: object) -> int:
-    """A window of the config in tokens."""
-    return int(check_number("config", name, value, minimum=1, maximum=MAX_LENGTH))
 
 
 def _stanza(config: Any, window: int, parameters: dict[str, Any]) -> Stanza | None:

@@ -26,11 +26,20 @@ from rope_extend.encodings import (
 )
 from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.current_table import current_window, suggested_start
+from rope_extend.models.current_table import suggested_start
 from rope_extend.models.families import adapter_for
 from rope_extend.models.frequency_tables import has_tables_of
 from rope_extend.models.loading import empty_model
-from rope_extend.models.view import active_table, config_record, layer_config, rotary_part, shape_of, unwrap
+from rope_extend.models.stock_config import DUAL_CHUNK_KEY, dual_chunk_configs
+from rope_extend.models.view import (
+    active_table,
+    config_record,
+    current_window,
+    layer_config,
+    rotary_part,
+    shape_of,
+    unwrap,
+)
 from rope_extend.patching import current_patch, patch_model
 
 logger = logging.getLogger(__name__)
@@ -76,6 +85,8 @@ class ModelInfo:
         start: which `start` of an extension suits it, `pretrained` or `current`.
         start_reason: why.
         slow_channels: channel pairs that never completed a turn within the trained window.
+        dual_chunk: `dual_chunk_attention_config` of the config, with which SGLang and some versions of vLLM
+            compute dual chunk attention as well. Stock transformers ignores it. None if there is none.
         unapplied: the encoding that the active adapter was trained with, if the model does not use it, for
             example because stock peft loaded the adapter; otherwise None.
     """
@@ -91,6 +102,7 @@ class ModelInfo:
     current_length: int
     start: str
     start_reason: str
+    dual_chunk: dict[str, Any] | None = None
     unapplied: str | None = None
 
     def effect(self, encoding: RopeEncoding, target_length: int) -> MethodEffect:
@@ -182,9 +194,10 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         encoding=str(known) if known else None,
         record=record,
         slow_channels=int((shape.trained_length * shape.inv_freq() < 2 * math.pi).sum()),
-        current_length=current_window(base),
+        current_length=current_window(base.config),
         start=start,
         start_reason=start_reason,
+        dual_chunk=next((getattr(part, DUAL_CHUNK_KEY) for part in dual_chunk_configs(base.config)), None),
         unapplied=_unapplied(model, marks),
     )
 

@@ -18,7 +18,7 @@ from rope_extend.encodings.core.shapes import ExtendedShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT, PRETRAINED
 from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
-from rope_extend.models.view import config_record, rotary_part, shape_of, unwrap
+from rope_extend.models.view import config_record, current_window, rotary_part, shape_of, unwrap
 
 _ADVICE = "leave start='current' out to extend plain RoPE from the pretrained window"
 
@@ -91,22 +91,6 @@ def divisors_of(table: Tensor, shape: RopeShape) -> tuple[float, ...]:
     return tuple(divisors.tolist())
 
 
-def current_window(model: nn.Module) -> int:
-    """The window, in tokens, that a model was made for under its present table, by its config.
-
-    A config with YaRN may have the window before or after the extension in `max_position_embeddings`, so the
-    larger of that and of its factor's window counts.
-    """
-    config = unwrap(model).config
-    if (record := config_record(config)) is not None:
-        return int(record["target_length"])
-    part, parameters = rotary_part(config)
-    window, original = part.max_position_embeddings, parameters.get("original_max_position_embeddings")
-    if parameters.get("rope_type", "default") == "yarn" and original and parameters.get("factor"):
-        return max(int(window), round(original * parameters["factor"]))
-    return int(window)
-
-
 def current_table(
     model: nn.Module, trained_length: int | None = None, current_length: int | None = None
 ) -> CurrentTable:
@@ -123,7 +107,9 @@ def current_table(
         UnsupportedModelError: the family has no adapter.
     """
     shape = shape_of(model, trained_length)
-    window = check_length("start='current'", "current_length", current_length or current_window(model))
+    if current_length is None:
+        current_length = current_window(unwrap(model).config)
+    window = check_length("start='current'", "current_length", current_length)
     if window < shape.trained_length:
         raise RopeExtendError(
             f"start='current': current_length is {window}, less than the {shape.trained_length} tokens of "

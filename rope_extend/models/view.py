@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_extend.encodings import Encoding, RopeShape
-from rope_extend.encodings.core.checks import ZERO_FREQUENCY
+from rope_extend.encodings.core.checks import MAX_LENGTH, ZERO_FREQUENCY, check_number
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.models.families import adapter_for, find_adapter
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
@@ -119,6 +119,33 @@ def trained_length_of(config: Any) -> int:
             f"{config.max_position_embeddings}. Give trained_length= (--trained-length)"
         )
     return int(original)
+
+
+def current_window(config: Any) -> int:
+    """The window, in tokens, that a checkpoint was made for under its present table, by its config.
+
+    A config with YaRN may have the window before or after the extension in `max_position_embeddings`, so the
+    larger of that and of its factor's window counts. With every other `rope_type`, the factor does not give
+    the window: Llama 3.2 has `llama3` scaling with factor 32 over 8,192 tokens, and is for 131,072.
+
+    Raises:
+        RopeExtendError: a window or a factor in the config is not a finite number above 0, or what
+            rope_extend recorded in the config is damaged.
+    """
+    if (record := config_record(config)) is not None:
+        return int(record["target_length"])
+    part, parameters = rotary_part(config)
+    window = _positive("max_position_embeddings", part.max_position_embeddings)
+    original, factor = parameters.get("original_max_position_embeddings"), parameters.get("factor")
+    if parameters.get("rope_type", "default") != "yarn" or original is None or factor is None:
+        return window
+    original = _positive("original_max_position_embeddings", original)
+    return max(window, round(original * check_number("config", "factor", factor, minimum=0, above=True)))
+
+
+def _positive(name: str, value: object) -> int:
+    """A window of the config in tokens."""
+    return int(check_number("config", name, value, minimum=1, maximum=MAX_LENGTH))
 
 
 def config_record(config: Any) -> dict[str, Any] | None:

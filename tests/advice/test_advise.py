@@ -40,7 +40,8 @@ def small(directory: Path, name: str, **changes: object) -> str:
 
 # What a model card, or the paper of the model, says of its window.
 WINDOWS = {
-    "llama2-7b": 4096, "llama3-8b": 8192, "llama31-8b": 131_072, "tinyllama-1b": 2048, "smollm2-1.7b": 8192,
+    "llama2-7b": 4096, "llama3-8b": 8192, "llama31-8b": 131_072, "llama32-1b": 131_072,
+    "tinyllama-1b": 2048, "smollm2-1.7b": 8192,
     "qwen2-7b": 131_072, "qwen25-7b-instruct": 32_768, "qwen25-3b": 32_768, "qwen25-math-7b": 4096,
     "qwen3-8b": 40_960, "qwen3-1.7b-base": 32_768, "mistral-7b-v0.1": 32_768, "mistral-7b-v0.3": 32_768,
     "gemma-7b": 8192,
@@ -295,6 +296,26 @@ def test_the_notes_say_what_is_special_about_a_checkpoint(tmp_path: Path) -> Non
     assert advice.recipe["trained_length"] == 32_768
     scaled = small(tmp_path / "scaled", "llama31-8b")
     assert any("scaling already" in note for note in advise(scaled, "256k").notes)
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens", "scaling"),
+    [
+        (4096, 4096, {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 4096}),
+        (4096, 4096, {"rope_type": "longrope", "factor": 32.0, "original_max_position_embeddings": 4096,
+                      "long_factor": [2.0] * 8, "short_factor": [1.0] * 8}),
+        (4096, 16_384, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}),
+        (16_384, 16_384, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}),
+        (5120, 16_384, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}),
+    ],
+)  # fmt: skip
+def test_only_the_factor_of_yarn_gives_the_window(
+    window: int, tokens: int, scaling: dict[str, object], tmp_path: Path
+) -> None:
+    """`advise` and `info` read the same window."""
+    model = small(tmp_path, "llama2-7b", max_position_embeddings=window, rope_scaling=scaling)
+    assert window_of_config(AutoConfig.from_pretrained(model)).tokens == tokens
+    assert rx.info(model).current_length == tokens
 
 
 @pytest.mark.parametrize("factor", ["4", -1.0, float("inf"), True])
