@@ -20,8 +20,12 @@ from rope_extend.searching.space import Space, Table
 
 logger = logging.getLogger(__name__)
 
-SEARCH, HOLDOUT = "search", "held out"
-"""The two groups of documents."""
+SEARCH, HOLDOUT, AS_WRITTEN = "search", "held out", "held out, as written"
+"""The two groups of documents.
+
+The last name is that of held-out documents under an encoding with two lists, so that their losses are never
+those of one table.
+"""
 
 
 def score(losses: Iterable[Losses], weights: Mapping[str, float]) -> float:
@@ -105,9 +109,13 @@ class Evaluator:
         return [score(self._losses(space, table, SEARCH, range(count)), self.weights) for table in tables]
 
     def held_out(self, space: Space, table: Table) -> list[Losses]:
-        """The losses of a candidate on each of the documents that are not searched on."""
+        """The losses of a candidate on each of the documents that are not searched on.
+
+        They are those of the encoding that the search would write, `space.result(table)`.
+        """
         count = len(self.fitness.documents) - self.documents
-        return self._losses(space, table, HOLDOUT, range(count))
+        group = HOLDOUT if space.result(table) == space.encoding(table) else AS_WRITTEN
+        return self._losses(space, table, group, range(count))
 
     def _losses(self, space: Space, table: Table, group: str, numbers: Sequence[int]) -> list[Losses]:
         names = [f"{group} {number}" for number in numbers]
@@ -126,12 +134,12 @@ class Evaluator:
     def _measure(self, space: Space, table: Table, group: str, numbers: Sequence[int]) -> None:
         """Measure a candidate on the documents with these numbers of a group, and write the line."""
         started = time.perf_counter()
-        shift = self.documents if group == HOLDOUT else 0
+        shift = 0 if group == SEARCH else self.documents
         with (
             quiet_patching(),
             patch_model(
                 self.model,
-                space.encoding(table),
+                space.result(table) if group == AS_WRITTEN else space.encoding(table),
                 trained_length=space.pretrained.trained_length,
                 target_length=space.target_length,
             ),

@@ -176,7 +176,7 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
         [config.target_length],
         load_options=options,
         empty=empty,
-        encodings=[space.encoding(table)],
+        encodings=[space.encoding(table), space.result(table)],
         trained_length=space.pretrained.trained_length,
     )
     passes = documents * each
@@ -203,7 +203,15 @@ def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
             f"search: target_length must exceed the trained window of {shape.trained_length} tokens, got "
             f"{config.target_length}"
         )
-    return Space(shape, config.target_length, head_room, current)
+    space = Space(shape, config.target_length, head_room, current, original_short=config.short == ORIGINAL)
+    window = space.pretrained.trained_length
+    assert config.lengths is not None
+    if space.keeps_short and config.needle_weight < 1 and config.lengths[0] <= window:
+        raise RopeExtendError(
+            f"search: texts of up to {window} tokens keep a list that is not searched, so their loss is the "
+            f"same for every candidate. Got lengths {list(config.lengths)}; use lengths above {window}"
+        )
+    return space
 
 
 def _space_of_short_texts(config: SearchConfig, current: CurrentTable) -> Space:
@@ -333,7 +341,7 @@ def _searched(config: SearchConfig, space: Space, evaluator: Evaluator) -> Searc
     return SearchResult(
         config=config,
         shape=space.pretrained,
-        encoding=space.result(winner, original_short=config.short == ORIGINAL),
+        encoding=space.result(winner),
         rows=found,
         cost=evaluator.log.cost,
         curve=evaluator.curve,

@@ -160,7 +160,7 @@ In Python: `rope_extend.extend(model, "{target}", "DIRECTORY")`, or `rope_extend
 ## Held-out documents
 
 The loss is the fitness on {len(self.holdout)} documents that were not searched on. The difference is paired
-by document.
+by document. {self._measured()}
 
 {self.table_text()}
 
@@ -183,6 +183,15 @@ Held out:
 
 {_bullets(self.holdout)}
 """
+
+    def _measured(self) -> str:
+        """A sentence of the card: which encoding the scores belong to."""
+        if not self.encoding.depends_on_length and self.config.search_for != SHORT_TEXTS:
+            return "Each row was measured as it would be written, with one table for all texts."
+        return (
+            "Each row was measured as it would be written, with one table for short texts and one for long "
+            "texts. Before that, the search measured each candidate as one table for all texts."
+        )
 
     def _other_texts(self) -> str:
         """A line of the card: which divisors the texts get that were not searched for."""

@@ -55,6 +55,7 @@ class Space:
         head_room: the largest divisor, divided by the factor.
         current: the schedule that candidates are multiplied with, in a search on an extended model.
         long: the schedule of long texts, in a search for short ones; `shape` is then that of pretraining.
+        original_short: whether texts within the trained window keep plain RoPE's frequencies in the result.
     """
 
     shape: RopeShape
@@ -62,6 +63,7 @@ class Space:
     head_room: float
     current: CurrentTable | None = None
     long: CurrentTable | None = None
+    original_short: bool = False
 
     @property
     def pairs(self) -> int:
@@ -83,18 +85,18 @@ class Space:
         """The rotary shape of the model as it was pretrained."""
         return self.shape if self.current is None else self.current.pretrained
 
-    def encoding(self, table: Table, *, original_short: bool = False) -> LongRoPE:
-        """A candidate as an encoding of the pretrained model, with one table for all lengths.
+    @property
+    def keeps_short(self) -> bool:
+        """Whether the result has another list for texts within the trained window, which is not searched."""
+        return self.original_short or (self.current is not None and self.current.short is not None)
 
-        Args:
-            table: the candidate.
-            original_short: whether texts within the trained window keep plain RoPE's frequencies.
-        """
+    def encoding(self, table: Table) -> LongRoPE:
+        """A candidate as an encoding of the pretrained model, with one table for all lengths."""
         if self.current is None:
             return LongRoPE(
                 self.factor,
                 long_factor=table.divisors,
-                short_factor=None if original_short else table.divisors,
+                short_factor=table.divisors,
                 start_tokens=table.start_tokens,
                 attention_scale=table.attention_factor,
             )
@@ -102,13 +104,15 @@ class Space:
         factor = self.current.attention_factor * table.attention_factor
         return replace(self.current, short=None).with_table(product, factor, self.target_length)
 
-    def result(self, table: Table, *, original_short: bool = False) -> LongRoPE:
-        """The candidate that a search has found, with the list that the model has for other texts."""
+    def result(self, table: Table) -> LongRoPE:
+        """A candidate as a search writes it, with the list that the model has for other texts."""
         if self.long is not None:
             return replace(self.long, short=table.divisors).with_table(
                 self.long.shape.inv_freq(), self.long.attention_factor, self.target_length
             )
-        encoding = self.encoding(table, original_short=original_short)
+        encoding = self.encoding(table)
+        if self.original_short:
+            return replace(encoding, short_factor=None)
         if self.current is None or self.current.short is None:
             return encoding
         return replace(encoding, short_factor=self.current.short)

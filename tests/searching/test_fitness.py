@@ -60,6 +60,30 @@ def test_the_score_is_the_weighted_mean_loss_under_the_candidate() -> None:
     assert rx.current_patch(model) is None
 
 
+def test_held_out_documents_are_measured_under_both_lists() -> None:
+    """Queries within the trained window keep plain RoPE: as in the encoding that is written."""
+    model, texts = tiny_llama().eval(), documents(2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:  # so that the model looks at positions
+                weight.normal_(
+                    0, (2 if "q_proj" in name or "k_proj" in name else 1) / weight.shape[-1] ** 0.5
+                )
+    space = Space(rx.info(model).shape, TARGET, 1.25, original_short=True)
+    evaluator = Evaluator(model, Fitness(texts, [TARGET]), {str(TARGET): 1.0}, 1, log=SearchLog(None, {}))
+    table = space.table([2.0] * space.pairs)
+    losses = evaluator.held_out(space, table)
+    two_lists = rx.encoding("longrope", factor=2.0, long_factor=table.divisors, attention_scale=1.0)
+    with rx.patch_model(model, two_lists, target_length=TARGET):
+        expected = naive_losses(model, texts[1].input_ids)
+    assert score(losses, evaluator.weights) == pytest.approx(
+        float(expected.mean()), abs=logit_tolerance(expected)
+    )
+    with rx.patch_model(model, space.encoding(table), target_length=TARGET):
+        one_list = naive_losses(model, texts[1].input_ids)
+    assert abs(float(expected.mean() - one_list.mean())) > 10 * logit_tolerance(expected)
+
+
 def test_a_candidate_is_measured_once_on_each_document() -> None:
     model, texts = tiny_llama().eval(), documents(2)
     space = Space(rx.info(model).shape, TARGET, 1.25)

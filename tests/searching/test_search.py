@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -120,9 +121,10 @@ def test_stock_transformers_gives_equal_logits(
     result = rx.search(settings(work, None, short=short, **SMALL), progress=False)
     encoding = result.encoding
     assert isinstance(encoding, LongRoPE)
-    assert encoding.long_factor == tuple(
-        json.loads((searched / "search.json").read_text())["rows"][0]["divisors"]
-    )
+    assert encoding.long_factor == result.table.divisors
+    if short == "same":
+        written = json.loads((searched / "search.json").read_text())
+        assert encoding.long_factor == tuple(written["rows"][0]["divisors"])
     assert encoding.depends_on_length == (short == "original")
     model = AutoModelForCausalLM.from_pretrained(work / "model").eval()
     if short == "original":  # stock transformers takes the table by the whole row
@@ -141,6 +143,33 @@ def test_stock_transformers_gives_equal_logits(
     for ids, logits in zip(texts, expected, strict=True):
         with torch.no_grad():
             assert_same_but_rounding(stock(ids).logits, logits)
+
+
+def test_lengths_that_say_nothing_about_a_candidate_are_refused(work: Path) -> None:
+    with pytest.raises(rx.RopeExtendError, match="use lengths above 32"):
+        plan_search(settings(work, None, lengths=(TRAINED, TARGET), short="original"))
+
+
+@pytest.mark.slow
+def test_the_scores_are_those_of_the_encoding_with_two_lists(work: Path, tmp_path: Path) -> None:
+    """With plain RoPE for short texts, against `rope_extend.perplexity` with the encoding as written."""
+    output = tmp_path / "out"
+    rx.search(settings(work, output, **{**SMALL, "iterations": 0}), progress=False)  # its log has one table
+    summary = json.loads((output / "search.json").read_text())
+    values = {**SMALL, "iterations": 0, "short": "original"}
+    result = rx.search(settings(work, output, **values), resume=True, progress=False)
+    model = AutoModelForCausalLM.from_pretrained(work / "model").eval()
+    texts = rx.load_documents(
+        str(work / "data"), rx_tokenizer(work), min_tokens=TARGET, max_tokens=TARGET, max_documents=3
+    )
+    row = result.winner
+    with rx.patch_model(model, result.encoding, target_length=TARGET):
+        measured = rx.perplexity(model, texts[1:], TARGET, progress=False)
+    # The same kernels on the same input; this model hardly looks at positions, so the lists differ little.
+    assert math.log(measured.ppl[TARGET]) == pytest.approx(row.score, abs=1e-7)
+    one_table = {tuple(other["divisors"]): other["score"] for other in summary["rows"]}
+    assert abs(one_table[row.table.divisors] - row.score) > 1e-6
+    assert "one table for short texts and one for long" in (output / "README.md").read_text()
 
 
 def test_other_commands_take_the_directory(work: Path, searched: Path, tmp_path: Path) -> None:
