@@ -31,6 +31,8 @@ from rope_extend.models.families import FamilyAdapter, adapter_for
 from rope_extend.models.parameters import LEARNED, LearnedParameters
 from rope_extend.models.rotary import ExtendedRotaryEmbedding, InitialRotation, RotarySlot
 from rope_extend.models.stock_config import (
+    DUAL_CHUNK_KEY,
+    dual_chunk_configs,
     missing_attributes,
     nested,
     softmax_scale_of,
@@ -190,6 +192,8 @@ class Patch:
         if stock is not None:
             length = self.rotary.max_position_embeddings(self.shape, self.target_length)
         self._set_all(part, window_attributes(part, length, self.shape.trained_length))
+        for owner in dual_chunk_configs(config):  # engines would apply it to the new encoding as well
+            self._undo.delete(owner, DUAL_CHUNK_KEY)
         record = {
             "encoding": self.encoding.to_dict(),
             "shape": asdict(self.shape),

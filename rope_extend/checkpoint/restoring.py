@@ -31,6 +31,7 @@ from rope_extend.checkpoint.record import Record, check_agreement, read_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.loading import one_error, pretrained
 from rope_extend.models.parameters import is_learned, read_learned
+from rope_extend.models.stock_config import DUAL_CHUNK_KEY, dual_chunk_configs
 from rope_extend.models.view import shape_of, unwrap
 from rope_extend.patching import Patch, current_patch, patch_model
 
@@ -80,6 +81,8 @@ def load(
     record = checked_record(directory, check_files)
     if not adapter:
         model = _pretrained(str(directory), refuse_unexpected=True, **from_pretrained_options)
+        for part in dual_chunk_configs(model.config):  # an export's own; the record says it for us
+            delattr(part, DUAL_CHUNK_KEY)
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
             apply_record(model, record, directory)
         return model

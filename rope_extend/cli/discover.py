@@ -180,6 +180,8 @@ def info(arguments: argparse.Namespace) -> None:
     if shape.dim >= 4:
         first, last = critical_range(shape)
         print(f"critical pair   {last} in theory; LongRoPE2 searches from {first} to {last}")
+    if model.dual_chunk:
+        print("dual chunk      the config has dual_chunk_attention_config; stock transformers ignores it")
     if model.record:
         print(f"extended by rope_extend to {model.record['target_length']} tokens")
     print(f"\nat {format_length(target)} tokens, {target / shape.trained_length:g}x the trained window:")

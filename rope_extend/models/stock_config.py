@@ -19,6 +19,9 @@ from rope_extend.models.view import rotary_part, stock_table
 _CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 """Rotary parameters that describe the model's shape, not its scaling, and are kept when that changes."""
 ORIGINAL_WINDOW = "original_max_position_embeddings"
+DUAL_CHUNK_KEY = "dual_chunk_attention_config"
+"""The key from which SGLang and some versions of vLLM compute dual chunk attention, in addition to
+`rope_parameters`. transformers keeps it in a config, and ignores it."""
 
 
 def stock_forms(
@@ -112,6 +115,13 @@ def stock_parameters(
         ):
             return form
     return None
+
+
+def dual_chunk_configs(config: Any) -> list[Any]:
+    """The parts of a model's config that have `DUAL_CHUNK_KEY`: the config itself, a nested one, or both."""
+    nested_parts = (config.get_text_config(decoder=True), rotary_part(config)[0])
+    parts = {id(part): part for part in (config, *nested_parts)}
+    return [part for part in parts.values() if DUAL_CHUNK_KEY in vars(part)]
 
 
 def carried(parameters: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,11 @@ class UndoLog:
         self.entries.append((owner, name, getattr(owner, name, self._MISSING)))
         setattr(owner, name, value)
 
+    def delete(self, owner: Any, name: str) -> None:
+        """Delete an attribute of the owner itself, and remember its value."""
+        self.entries.append((owner, name, getattr(owner, name)))
+        delattr(owner, name)
+
     def unwind(self) -> None:
         """Undo everything, the latest first."""
         while self.entries:

@@ -141,6 +141,45 @@ def test_layers_with_a_sliding_window_and_useless_versions_are_refused(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+DUAL_CHUNK = {"chunk_size": 48, "local_size": 16, "original_max_position_embeddings": TRAINED}
+
+
+def test_the_key_of_another_encoding_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pretrained model may have it, as Qwen2.5-1M, and engines would apply it to YaRN as well."""
+    model = tiny_model(FamilyCase("qwen2", {KEY: DUAL_CHUNK}))
+    model.save_pretrained(tmp_path / "base")
+    assert rx.info(tmp_path / "base").dual_chunk == DUAL_CHUNK
+    main(["info", str(tmp_path / "base")])
+    assert f"the config has {KEY}; stock transformers ignores it" in capsys.readouterr().out
+    with rx.extend(model, TARGET, "yarn"):
+        rx.save(model, tmp_path / "saved")
+        assert rx.info(model).dual_chunk is None
+    assert getattr(model.config, KEY) == DUAL_CHUNK
+    config = tmp_path / "saved" / "config.json"
+    values = json.loads(config.read_text())
+    assert KEY not in values
+    # As saved by an earlier version, or with a nested config.
+    config.write_text(json.dumps({**values, KEY: DUAL_CHUNK, "audio_config": {KEY: DUAL_CHUNK}}))
+    rx.record_encoding(tmp_path / "saved", rx.load(tmp_path / "saved", check_files=False))
+    for to in ("sglang", "vllm", "transformers"):
+        out = export(tmp_path / "saved", tmp_path / to, to, verify=False)
+        assert KEY not in (out / "config.json").read_text()
+
+
+def test_the_key_of_an_export_ends_with_its_encoding(tmp_path: Path) -> None:
+    exported = export(saved(tmp_path / "saved"), tmp_path / "sglang", "sglang", verify=False)
+    model = rx.load(exported)
+    patch = rx.current_patch(model)
+    assert patch is not None
+    patch.remove()
+    assert not hasattr(model.config, KEY)
+    with rx.extend(model, TARGET, "yarn"):
+        out = export(model, tmp_path / "yarn", "sglang", verify=False)
+    config = json.loads((out / "config.json").read_text())
+    assert KEY not in config
+    assert config["rope_parameters"]["rope_type"] == "yarn"
+
+
 def test_the_command_names_the_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory, out = saved(tmp_path / "saved"), tmp_path / "out"
     arguments = ["export", str(directory), "--to", "vllm", "--output", str(out), "--no-verify"]

@@ -22,6 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 from rope_extend.encodings import DualChunk, RemapEncoding
+from rope_extend.models.stock_config import DUAL_CHUNK_KEY
 
 LAST_VLLM = (0, 10)
 """The last version of vLLM that computes dual chunk attention."""
@@ -32,7 +33,6 @@ FAMILIES = {
     "vllm": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
 }
 """The families whose model classes read the key."""
-KEY = "dual_chunk_attention_config"
 
 
 def served_keys(encoding: RemapEncoding, target_length: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def served_keys(encoding: RemapEncoding, target_length: int) -> dict[str, Any]:
         "local_size": encoding.local,
         "original_max_position_embeddings": target_length,
     }
-    return {KEY: values}
+    return {DUAL_CHUNK_KEY: values}
 
 
 def remap_obstacle(encoding: RemapEncoding, target: str, model_type: str | None, version: str | None) -> str:
@@ -70,9 +70,9 @@ def remap_obstacle(encoding: RemapEncoding, target: str, model_type: str | None,
         then = (
             f"give that version if it is yours (--target-version {last})" if version is None else "use SGLang"
         )
-        return f"only vLLM up to {last} computes it, from {KEY}, and later ones do not; {then}"
+        return f"only vLLM up to {last} computes it, from {DUAL_CHUNK_KEY}, and later ones do not; {then}"
     if model_type not in FAMILIES[target]:
-        return f"it reads {KEY} in models of {', '.join(FAMILIES[target])} only"
+        return f"it reads {DUAL_CHUNK_KEY} in models of {', '.join(FAMILIES[target])} only"
     if target == "vllm" and encoding.chunk % VLLM_BLOCK:
         nearest = max(1, encoding.chunk // VLLM_BLOCK) * VLLM_BLOCK
         return f"a chunk must be whole blocks of its cache, of {VLLM_BLOCK} tokens each; use chunk={nearest}"

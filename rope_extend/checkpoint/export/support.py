@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_extend.checkpoint.export.gguf import architecture_of, schedule
-from rope_extend.checkpoint.export.served_remaps import KEY, remap_obstacle, served_keys
+from rope_extend.checkpoint.export.served_remaps import remap_obstacle, served_keys
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.encodings import (
     Encoding,
@@ -23,6 +23,7 @@ from rope_extend.encodings import (
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter, find_adapter
+from rope_extend.models.stock_config import DUAL_CHUNK_KEY
 
 NATIVE = "native"
 FACTORS = "exact by factors"
@@ -156,7 +157,7 @@ def _for_remap(
         return _refused(target, reason)
     length = target_length or encoding.target_length(shape) or shape.trained_length
     form = {"rope_parameters": PlainRope().rope_parameters(shape), "max_position_embeddings": length}
-    return Support(target, NATIVE, f"by {KEY}", {**form, **served_keys(encoding, length)})
+    return Support(target, NATIVE, f"by {DUAL_CHUNK_KEY}", {**form, **served_keys(encoding, length)})
 
 
 def _for_transformers(

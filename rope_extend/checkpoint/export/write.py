@@ -41,7 +41,6 @@ from torch import nn
 from transformers import AutoConfig
 
 from rope_extend.checkpoint.export.gguf import annotate, can_verify, is_float32, verify_gguf
-from rope_extend.checkpoint.export.served_remaps import KEY
 from rope_extend.checkpoint.export.support import Support, gguf_refusal, support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.hub import local_directory
@@ -59,7 +58,13 @@ from rope_extend.files import write_json
 from rope_extend.models.families import adapter_for
 from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
 from rope_extend.models.loading import empty_model, one_error, pretrained
-from rope_extend.models.stock_config import ORIGINAL_WINDOW, carried, softmax_scale_of, window_values
+from rope_extend.models.stock_config import (
+    DUAL_CHUNK_KEY,
+    ORIGINAL_WINDOW,
+    carried,
+    softmax_scale_of,
+    window_values,
+)
 from rope_extend.models.view import CONFIG_RECORD
 from rope_extend.units import format_length
 
@@ -238,12 +243,12 @@ def _export_gguf(
 def _export_config(source: Path, staging: Path, record: Record, form: Support) -> None:
     """Fill a directory with the checkpoint's files and a config in the target's form."""
     assert form.form is not None
-    data = plain_config(read_json(source / "config.json"))
+    data = _without_dual_chunk(plain_config(read_json(source / "config.json")))
     pairs = _stock_pairs(source)
     with one_error(f"{source / 'config.json'} is damaged"):
         config = pretrained(AutoConfig, str(source))
         configs = [_with_form(data, config, form.form)]
-    if KEY in form.form:
+    if DUAL_CHUNK_KEY in form.form:
         _check_layers(config, record, form)
     elif form.target == "transformers" or form.form["rope_parameters"]["rope_type"] == "default":
         configs.insert(0, data)  # the saved config also has the family's own settings
@@ -276,6 +281,18 @@ def _link(path: Path, target: Path) -> None:
     shutil.copy2(path, target)
 
 
+def _without_dual_chunk(part: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `config.json` without the key of dual chunk attention, also in nested configs.
+
+    A pretrained model or an earlier export may have it; engines would apply it to any encoding.
+    """
+    return {
+        key: _without_dual_chunk(value) if isinstance(value, dict) else value
+        for key, value in part.items()
+        if key != DUAL_CHUNK_KEY
+    }
+
+
 def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `config.json` with the target's rotary parameters, at the family's place for them."""
     result: dict[str, Any] = copy.deepcopy(data)
@@ -305,8 +322,8 @@ def _check_layers(config: Any, record: Record, form: Support) -> None:
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise RopeExtendError(
             f"{record.encoding} cannot be exported to {form.target}: this {record.model_type} model has "
-            f"layers with a sliding window, where {form.target} would apply {KEY} as well; load it with "
-            f"rope_extend.load"
+            f"layers with a sliding window, where {form.target} would apply {DUAL_CHUNK_KEY} as well; load "
+            f"it with rope_extend.load"
         )
 
 
@@ -340,7 +357,7 @@ def _verify(directory: Path, original: Path, record: Record) -> None:
         logger.warning(
             "compared with the original up to %s, one chunk: stock transformers ignores %s, and processes "
             "longer texts as the model was pretrained",
-            format_length(length), KEY,
+            format_length(length), DUAL_CHUNK_KEY,
         )  # fmt: skip
     verification = verify_checkpoint(directory, reference=original, length=length)
     if verification.verdict != "equal":
