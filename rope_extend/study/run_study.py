@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from rope_extend.checkpoint.manifest import check_directory, config_digests, weight_digests
 from rope_extend.data.documents import Document, fingerprint, load_documents
+from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.encodings import RemapEncoding, encoding
 from rope_extend.evaluation.candidates import Candidate, Candidates, adapter_labels
 from rope_extend.evaluation.clock import Clock
@@ -28,7 +30,6 @@ from rope_extend.evaluation.protocols import PROTOCOLS, WindowSettings
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.tasks import make_tasks, template_for
-from rope_extend.files import sha256
 from rope_extend.memory.segments import expand_segments
 from rope_extend.models.load_options import input_device
 from rope_extend.models.loading import pretrained
@@ -47,8 +48,6 @@ from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
-
 
 @dataclass(frozen=True)
 class Share:
@@ -66,14 +65,17 @@ class Study:
         texts: read the documents and write the prompts. Without them only an estimate can be made.
 
     Raises:
-        RopeExtendError: no such model, adapter, method or data, texts that are too short, a task that does
-            not fit a length, or a length that does not fit into memory.
+        RopeExtendError: no such model, adapter, method or data, an adapter that is incomplete or damaged,
+            texts that are too short, a task that does not fit a length, or a length that does not fit into
+            memory.
     """
 
     def __init__(self, config: StudyConfig, *, texts: bool = True) -> None:
         expand_segments("auto")
         self.config = config
         self.candidates = candidates = Candidates.of(config)
+        for adapter, record in candidates.records.items():
+            check_directory(Path(adapter), record.weights, record.configs)
         self.trained = candidates.trained_length
         self.lengths = sorted({*candidates.lengths, self.trained} if self._extends else candidates.lengths)
         self.plan = self._plan()
@@ -172,10 +174,12 @@ class Study:
             for row in self.rows
         ]  # fmt: skip
         tasks = {task.name: task.describe() for task in self.tasks}
+        tokenizer = tokenizer_content(self.tokenizer)[:16] if self.prompts else None
         cells += [
             Cell(RETRIEVAL, row, number, prompt.trial, self._prompt_work(row, prompt.length), {
                 **identities[row], "kind": RETRIEVAL, "task": tasks[prompt.task], "crop": row.crop,
                 "prompt": prompts_fingerprint([prompt]), "chat": prompt.chat, "length": prompt.length,
+                "tokenizer": tokenizer,
             })
             for row in self.rows
             for number, prompt in enumerate(self.prompts)
@@ -184,12 +188,16 @@ class Study:
         return sorted(cells, key=lambda cell: (cell.round, cell.kind))  # stable
 
     def _row_identity(self, row: StudyRow) -> Identity:
-        """The encoding of a row, and the weights of its adapter."""
+        """The encoding of a row, and the files of its adapter that decide what is computed."""
         candidates = self.candidates
         if row.adapter is not None:
-            record = candidates.records[row.adapter]
-            weights = sha256(Path(row.adapter) / ADAPTER_WEIGHTS)[:16]
-            return {"encoding": record.encoding.to_dict(), "adapter": weights, "shape": asdict(record.shape)}
+            record, directory = candidates.records[row.adapter], Path(row.adapter)
+            files = {**weight_digests(directory), **config_digests(directory)}
+            return {
+                "encoding": record.encoding.to_dict(),
+                "adapter": {name: digest[:16] for name, digest in files.items()},
+                "shape": asdict(record.shape),
+            }
         assert row.method is not None
         changed_to = encoding(PLAIN) if row.method == PLAIN else candidates.encodings[row.method]
         if changed_to is None:

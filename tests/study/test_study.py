@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import tiny_llama
+from peft import LoraConfig, get_peft_model
 from test_report_and_plots import result, row
 
+import rope_extend as rx
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.clock import Clock
@@ -19,6 +22,7 @@ from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.results import Cell as Trials
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.models.parameters import learned_parameters
 from rope_extend.study.cells import BIN, Cell, CellStore, StudyRow, binned, unbinned
 from rope_extend.study.collecting import Collected, collect, merged
 from rope_extend.study.deciding import decision
@@ -142,6 +146,47 @@ def test_cells_of_another_measurement_are_not_used(
         with torch.no_grad():
             lm.model.norm.weight[0] += 2**-20
     assert not any(store.has(cell) for cell in other.cells(lm))
+
+
+def saved(adapter: Path, *, alpha: int = 4, learned: float = 0.0) -> None:
+    """An adapter of `fire` on the model in `work`, with the same LoRA matrices every time."""
+    torch.manual_seed(0)
+    lm = tiny_llama()
+    rx.extend(lm, 128, "fire")
+    tuned = get_peft_model(lm, LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for weight in learned_parameters(tuned).values():
+            weight += learned
+    rx.save(tuned, adapter, overwrite=True)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_all_its_files(work: Path, tmp_path: Path, no_plan: None) -> None:
+    adapter = tmp_path / "adapter"
+    saved(adapter)
+    settings = {"methods": ["none"], "adapters": [str(adapter)], "cropped": False, "max_documents": 1}
+    one = study(work, **settings)
+    files = {one.cells(torch.nn.Identity())[-1].file}
+    saved(adapter)
+    files |= {one.cells(torch.nn.Identity())[-1].file}
+    assert len(files) == 1
+    saved(adapter, alpha=64)  # only adapter_config.json
+    files |= {one.cells(torch.nn.Identity())[-1].file}
+    saved(adapter, learned=0.5)  # only encoding.safetensors
+    files |= {one.cells(torch.nn.Identity())[-1].file}
+    assert len(files) == 3
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(RopeExtendError, match=r"holds no adapter_model\.safetensors"):
+        study(work, **settings)
+
+
+def test_an_answer_depends_on_the_tokenizer(no_plan: None) -> None:
+    settings: dict[str, Any] = {"methods": ["none"], "depths": 1, "trials": 1, "cropped": False}
+    one = Study(StudyConfig(model=str(MODEL_DIR), target_length=512, **settings))
+    (first,) = one.cells(torch.nn.Identity())
+    one.tokenizer.add_tokens(["another"])  # the prompt's text and its length stay
+    (second,) = one.cells(torch.nn.Identity())
+    assert first.file != second.file
 
 
 def test_shares_measure_every_cell_once(work: Path, tmp_path: Path) -> None:
