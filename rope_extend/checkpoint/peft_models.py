@@ -1,4 +1,4 @@
-"""Looking at peft models without importing peft: a process that has not imported it has no such model."""
+"""Peft models, without importing peft: a process that has not imported it has no such model."""
 
 from __future__ import annotations
 
@@ -32,3 +32,26 @@ def wrapper_paths(model: nn.Module) -> set[str]:
 
     wrappers = BaseTunerLayer | AuxiliaryTrainingWrapper
     return {path for path, module in model.named_modules() if isinstance(module, wrappers)}
+
+
+def remove_adapter(model: Any) -> Any:
+    """Take an adapter out of a model, and return the base model with the weights it had before.
+
+    peft's own `unload` leaves the trained copies of `modules_to_save`, such as norms and embeddings, in the
+    base model.
+
+    Args:
+        model: a `peft.PeftModel`, whose adapter is not merged.
+    """
+    from peft.utils.other import ModulesToSaveWrapper
+
+    originals = [
+        (parent, name, child.original_module)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, ModulesToSaveWrapper)
+    ]
+    base = model.unload()
+    for parent, name, original in originals:
+        setattr(parent, name, original)
+    return base

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint.info import info
 from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.peft_models import remove_adapter
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.encodings import rotary_method
 from rope_extend.errors import RopeExtendError
@@ -147,7 +148,7 @@ def finetune_once(recipe: Recipe, model: Any | None = None, tokenizer: Any | Non
         print("\nThe same command resumes from here.")
         raise
     result.patch.remove()
-    result.model.unload()
+    remove_adapter(result.model)
 
 
 def _check_results(rows: Sequence[EvaluationRow], output: Path, methods: Sequence[str], steps: int) -> None:

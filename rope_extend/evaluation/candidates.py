@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 from torch import nn
 
 from rope_extend.checkpoint.info import ModelInfo, info
+from rope_extend.checkpoint.peft_models import remove_adapter
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
@@ -155,7 +156,7 @@ class Candidates:
             yield Candidate(adapter_labels(self.records)[adapter], adapter, tuned.eval())
         finally:
             patch_of_adapter = current_patch(tuned)
-            tuned.unload()
+            remove_adapter(tuned)
             if patch_of_adapter is not None:
                 patch_of_adapter.remove()
 

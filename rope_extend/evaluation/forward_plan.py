@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from rope_extend.checkpoint.peft_models import remove_adapter
 from rope_extend.encodings import BiasEncoding, Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
@@ -259,7 +260,7 @@ def _with_adapter(
         try:
             yield
         finally:
-            tuned.unload()
+            remove_adapter(tuned)
 
 
 def _plan(

@@ -1,0 +1,47 @@
+"""A model is what it was after each of its candidates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from batches import logits, tokens
+from cases import TARGET, tiny_llama
+from peft import get_peft_model
+
+import rope_extend as rx
+from rope_extend.checkpoint.info import info
+from rope_extend.checkpoint.record import read_record
+from rope_extend.evaluation.candidates import Candidates
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.training.lora import lora_config
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: bool, tmp_path: Path) -> None:
+    model, adapter = tiny_llama(tie_word_embeddings=tied), str(tmp_path / "adapter")
+    rx.extend(model, TARGET, "yarn")
+    recipe = rx.Recipe(
+        model="tiny", data="none", output_dir=adapter, target_length=TARGET, train_norm_embed=True, lora_rank=2
+    )  # fmt: skip
+    tuned = get_peft_model(model, lora_config(model, recipe))
+    with torch.no_grad():
+        for name, weight in tuned.named_parameters():
+            if "modules_to_save" in name:
+                weight.add_(0.1)
+    rx.save(tuned, adapter)
+
+    model, ids = tiny_llama(tie_word_embeddings=tied), tokens(1, 12)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    expected = logits(model, ids)
+    candidates = Candidates(
+        "tiny", LoadOptions(), model, info(model), (TARGET,), {}, {adapter: read_record(adapter)}
+    )
+    with candidates.tuned(model, adapter) as candidate:
+        assert not torch.allclose(logits(candidate.model, ids), expected)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    assert torch.equal(logits(model, ids), expected)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
