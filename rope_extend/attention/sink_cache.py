@@ -178,7 +178,8 @@ def sink_cache(model: nn.Module) -> SinkCache:
 
     Raises:
         PatchError: the model is not patched with `sinks`.
-        UnsupportedModelError: the model has layers that are cached in another way.
+        UnsupportedModelError: the model has layers that are cached in another way, or layers in which the
+            patch does not act, such as layers without RoPE.
     """
     base = unwrap(model)
     handler = getattr(base.base_model, HANDLER, None)
@@ -189,6 +190,15 @@ def sink_cache(model: nn.Module) -> SinkCache:
             f"rope_extend.extend(model, target_length, 'sinks') first"
         )
     cache: Any = SinkCache(encoding, base.config.get_text_config(decoder=True))
+    modules = [module for module in base.base_model.modules() if getattr(module, HANDLER, None) is handler]
+    handled = {getattr(module, "layer_idx", None) for module in modules}
+    others = [str(index) for index in range(len(cache.layers)) if index not in handled]
+    if others:
+        raise UnsupportedModelError(
+            f"sink_cache: {base.config.model_type} has layers that need all their keys, such as layers without "
+            f"RoPE or with keys of images (layers {', '.join(others)} of {len(cache.layers)}); use an ordinary "
+            f"cache, such as DynamicCache(config=model.config)"
+        )
     cache.rope_extend_encoding = encoding
     cache.rope_extend_positions = torch.zeros(1, 0, dtype=torch.int64, device="cpu")
     cache.__class__ = tracked(SinkCache)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, batch, in_parts, logits, tokens
-from cases import FamilyCase, llama, tiny_model
+from cases import ALL_FAMILIES, PLAIN, FamilyCase, llama, tiny_config, tiny_model
 from tolerances import assert_same_but_rounding
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, MllamaForCausalLM
 
 import rope_extend as rx
 from rope_extend.attention.sink_cache import SinkCache
@@ -136,6 +136,29 @@ def test_what_cannot_work_is_refused() -> None:
             tokens(1, 20), max_new_tokens=60, do_sample=False, prompt_lookup_num_tokens=30, pad_token_id=0,
             past_key_values=rx.sink_cache(model),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "layers"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0], "pad_token_id": 0}, "layers 1 of 2"),
+        ("cohere2", {"layer_types": ["full_attention"] * 2}, "layers 0, 1 of 2"),
+    ],
+)
+def test_layers_that_see_every_token_are_refused(family: str, config: dict[str, Any], layers: str) -> None:
+    """The patch does not act in layers without RoPE, so their keys must not be dropped."""
+    model = tiny_model(FamilyCase(family, {"head_dim": 16, **PLAIN, **config}))
+    rx.patch_model(model, rx.encoding("sinks", sinks=3, window=7), target_length=64)
+    with pytest.raises(UnsupportedModelError, match=rf"{family} .*{layers}.*ordinary cache"):
+        rx.sink_cache(model)
+
+
+def test_layers_with_keys_of_images_are_refused() -> None:
+    case = next(case for case in ALL_FAMILIES if case.model_type == "mllama")
+    model = MllamaForCausalLM(tiny_config(case).text_config).eval()
+    rx.patch_model(model, rx.encoding("sinks", sinks=3, window=7), target_length=64)
+    with pytest.raises(UnsupportedModelError, match=r"keys of images \(layers 1 of 2\)"):
+        rx.sink_cache(model)
 
 
 @torch.no_grad()
