@@ -11,10 +11,11 @@ kept when it is measured. `--share 1/2` and `--share 2/2` divide the measurement
 from __future__ import annotations
 
 import argparse
+import hashlib
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from results_page import in_readme, page, readme_table
 from results_rows import Results, results_of
 from smollm2 import SOURCE, checkpoint
 
+from rope_extend.data.sources import is_dataset, source_files
 from rope_extend.demo.run import finetune_once
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.identity import check_same, read_identity
-from rope_extend.files import write_json, write_text
+from rope_extend.files import sha256, write_json, write_text
 from rope_extend.plots.curves import plot_perplexity, plot_ratio
 from rope_extend.searching.run_search import search
 from rope_extend.searching.search_config import SearchConfig
@@ -42,6 +44,7 @@ from rope_extend.units import format_duration, format_length
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs" / "results"
 SETTINGS = "settings.json"
+FINGERPRINTS = ("weights", "texts")
 LORA_RUNS = ("yarn", "linear", "none", "ntk")
 """Methods of the LoRA runs; `none` is direct fine-tuning without an extension."""
 BEGIN, END = "<!-- make results: begin -->", "<!-- make results: end -->"
@@ -151,21 +154,47 @@ QUICK_STAGES = ("untrained", "passkeys")
 """The stages of `--quick`."""
 
 
+def fingerprint(files: Iterable[Path]) -> str:
+    """Sixteen hexadecimal digits for the contents of files, in any order."""
+    digests = sorted(sha256(path) for path in files)
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+
+
+def settings_of(model: str, data: Sequence[str], changes: dict[str, Any]) -> dict[str, Any]:
+    """What a run measures: names, and the contents of the weights and of the texts on disk."""
+    weights = (path for path in Path(model).glob("*") if path.suffix in (".safetensors", ".gguf"))
+    texts = source_files([source for source in data if not is_dataset(source)])
+    return {
+        "model": Path(model).name,
+        "data": [Path(each).name for each in data],
+        "changes": changes,
+        "weights": fingerprint(weights),
+        "texts": fingerprint(texts),
+    }
+
+
 def check_settings(directory: Path, settings: dict[str, Any]) -> None:
     """Refuse to mix two runs in one directory.
+
+    Settings without fingerprints, as of an earlier version, get those of now; `results_of` refuses cells of
+    other texts in any case.
 
     Raises:
         RopeExtendError: the directory belongs to a run with other settings.
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / SETTINGS
-    if file.exists():
-        check_same(
-            read_identity(file), settings, what=f"{str(directory)!r} holds results",
-            advice="use the same arguments, or another --run directory",
-        )  # fmt: skip
-    else:
-        write_json(file, settings)
+    stored = read_identity(file) if file.exists() else {}
+    if isinstance(stored, dict):
+        added = (
+            settings if not stored else {name: settings[name] for name in FINGERPRINTS if name in settings}
+        )
+        stored = {**added, **stored}
+    check_same(
+        stored, settings, what=f"{str(directory)!r} holds results",
+        advice="use the same arguments, or another --run directory",
+    )  # fmt: skip
+    write_json(file, settings)
 
 
 def write(lines: Sequence[Line], docs: Path) -> None:
@@ -246,12 +275,7 @@ def main(words: list[str] | None = None) -> None:
     share = share_of(arguments.share)
     changes = QUICK if arguments.quick else ON_A_GPU if torch.cuda.is_available() else {}
     model = arguments.model or str(checkpoint(arguments.run / "model"))
-    settings = {
-        "model": Path(model).name,
-        "data": [Path(each).name for each in arguments.data],
-        "changes": changes,
-    }
-    check_settings(arguments.run, settings)
+    check_settings(arguments.run, settings_of(model, arguments.data, changes))
     run = Run(arguments.run, model, arguments.data, arguments.training_data, changes, share)
     for number, stage in enumerate(stages, start=1):
         started = time.perf_counter()

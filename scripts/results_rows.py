@@ -8,6 +8,7 @@ from typing import Any
 
 from results_lines import TRAINING, Line
 
+from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.controls import against_cropped
 from rope_extend.evaluation.results import EvaluationRow
@@ -51,13 +52,41 @@ class Results:
 
 
 def results_of(lines: Sequence[Line]) -> Results:
-    """The rows of the lines with the longest texts, and all retrieval."""
+    """The rows of the lines with the longest texts, and all retrieval.
+
+    Raises:
+        RopeExtendError: lines of different texts, prompts or weights, which no table may mix.
+    """
     perplexities = [line for line in lines if line["kind"] == PERPLEXITY]
     longest = max((longest_of(line) for line in perplexities), default=0)
     used = [line for line in perplexities if longest_of(line) == longest]
     used += [line for line in lines if line["kind"] == RETRIEVAL]
+    _check_same(used)
     labels = sorted(dict.fromkeys(line["label"] for line in used), key=rank)
     return Results(lines, collect(used, labels), longest)
+
+
+def _check_same(lines: Sequence[Line]) -> None:
+    """Refuse two texts of one name, two prompts of one trial, and two results of one row on either."""
+    texts: dict[str, Any] = {}
+    found: dict[tuple[str, str], Any] = {}
+    for line in lines:
+        if line["kind"] == PERPLEXITY:
+            name, text, result = line["document"], line["result"]["data"], line["result"]["document_nll"]
+        else:
+            (cell,) = line["cells"]
+            name = f"{cell['task']} at {cell['length']}, depth {cell['depth']}, trial {line['trial']}"
+            text, result = cell["data"], cell["scores"]
+        if texts.setdefault(name, text) != text:
+            raise RopeExtendError(
+                f"the cells hold two texts of the name {name!r}, {texts[name]} and {text}; move the cells of "
+                "one of them to another directory"
+            )
+        if found.setdefault((line["label"], name), result) != result:
+            raise RopeExtendError(
+                f"the cells hold two results of {line['label']!r} on {name!r}, as after a change of the "
+                "weights; move one of them to another directory"
+            )
 
 
 def longest_of(line: Line) -> int:
