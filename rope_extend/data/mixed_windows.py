@@ -13,7 +13,7 @@ would get if they were processed alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rope_extend.data.blocks import cut_blocks
@@ -32,8 +32,10 @@ def mixed_windows(
     """The blocks of both kinds, drawn by their shares.
 
     Long blocks are cut from documents of at least a block. Short blocks hold the documents that are shorter
-    than a block; if there are none, all documents. Of these, each document longer than the window is cut into
-    pieces of the window.
+    than a block. If they would repeat before the long blocks have been read once, as many pieces of the long
+    documents are added as are missing. Each document longer than the window is cut into pieces of the
+    window. The blocks follow from the documents, not from the number of steps, so a run can be resumed with
+    more steps.
 
     Args:
         documents: where the text comes from.
@@ -43,32 +45,67 @@ def mixed_windows(
         seed: seed of the run.
 
     Raises:
-        RopeExtendError: no document fills a block, or the short ones together do not.
+        RopeExtendError: no document fills a block, or the pieces together do not.
     """
-    long = cut_blocks([document for document in documents if len(document) >= length] or documents, length)
+    filling = [document for document in documents if len(document) >= length]
+    long = cut_blocks(filling or documents, length)
     # One document fills each block, so these are packed blocks too, with the same inputs as short ones.
     whole = [Document(long.origin(index)[0], long[index]["input_ids"]) for index in range(len(long))]
-    short = [document for document in documents if len(document) < length] or documents
+    short = [document for document in documents if len(document) < length]
+    needed = max(1, round(len(long) * short_share / (1 - short_share)))
     return Mixture(
-        [packed_blocks(whole, length, restarts=True), short_blocks(short, length, window)],
+        [
+            packed_blocks(whole, length, restarts=True),
+            short_blocks(short, length, window, others=filling, needed=needed),
+        ],
         (1 - short_share, short_share),
         seed=seed,
     )
 
 
-def short_blocks(documents: Sequence[Document], length: int, window: int) -> PackedBlocks:
+def short_blocks(
+    documents: Sequence[Document],
+    length: int,
+    window: int,
+    *,
+    others: Sequence[Document] = (),
+    needed: int = 0,
+) -> PackedBlocks:
     """Packed blocks in which no document, or piece of one, is longer than the window.
+
+    Args:
+        documents: the documents, all of which are used.
+        length: tokens per block.
+        window: the trained window, in tokens.
+        others: documents whose pieces are used, one of each in turn, until there are enough blocks.
+        needed: the number of blocks that is enough.
 
     Raises:
         RopeExtendError: the documents together do not fill a block.
     """
-    pieces = [
-        Document(document.name, document.input_ids[start : start + window])
-        for document in documents
-        for start in range(0, len(document), window)
-        if len(document) - start > 1  # a single token predicts nothing
-    ]
+    pieces = [piece for document in documents for piece in _pieces([document], window)]
+    tokens = sum(map(len, pieces))
+    for piece in _pieces(others, window):
+        if tokens >= needed * length:
+            break
+        pieces.append(piece)
+        tokens += len(piece)
+    if tokens < length:
+        raise RopeExtendError(
+            f"mixed_windows: a short block needs {length:,} tokens, and {len(documents) + len(others)} "
+            f"documents, cut into pieces of {window:,} tokens, have {tokens:,} together; give more text"
+        )
     return packed_blocks(pieces, length, restarts=True)
+
+
+def _pieces(documents: Sequence[Document], window: int) -> Iterator[Document]:
+    """Pieces of at most the window: the first of each document, then the second of each, and so on."""
+    start = 0
+    # A single token predicts nothing.
+    while documents := [document for document in documents if len(document) - start > 1]:
+        for document in documents:
+            yield Document(document.name, document.input_ids[start : start + window])
+        start += window
 
 
 def check_mixed_windows(length: int, encoding: Encoding, shape: RopeShape, config: Any) -> None:

@@ -54,6 +54,7 @@ from rope_extend.training.resume import (
 from rope_extend.training.sharding import Clipping, Objective, Sharding, whole
 from rope_extend.training.text_reach import TextReach
 from rope_extend.training.tracking import start_trackers
+from rope_extend.training.training_data import source_names
 from rope_extend.training.utilisation import (
     Spans,
     device_peak,
@@ -388,9 +389,9 @@ class TrainingRun:
         values: dict[str, float] = {}
         if self.recipe.curriculum:
             values["block_length"] = self.data.blocks.at(steps - 1).length
-        if self.recipe.data_weights:
+        if names := source_names(self.recipe):
             epochs = self.data.blocks.epochs(steps, self.sequences_per_step)
-            named = zip(self.recipe.data, epochs, strict=True)
+            named = zip(names, epochs, strict=True)
             values |= {f"epochs/{name}": round(times, 3) for name, times in named}
         return values
 

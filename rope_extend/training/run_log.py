@@ -9,8 +9,12 @@ from rope_extend.data.sampled_positions import SAMPLERS, Coverage
 from rope_extend.patching import Patch
 from rope_extend.training.annealing import log_defaults
 from rope_extend.training.loop import TrainingRun
+from rope_extend.training.training_data import source_names
 
 logger = logging.getLogger(__name__)
+
+_MANY_EPOCHS = 4
+"""Up to this number of epochs, repeated text teaches about as much as new text (2305.16264)."""
 
 
 def log_run(run: TrainingRun, patch: Patch, share: float, coverage: Coverage | None) -> None:
@@ -37,12 +41,17 @@ def log_run(run: TrainingRun, patch: Patch, share: float, coverage: Coverage | N
         "data: %s; %s tokens per step, %.1f %% of them beyond the pretrained window",
         run.data.blocks, f"{run.tokens_per_step:,}", 100 * share,
     )  # fmt: skip
-    if run.recipe.data_weights is not None:
+    if names := source_names(run.recipe):
         epochs = run.data.blocks.epochs(run.recipe.steps, run.sequences_per_step)
         logger.info(
             "epochs by the last step: %s",
-            ", ".join(f"{times:.2f} of {name}" for name, times in zip(run.recipe.data, epochs, strict=True)),
+            ", ".join(f"{times:.2f} of {name}" for name, times in zip(names, epochs, strict=True)),
         )
+        if run.recipe.mixed_windows and max(epochs) > _MANY_EPOCHS:
+            logger.warning(
+                "mixed_windows: the %s are read %.1f times by the last step; add texts, or lower steps",
+                names[epochs.index(max(epochs))], max(epochs),
+            )  # fmt: skip
     if run.recipe.shifted_sparse is not None:
         logger.info(
             "training uses shifted sparse attention (2309.12307), an approximation: a token attends to the "

@@ -91,6 +91,13 @@ def _mixed_windows(recipe: Recipe, tokenizer: Any, trained_length: int | None) -
     return TrainingData(stages, fingerprint(documents), documents)
 
 
+def source_names(recipe: Recipe) -> tuple[str, ...]:
+    """The names of the sources that a run mixes, in the order of `Curriculum.epochs`; often none."""
+    if recipe.mixed_windows:
+        return ("long blocks", "short blocks")
+    return tuple(recipe.data) if recipe.data_weights is not None else ()
+
+
 def check_split(recipe: Recipe) -> None:
     """Refuse to evaluate on the split of a hub dataset that the run trains on, if the recipe names both.
 

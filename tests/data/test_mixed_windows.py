@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +28,7 @@ from rope_extend.data.documents import Document
 from rope_extend.data.mixed_windows import check_mixed_windows, mixed_windows, short_blocks
 from rope_extend.data.packing import PackedBlocks
 from rope_extend.loss import IGNORED, next_token_loss
+from rope_extend.training import run_log
 from rope_extend.training.finetune import Recipe, finetune
 
 BLOCK = 96
@@ -162,11 +165,31 @@ def test_blocks_are_of_two_kinds_in_their_shares() -> None:
 
 
 def test_without_short_documents_the_long_ones_are_cut() -> None:
-    short = mixed_windows(texts(100, 130), BLOCK, TRAINED, 0.3, seed=0).sources[1]
+    documents = texts(100, 130)
+    short = mixed_windows(documents, BLOCK, TRAINED, 0.6, seed=0).sources[1]
+    # Two long blocks, so three short ones are needed, and the text is enough for two.
     assert len(short) == 230 // BLOCK
     assert all(int(short[i]["document_positions"].max()) < TRAINED for i in range(len(short)))
+    turns = [text.input_ids[start : start + TRAINED] for start in (0, TRAINED) for text in documents]
+    assert short[0]["input_ids"].tolist() == torch.cat(turns)[:BLOCK].tolist()
     with pytest.raises(RopeExtendError, match="none of 2 documents has 96 tokens"):
         mixed_windows(texts(50, 60), BLOCK, TRAINED, 0.3, seed=0)
+
+
+@pytest.mark.parametrize("stray", [(20,), (95, 35)])
+def test_a_few_stray_short_documents_are_not_the_whole_short_share(stray: tuple[int, ...]) -> None:
+    """Pieces of the long documents are added until both kinds repeat equally often."""
+    documents = texts(*[960] * 14, *stray)
+    long, short = mixed_windows(documents, BLOCK, TRAINED, 0.3, seed=0).sources
+    assert (len(long), len(short)) == (140, 60)
+    first = torch.cat([short[0]["input_ids"], short[1]["input_ids"]])[: sum(stray)]
+    assert first.tolist() == torch.cat([text.input_ids for text in documents[14:]]).tolist()
+
+
+def test_too_little_text_for_a_short_block_is_counted_in_documents() -> None:
+    """97 tokens are pieces of 32, 32, 32 and 1 token, and a single token predicts nothing."""
+    with pytest.raises(RopeExtendError, match=r"needs 97 tokens, and 1 documents.* have 96 together"):
+        mixed_windows(texts(97), 97, TRAINED, 0.3, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -205,11 +228,20 @@ def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank
 
 
 def test_a_run_with_mixed_windows_trains_and_resumes(
-    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run_log, "_MANY_EPOCHS", 0.5)
     with caplog.at_level(logging.INFO):
         result = finetune(recipe)
     assert "50 % PackedBlocks" in caplog.text
+    epochs = re.search(r"epochs by the last step: ([\d.]+) of long blocks, ([\d.]+) of short", caplog.text)
+    sizes = [int(size) for size in re.findall(r"PackedBlocks\((\d+) of", caplog.text)]
+    assert epochs
+    read = [float(times) * size for times, size in zip(epochs.groups(), sizes, strict=True)]
+    assert sum(read) == pytest.approx(recipe.steps * recipe.batch_size, abs=0.005 * sum(sizes))
+    assert "the long blocks are read 0.6 times by the last step; add texts, or lower steps" in caplog.text
+    last = json.loads((Path(recipe.output_dir) / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["epochs/long blocks"] == pytest.approx(float(epochs[1]), abs=0.01)
     assert 0 < result.share_beyond < 0.5
     other = replace(recipe, output_dir=str(tmp_path / "other"))
     finetune(replace(other, steps=2))
