@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,17 @@ import numpy as np
 
 from rope_extend.evaluation.identity import Identity
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult, file_name
-from rope_extend.files import write_json
+from rope_extend.files import PARTIAL, write_json
 
 FOLDER = "cells"
 """Folder of the finished cells in the directory of a study."""
 PERPLEXITY, RETRIEVAL = "perplexity", "retrieval"
 BIN = 128
 """Positions whose mean loss is kept together."""
+
+_FILE = re.compile(rf"({PERPLEXITY}|{RETRIEVAL})-[A-Za-z0-9-]+-[0-9a-f]{{16}}\.json")
+_PARTIAL = re.compile(rf"\.({PERPLEXITY}|{RETRIEVAL})-.*\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
+"""Names of the files of cells. All other files in the folder belong to the user."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,21 @@ class CellStore:
 
     def __init__(self, directory: str | Path) -> None:
         self.folder = Path(directory) / FOLDER
+
+    @property
+    def files(self) -> list[str]:
+        """Names of the files of finished cells, sorted; files of other names are not ours."""
+        return sorted(path.name for path in self._ours(_FILE))
+
+    def remove(self) -> None:
+        """Delete the finished cells, and the folder if it is empty then."""
+        for path in (*self._ours(_FILE), *self._ours(_PARTIAL)):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # there is none, or it has files of other people
+            self.folder.rmdir()
+
+    def _ours(self, name: re.Pattern[str]) -> list[Path]:
+        return [path for path in self.folder.glob("*") if name.fullmatch(path.name) and not path.is_dir()]
 
     def has(self, cell: Cell) -> bool:
         """Whether a cell is finished."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,11 +127,11 @@ def check_directory(output: str | Path, *, resume: bool, overwrite: bool) -> Pat
 
 def holds_cells(directory: Path) -> bool:
     """Whether a directory holds finished cells."""
-    return any((directory / FOLDER).glob("*.json"))
+    return bool(CellStore(directory).files)
 
 
 def remove(directory: Path) -> None:
-    """Delete the cells and the report of a study."""
+    """Delete the cells and the report of a study, and nothing else."""
     for name in FILES:
         (directory / name).unlink(missing_ok=True)
-    shutil.rmtree(directory / FOLDER, ignore_errors=True)
+    CellStore(directory).remove()

@@ -26,7 +26,7 @@ from rope_extend.models.parameters import learned_parameters
 from rope_extend.study.cells import BIN, Cell, CellStore, StudyRow, binned, unbinned
 from rope_extend.study.collecting import Collected, collect, merged
 from rope_extend.study.deciding import decision
-from rope_extend.study.reporting import comparison, not_measured
+from rope_extend.study.reporting import comparison, holds_cells, not_measured
 from rope_extend.study.run_study import Share, Study
 from rope_extend.study.study_config import METHODS, StudyConfig
 from rope_extend.units import parse_duration
@@ -117,6 +117,24 @@ def test_an_interrupted_study_resumes(
     ]
     for ours, theirs in zip(collected(again, tmp_path).rows, whole.rows, strict=True):
         assert ours.result.document_nll == theirs.result.document_nll
+
+
+def test_only_our_files_are_removed(tmp_path: Path) -> None:
+    store, row = CellStore(tmp_path), StudyRow("none, cropped to 8k", method="none", crop=8192)
+    cells = [Cell(kind, row, 0, 0, 1.0, {"kind": kind}) for kind in ("perplexity", "retrieval")]
+    theirs = ["experiment.csv", "mine.json", "perplexity-notes.json", "deep/x", ".mine.partial"]
+    (store.folder / "deep").mkdir(parents=True)
+    for name in theirs:
+        (store.folder / name).write_text("precious")
+    assert not holds_cells(tmp_path)
+    for cell in cells:
+        store.write(cell, {})
+    (store.folder / f".{cells[0].file[:40]}.0123abcd.partial").touch()  # a process was killed
+    assert store.files == sorted(cell.file for cell in cells)
+    assert holds_cells(tmp_path)
+    store.remove()
+    left = {str(path.relative_to(store.folder)) for path in store.folder.rglob("*") if path.is_file()}
+    assert left == {*theirs}
 
 
 def test_a_damaged_cell_is_measured_again(measured: tuple[Study, Path], work: Path, tmp_path: Path) -> None:
