@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from rope_extend.encodings import NTK, Linear, Llama3, RopeEncoding, YaRN
@@ -10,6 +11,9 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.models.current_table import divisors_of
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.space import Space, Table
+
+AS_IT_IS = "as it is"
+"""In a search for short texts, the row of what the model has for them now."""
 
 
 def longrope_attention_factor(config: SearchConfig, space: Space) -> float:
@@ -29,12 +33,15 @@ def yarn_attention_factor(space: Space) -> float:
 def seeds(space: Space, attention_factor: float) -> list[Table]:
     """LongRoPE's seeds, position interpolation, NTK and YaRN, all with the same attention factor.
 
-    For short texts: plain RoPE, the table of long texts, and their geometric mean.
+    For short texts: plain RoPE, the table of long texts, their geometric mean, and the model's short list, if
+    it has one; each as near as the space has it.
     """
     if space.long is not None:
         divisors = divisors_of(space.long.shape.inv_freq(), space.shape)
-        powers = ([divisor**power for divisor in divisors] for power in (0.0, 0.5, 1.0))
-        return [space.table(values, attention_factor) for values in powers]
+        lists = [[divisor**power for divisor in divisors] for power in (0.0, 0.5, 1.0)]
+        if space.long.short is not None:
+            lists.append(list(itertools.accumulate(space.long.short, max)))  # it may fall
+        return list(dict.fromkeys(space.table(values, attention_factor) for values in lists))
     factor = space.factor
     encodings: list[RopeEncoding] = [Linear(factor), YaRN(factor)]
     if space.pairs > 1:  # NTK keeps the fastest pair, and needs another one
@@ -45,11 +52,18 @@ def seeds(space: Space, attention_factor: float) -> list[Table]:
 def published(space: Space) -> dict[str, Table]:
     """The closed forms as published, by name, each with its own attention factor.
 
-    For short texts: plain RoPE, and the table of long texts, which the model uses now.
+    For short texts: what the model has for them now, plain RoPE, and the table of long texts. These are
+    exact, so they may be outside the space: they are measured, and no strategy starts from them.
     """
     if space.long is not None:
-        plain, _, present = seeds(space, space.long.attention_factor)
-        return {"as it is": present, "none": plain}
+        long = divisors_of(space.long.shape.inv_freq(), space.shape)
+        lists = {
+            AS_IT_IS: space.long.short or long,
+            "none": (1.0,) * space.pairs,
+            "table of long texts": long,
+        }
+        factor = round(space.long.attention_factor, 4)  # as that of every candidate
+        return {name: Table(divisors, 0, factor) for name, divisors in lists.items()}
     encodings: dict[str, RopeEncoding] = {"linear": Linear(space.factor), "yarn": YaRN(space.factor)}
     if space.pairs > 1:
         encodings["ntk"] = NTK(space.factor)

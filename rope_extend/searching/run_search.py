@@ -28,7 +28,7 @@ from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.view import shape_of
 from rope_extend.searching import critical_genetic, genetic, gradient, race
-from rope_extend.searching.closed_forms import published
+from rope_extend.searching.closed_forms import AS_IT_IS, published
 from rope_extend.searching.evaluations import Evaluator, score
 from rope_extend.searching.fitness import Fitness, needle_windows
 from rope_extend.searching.search_config import (
@@ -314,6 +314,8 @@ def _searched(config: SearchConfig, space: Space, evaluator: Evaluator) -> Searc
             rows.setdefault(table, name)
         else:
             rows.setdefault(space.table(table.divisors, config.attention_factor), name)
+        if name == AS_IT_IS:  # also if the strategy ends on it
+            rows[table] = name
     weights = config.weights()
     losses = {table: evaluator.held_out(space, table) for table in rows}
     scores = {table: score(values, weights) for table, values in losses.items()}

@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TRAINED
+from cases import TRAINED, tiny_llama
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.encodings import LongRoPE
+from rope_extend.models.current_table import current_table
+from rope_extend.searching.closed_forms import published, seeds
+from rope_extend.searching.evaluations import Evaluator, score
+from rope_extend.searching.fitness import Fitness
+from rope_extend.searching.search_log import SearchLog
+from rope_extend.searching.space import Space
 
 NOW, TARGET = 2 * TRAINED, 4 * TRAINED
 SMALL = {"population": 6, "mutants": 2, "crossovers": 2, "parents": 4, "iterations": 2}
@@ -111,8 +117,10 @@ def test_the_search_for_short_texts_ends_in_two_lists(
     assert encoding.factor == NOW / TRAINED
     assert (encoding.short_factor or (1.0,) * 8) == result.table.divisors
     # Plain RoPE and the present table are always among what the held-out documents compare.
-    rounded = tuple(round(max(f / p, 1), 2) for f, p in zip(plain(result.shape), table, strict=True))
-    assert {(1.0,) * 8, rounded} <= {row.table.divisors for row in result.rows}
+    assert (1.0,) * 8 in {row.table.divisors for row in result.rows}
+    now = next(row for row in result.rows if row.label == "as it is")
+    exact = [f / p for f, p in zip(plain(result.shape), table, strict=True)]
+    assert now.table.divisors == pytest.approx(exact, rel=1e-13)
     written = json.loads((output / "encoding.json").read_text())
     assert written["target_length"] == NOW
     # No divisor exceeds the largest one of the present table.
@@ -132,6 +140,42 @@ def test_the_search_for_short_texts_ends_in_two_lists(
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():
         assert_same_but_rounding(stock(ids).logits, expected)
+
+
+def test_as_it_is_means_exactly_the_list_that_the_model_has() -> None:
+    """With two lists that no candidate has: divisors below 1, falling ones, and digits beyond hundredths."""
+    model = tiny_llama().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1:  # so that the model looks at positions
+                weight.normal_(
+                    0, (2 if "q_proj" in name or "k_proj" in name else 1) / weight.shape[-1] ** 0.5
+                )
+    lists = {
+        "long_factor": [0.9, 1, 1.2, 1.5, 2, 2, 2, 2],
+        "short_factor": [0.93, 0.9, 1, 1.1234, 1.2, 1.2, 1.3, 2.5],
+    }
+    rx.extend(model, NOW, "longrope", attention_scale=1.12345, **lists)
+    current = current_table(model)
+    space = Space(current.pretrained, NOW, 1.0, long=current)
+    rows = published(space)
+    written = space.result(rows["as it is"])
+    assert written.short_factor == tuple(lists["short_factor"])
+    assert written.long_factor == pytest.approx(tuple(lists["long_factor"]), rel=1e-14)
+    assert written.attention_scale == 1.12345
+    assert rows["table of long texts"].divisors == pytest.approx(tuple(lists["long_factor"]))
+    assert set(rows["none"].divisors) == {1.0}
+    for table in seeds(space, 1.12345):
+        space.check(table)
+    ids = torch.arange(3, 3 + TRAINED)
+    fitness = Fitness([rx.Document("a", ids)] * 2, [TRAINED])
+    evaluator = Evaluator(model, fitness, {str(TRAINED): 1.0}, 1, log=SearchLog(None, {}))
+    measured = score(evaluator.held_out(space, rows["as it is"]), evaluator.weights)
+    with torch.no_grad():
+        expected = float(model(ids[None], labels=ids[None]).loss)
+    assert measured == pytest.approx(expected, abs=1e-5)
+    one_table = score(evaluator.held_out(space, rows["table of long texts"]), evaluator.weights)
+    assert abs(one_table - expected) > 1e-3
 
 
 @pytest.mark.parametrize(
