@@ -11,7 +11,7 @@ import yaml
 
 from rope_extend.files import write_text
 from rope_extend.report.tables import public_name
-from rope_extend.study.cells import FOLDER, PERPLEXITY
+from rope_extend.study.cells import FOLDER, PERPLEXITY, RETRIEVAL
 
 Line = dict[str, Any]
 
@@ -30,9 +30,9 @@ def lines_of(run: Path) -> list[Line]:
 
 
 def _cell(path: Path) -> Line | None:
-    try:
-        values: Line = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # a process was killed while it wrote
+    """The line of a cell; None if the file is damaged, or is none of ours."""
+    values = _object(path.read_text(encoding="utf-8", errors="replace"))
+    if values.get("kind") not in (PERPLEXITY, RETRIEVAL) or not isinstance(values.get("identity"), dict):
         return None
     identity = values.pop("identity")
     values["dtype"] = str(identity["dtype"]).removeprefix("torch.")
@@ -42,6 +42,15 @@ def _cell(path: Path) -> Line | None:
     for name in ("rope_parameters", "retrieval", "peak_memory_bytes", "k_max", "tokens_per_second"):
         values.pop(name, None)
     return values
+
+
+def _object(text: str) -> Line:
+    """The values of a line of JSON; empty if a process was killed while it wrote it."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def _order(values: Line) -> tuple[Any, ...]:
@@ -58,7 +67,7 @@ def _training(run: Path) -> Iterator[Line]:
         recipe = yaml.safe_load(file.with_name("recipe.yaml").read_text(encoding="utf-8"))
         seconds = tokens = 0.0
         for text in file.read_text(encoding="utf-8").splitlines():
-            values = json.loads(text)
+            values = _object(text)
             seconds, tokens = values.get("seconds", seconds), values.get("tokens", tokens)
             if "perplexity" in values:
                 yield {
