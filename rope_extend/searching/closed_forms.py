@@ -39,9 +39,9 @@ def seeds(space: Space, attention_factor: float) -> list[Table]:
     if space.long is not None:
         divisors = divisors_of(space.long.shape.inv_freq(), space.shape)
         lists = [[divisor**power for divisor in divisors] for power in (0.0, 0.5, 1.0)]
-        if space.long.short is not None:
-            lists.append(list(itertools.accumulate(space.long.short, max)))  # it may fall
-        return list(dict.fromkeys(space.table(values, attention_factor) for values in lists))
+        lists.append(list(space.long.short or divisors))
+        never_falling = (itertools.accumulate(values, max) for values in lists)
+        return list(dict.fromkeys(space.table(values, attention_factor) for values in never_falling))
     factor = space.factor
     encodings: list[RopeEncoding] = [Linear(factor), YaRN(factor)]
     if space.pairs > 1:  # NTK keeps the fastest pair, and needs another one

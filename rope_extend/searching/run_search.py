@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import random
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer
 
 from rope_extend.data.documents import Document, in_common, load_documents
 from rope_extend.encodings import RopeShape
+from rope_extend.encodings.core.checks import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.identity import Identity, model_identity
@@ -44,7 +46,7 @@ from rope_extend.searching.search_config import (
 )
 from rope_extend.searching.search_log import LOG, SearchLog
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
-from rope_extend.searching.space import Space, Table
+from rope_extend.searching.space import STEP, Space, Table
 from rope_extend.searching.strategies import Context, Strategy
 from rope_extend.units import format_duration, format_length
 
@@ -190,11 +192,7 @@ def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
         current = current_table(empty, config.trained_length, config.current_length)
         if config.search_for == SHORT_TEXTS:
             return _space_of_short_texts(config, current)
-        if not all(current.shape.table):
-            raise RopeExtendError(
-                "search: some channel pairs of this model do not rotate under its present table, so they "
-                "have no divisor; use start pretrained"
-            )
+        _check_table(current)
         shape: RopeShape = current.shape
     else:
         shape = shape_of(empty, config.trained_length)
@@ -214,6 +212,19 @@ def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
     return space
 
 
+def _check_table(current: CurrentTable) -> None:
+    """Refuse a present table with frequencies of zero.
+
+    Raises:
+        RopeExtendError: a pair does not rotate.
+    """
+    if not all(frequency > ZERO_FREQUENCY for frequency in current.shape.table):
+        raise RopeExtendError(
+            "search: some channel pairs of this model do not rotate under its present table, so they have no "
+            "divisor; search for long texts with start pretrained"
+        )
+
+
 def _space_of_short_texts(config: SearchConfig, current: CurrentTable) -> Space:
     """Where a search for short texts looks: up to the largest divisor of the table of long texts."""
     shape, window = current.pretrained, current.shape.trained_length
@@ -228,7 +239,16 @@ def _space_of_short_texts(config: SearchConfig, current: CurrentTable) -> Space:
             f"{shape.trained_length} tokens of pretraining, where the short list is used; got "
             f"{config.target_length}"
         )
-    largest = max(divisors_of(current.shape.inv_freq(), shape))
+    _check_table(current)
+    divisors = divisors_of(current.shape.inv_freq(), shape)
+    # Smaller falls than a candidate's step, as rounding leaves them, do no harm.
+    if any(later < earlier - 1 / STEP for earlier, later in itertools.pairwise(divisors)):
+        raise RopeExtendError(
+            f"search: search_for {SHORT_TEXTS} looks for divisors that never fall from one channel pair to "
+            "the next, and those of this model's long texts do: "
+            f"{', '.join(f'{divisor:.4g}' for divisor in divisors)}; search for long texts instead"
+        )
+    largest = max(1.0, *divisors)
     return Space(shape, window, largest * shape.trained_length / window, long=current)
 
 

@@ -19,6 +19,7 @@ from rope_extend.models.current_table import current_table
 from rope_extend.searching.closed_forms import published, seeds
 from rope_extend.searching.evaluations import Evaluator, score
 from rope_extend.searching.fitness import Fitness
+from rope_extend.searching.run_search import plan_search
 from rope_extend.searching.search_log import SearchLog
 from rope_extend.searching.space import Space
 
@@ -195,6 +196,30 @@ def test_mistakes_get_one_clear_error(
 ) -> None:
     with pytest.raises(RopeExtendError, match=message):
         rx.search(settings(extended, work, None, **{"strategy": "longrope", **values}), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "values", "message"),
+    [
+        ("clipped", {}, "some channel pairs of this model do not rotate"),
+        (
+            "longrope",
+            {"long_factor": [1, 1.5, 1.2, *[2] * 5], "short_factor": [1, 1.5, 1.2, *[2] * 5]},
+            "never fall from one channel pair to the next.* 1, 1.5, 1.2, 2, 2, 2, 2, 2;",
+        ),
+    ],
+)
+def test_a_search_for_short_texts_needs_divisors_that_never_fall(
+    method: str, values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Said before the weights are loaded: the checkpoint has none."""
+    model = tiny_llama()
+    rx.extend(model, NOW, method, **values)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(RopeExtendError, match=message):
+        plan_search(
+            settings(tmp_path, tmp_path, None, strategy="longrope", search_for="short", target_length=TRAINED)
+        )
 
 
 def test_a_model_without_an_extension_has_no_short_texts_to_search_for(work: Path) -> None:
