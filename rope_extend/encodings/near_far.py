@@ -80,7 +80,9 @@ class NearFar(RemapEncoding):
         """Refuse what two regions cannot hold."""
         far, problem = self.far, ""
         effects = far.effects(_ANY_SHAPE)
-        if isinstance(far, RemapEncoding) and not isinstance(far.borders, Bands):
+        if isinstance(far, NearFar):
+            problem = "has near pairs and a temperature of its own"
+        elif isinstance(far, RemapEncoding) and not isinstance(far.borders, Bands):
             problem = "has other regions than near and distant pairs"
         elif effects.per_row:
             problem = "uses the length of the whole row, which later tokens change"

@@ -90,6 +90,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("near_far", {"far": 4.0}, r"far must be a rotary encoding, such as .*, got 4.0"),
     ("near_far", {"far": "sinks"}, r"far cannot be sinks, which has other regions.*; use a schedule such as"),
     ("near_far", {"far": "dual_chunk"}, r"far cannot be dual_chunk, which has other regions"),
+    ("near_far", {"far": "near_far"}, r"far cannot be near_far, which has near pairs and a temp.*; use a"),
+    ("near_far(near_far(yarn))", {}, r"far cannot be near_far, which has near pairs"),
     ("near_far", {"far": "xpos"}, r"far cannot be xpos, which makes near pairs lose weight too"),
     ("near_far", {"near": "dynamic_ntk"}, r"near must be one static table.*its table depends on the length"),
     ("near_far", {"near": "self_extend"}, r"near must be one static table.*in another way"),
