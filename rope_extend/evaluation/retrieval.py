@@ -12,8 +12,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,6 +36,7 @@ from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
 from rope_extend.files import write_text
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
+from rope_extend.models.view import unwrap
 from rope_extend.units import parse_lengths
 
 logger = logging.getLogger(__name__)
@@ -377,10 +378,8 @@ def generate(
     eos = tokenizer.eos_token_id
     if defaults is not None and defaults.eos_token_id is not None:
         eos = defaults.eos_token_id
-    # Everything that a checkpoint's own generation config could change is set here: the answer is the argmax.
     config = GenerationConfig(
-        max_new_tokens=task.new_tokens, do_sample=False, num_beams=1, repetition_penalty=1.0,
-        no_repeat_ngram_size=0, pad_token_id=pad, eos_token_id=eos, return_dict_in_generate=False,
+        max_new_tokens=task.new_tokens, do_sample=False, pad_token_id=pad, eos_token_id=eos,
         # If the table depends on the length of the row, keys that were cached at a shorter length are wrong.
         use_cache=not _is_per_row(model),
     )  # fmt: skip
@@ -388,12 +387,29 @@ def generate(
     if config.use_cache and bool(mask.all()):  # else padding would have to be hidden from the chunks
         cache = filled_cache(model, ids, task.new_tokens)
         more = {} if cache is None else {"past_key_values": cache}
-    with ExitStack() as stack:
+    with _without_own_settings(model), ExitStack() as stack:
         model.generate(
             input_ids=ids, attention_mask=mask, generation_config=config, **more,
             stopping_criteria=StoppingCriteriaList([stop, _AfterThePrompt(stack)]),
         )  # fmt: skip
     return stop.responses
+
+
+@contextmanager
+def _without_own_settings(model: nn.Module) -> Iterator[None]:
+    """Within the block, the model has transformers' default generation config: the answer is the argmax.
+
+    `generate` would take all that it is not given from the checkpoint's own, such as a kind of cache.
+    """
+    if getattr(model, "generation_config", None) is None:
+        yield
+        return
+    base = unwrap(model)
+    own, base.generation_config = base.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        base.generation_config = own
 
 
 class _AfterThePrompt(StoppingCriteria):  # type: ignore[misc]

@@ -19,6 +19,7 @@ import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation import chunked_forward
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.evaluation.prompts import PromptOptions, depths_from, encode
 from rope_extend.evaluation.results import Cell, RetrievalResult
@@ -302,6 +303,38 @@ def test_generation_is_greedy_whatever_the_checkpoint_prefers(bundled: PreTraine
         assert answer_prompts(bundled, TOKENIZER, [DEMO], prompts, progress=False) == before
     finally:
         own.do_sample, own.temperature, own.repetition_penalty = False, None, None
+
+
+def test_settings_of_a_checkpoint_neither_fail_nor_change_answers(
+    bundled: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cache that is filled in chunks, as for long prompts, and for adapters."""
+    row = encode(TOKENIZER, written([DEMO], [128], depths=1, trials=1)[0].text, False)
+    few_tokens = replace(DEMO, new_tokens=3)
+    object.__setattr__(few_tokens, "finished", lambda *_: False)
+    monkeypatch.setattr(chunked_forward, "MAX_WHOLE", 100)
+    monkeypatch.setattr(chunked_forward, "MAX_PAIRS", 64 * 131)
+    own = bundled.generation_config
+
+    def answers(model: Any) -> list[str]:
+        return generate(model, TOKENIZER, few_tokens, [row], [("no",)])
+
+    expected = answers(bundled)
+    first = TOKENIZER(expected[0], add_special_tokens=False).input_ids[0]
+    settings: dict[str, Any] = {
+        "cache_implementation": "static", "guidance_scale": 3.0, "suppress_tokens": [first],
+        "num_return_sequences": 2,
+    }  # fmt: skip
+    lora = get_peft_model(bundled, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2))
+    try:
+        for name, value in settings.items():
+            with monkeypatch.context() as changes:
+                changes.setattr(own, name, value)
+                assert answers(lora if name == "guidance_scale" else bundled) == expected, name
+                assert bundled.generation_config is own
+                assert getattr(own, name) == value
+    finally:
+        lora.unload()
 
 
 @pytest.mark.slow
