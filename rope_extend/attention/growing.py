@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 ROOM = "rope_extend_room"
 """Attribute of a cache: a `Growing` for keys and one for values, by the index of a layer. Not in copies."""
 GROWS = "rope_extend_grows"
-"""Attribute of a class of cache layers: whether they may grow in place, as a `DynamicLayer` may."""
+"""Attribute of a class: whether its layers may grow in place, as a `DynamicLayer` may; on a class of caches,
+whether its `update` adds nothing to that of transformers."""
 
 
 class Growing(NamedTuple):
@@ -62,6 +63,11 @@ def allocated(states: Tensor, more: int = 0) -> Growing:
     view = whole.narrow(2, 0, tokens)
     view.copy_(states)
     return Growing(whole, view)
+
+
+def updates_as_stock(cls: Any, layer: Any) -> bool:
+    """Whether a class of caches and a layer have the `update` of transformers, not one of a user's own."""
+    return (cls.update is Cache.update or GROWS in vars(cls)) and "update" not in vars(layer)
 
 
 def append(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor] | None:

@@ -30,7 +30,7 @@ from rope_extend.attention.functions import (
     extended_modules,
     handled_implementation,
 )
-from rope_extend.attention.growing import ROOM, append
+from rope_extend.attention.growing import ROOM, append, updates_as_stock
 from rope_extend.attention.registry import never_compiled
 from rope_extend.attention.rotated_keys import KEPT, follow, forget, released
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape
@@ -86,12 +86,15 @@ class _Tracked:
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer with new ones; rotated keys that are kept follow it."""
         cache: Any = self
-        before = getattr(cache.layers[layer_idx], "keys", None) if layer_idx < len(cache.layers) else None
-        rotated = released(cache, layer_idx, before)
-        added = None if args or kwargs else append(cache, key_states, value_states, layer_idx)
+        _, cls, *_ = type(self).__mro__[1:]
+        layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+        rotated = released(cache, layer_idx, getattr(layer, "keys", None))
+        known, added = layer is not None and updates_as_stock(cls, layer), None
+        if known and not args and not kwargs:
+            added = append(cache, key_states, value_states, layer_idx)
         if added is None:
             added = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
-        if rotated is not None:
+        if known and rotated is not None:  # a user's own update may have changed earlier keys
             follow(cache, layer_idx, rotated, added[0])
         return added
 

@@ -71,6 +71,7 @@ class SinkCache(DynamicCache):  # type: ignore[misc]
 
     layers: list[Any]
     rope_extend_positions: Tensor
+    rope_extend_grows = True
 
     def __init__(self, encoding: Sinks, config: Any) -> None:
         super().__init__(config=config)
@@ -195,9 +196,9 @@ def sink_cache(model: nn.Module) -> SinkCache:
     others = [str(index) for index in range(len(cache.layers)) if index not in handled]
     if others:
         raise UnsupportedModelError(
-            f"sink_cache: {base.config.model_type} has layers that need all their keys, such as layers without "
-            f"RoPE or with keys of images (layers {', '.join(others)} of {len(cache.layers)}); use an ordinary "
-            f"cache, such as DynamicCache(config=model.config)"
+            f"sink_cache: {base.config.model_type} has layers that need all their keys, such as layers "
+            f"without RoPE or with keys of images (layers {', '.join(others)} of {len(cache.layers)}); use "
+            f"an ordinary cache, such as DynamicCache(config=model.config)"
         )
     cache.rope_extend_encoding = encoding
     cache.rope_extend_positions = torch.zeros(1, 0, dtype=torch.int64, device="cpu")

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections import Counter
 from functools import cache as once
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 import rope_extend as rx
 from rope_extend.attention.growing import spare
@@ -165,6 +167,40 @@ def test_gradients_of_queries_alone() -> None:
             scale = float(wanted.abs().max())
             torch.testing.assert_close(actual, wanted, rtol=0, atol=2e-3 * scale + 1e-6)
     model.requires_grad_(True)
+
+
+class Rounding(DynamicCache):
+    """A user's cache that rounds keys, and halves the first one each time."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any) -> Any:
+        super().update(key_states.round(decimals=1), value_states, layer_idx, *args)
+        layer = self.layers[layer_idx]
+        layer.keys = torch.cat([layer.keys[:, :, :1] / 2, layer.keys[:, :, 1:]], dim=2)
+        return layer.keys, layer.values
+
+
+def rounded_update(layer: DynamicLayer, keys: Tensor, *args: Any) -> Any:
+    return DynamicLayer.update(layer, keys.round(decimals=1), *args)
+
+
+@pytest.mark.parametrize("owner", ["class", "layer"])
+def test_an_update_of_the_users_own_is_called(owner: str) -> None:
+    """For each token, whether a class of caches has it or one layer."""
+    model, ids = patched("dynamic_ntk"), tokens(1, LONG)
+    cache = Rounding(config=model.config) if owner == "class" else DynamicCache(config=model.config)
+    if owner == "layer":
+        for layer in cache.layers:
+            layer.update = partial(rounded_update, layer)
+    for part in ids.split([LONG - 3, 1, 1, 1], dim=1):
+        fed(model, part, cache)
+    for layer in cache.layers:
+        later = layer.keys[:, :, 1:]
+        assert torch.equal(later, later.round(decimals=1))
+    plain, last = copy.deepcopy(cache), tokens(1, 1, seed=2)  # copies have no rotated keys
+    if owner == "layer":
+        for layer in plain.layers:
+            layer.update = partial(rounded_update, layer)
+    same(fed(model, last, cache), fed(model, last, plain))
 
 
 def test_users_choose_whether_rotated_keys_are_kept() -> None:
