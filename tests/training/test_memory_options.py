@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.segments import expand_segments
+from rope_extend.memory.segments import expand_segments, segments_are_fixed
 from rope_extend.training.host_offload import HostOffload
 from rope_extend.training.memory_options import (
     MemoryOptions,
@@ -420,6 +420,47 @@ def test_only_token_wise_mlps_run_in_tiles() -> None:
     assert [reason.split(" ", 1)[1] for reason in found.reasons] == [
         "holds a Shift, which may not compute each token independently", "needs more than hidden states",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cuda", "common", "after"),
+    [
+        (None, None, ("expandable_segments:True", None)),
+        ("max_split_size_mb:64", None, ("max_split_size_mb:64,expandable_segments:True", None)),
+        (None, "max_split_size_mb:64", (None, "max_split_size_mb:64,expandable_segments:True")),
+        (
+            "",
+            "max_split_size_mb:64",
+            ("expandable_segments:True", "max_split_size_mb:64,expandable_segments:True"),
+        ),
+        (
+            "max_split_size_mb:64",
+            "max_split_size_mb:32",
+            (
+                "max_split_size_mb:64,expandable_segments:True",
+                "max_split_size_mb:32,expandable_segments:True",
+            ),
+        ),
+        ("max_split_size_mb:64", "expandable_segments:False", None),
+        (None, "max_split_size_mb:64, expandable_segments: True", None),
+        ("expandable_segments:True", "expandable_segments:False", None),
+        ("", "expandable_segments:True", ("expandable_segments:True", "expandable_segments:True")),
+    ],
+)
+def test_both_variables_of_segments_are_honoured(
+    cuda: str | None, common: str | None, after: tuple[str | None, str | None] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    for name, value in zip(names, (cuda, common), strict=True):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    expand_segments("auto")
+    assert tuple(map(os.environ.get, names)) == (after or (cuda, common))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert segments_are_fixed() == (after is None and "False" in str(common))
 
 
 def test_segments_expand_on_a_gpu_unless_the_user_set_them(
