@@ -93,6 +93,15 @@ class CellStore:
         """Names of the files of finished cells, sorted; files of other names are not ours."""
         return sorted(path.name for path in self._ours(_FILE))
 
+    def every(self) -> dict[str, dict[str, Any]]:
+        """The values of all finished cells by file, also of another study; damaged ones are left out."""
+        found = {}
+        for name in self.files:
+            with suppress(OSError, ValueError):
+                found[name] = json.loads((self.folder / name).read_text(encoding="utf-8"))
+        known = {"kind", "label", "identity"}
+        return {name: one for name, one in found.items() if isinstance(one, dict) and known <= one.keys()}
+
     def remove(self) -> None:
         """Delete the finished cells, and the folder if it is empty then."""
         for path in (*self._ours(_FILE), *self._ours(_PARTIAL)):

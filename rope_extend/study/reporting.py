@@ -16,6 +16,7 @@ from rope_extend.report.tables import Sentences
 from rope_extend.study.cells import FOLDER, PERPLEXITY, Cell, CellStore
 from rope_extend.study.collecting import Collected, collect
 from rope_extend.study.deciding import decision
+from rope_extend.study.resuming import check_resumed
 from rope_extend.study.run_study import Study
 from rope_extend.study.study_config import StudyConfig
 
@@ -58,11 +59,12 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
     Args:
         config: what to measure.
         resume: use the finished cells in the output directory.
-        overwrite: delete the study in the output directory first.
+        overwrite: delete the study in the output directory, once the model is loaded.
 
     Raises:
         RopeExtendError: no such model, adapter, method or data, texts that are too short, a length that does
-            not fit into memory, or an output directory that holds a report.
+            not fit into memory, or an output directory that holds a report, or with `resume` one that holds
+            another study or a report of something else.
     """
     if config.output is None or (config.data is None and not config.tasks):
         raise RopeExtendError("a report needs data and output; give long documents, and a directory")
@@ -70,9 +72,14 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
         raise RopeExtendError("report runs in one process; start it without torchrun or accelerate launch")
     directory = check_directory(config.output, resume=resume, overwrite=overwrite)
     study = Study(config)
-    if overwrite:
-        remove(directory)
-    cells = study.run(directory)
+
+    def prepare(cells: Sequence[Cell]) -> None:
+        if overwrite:
+            remove(directory)
+        elif resume:
+            check_resumed(directory, cells)
+
+    cells = study.run(directory, before=prepare)
     found = comparison(study, cells, directory)
     if found.collected.rows:
         lead = [found.verdict, *([] if found.missing is None else [found.missing])]

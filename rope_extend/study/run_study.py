@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -245,17 +246,26 @@ class Study:
             return float(tokens)
         return next((plan.seconds for plan in self.plan.lengths if plan.length == tokens), float(tokens))
 
-    def run(self, directory: str | Path, *, share: Share | None = None) -> list[Cell]:
+    def run(
+        self,
+        directory: str | Path,
+        *,
+        share: Share | None = None,
+        before: Callable[[Sequence[Cell]], None] | None = None,
+    ) -> list[Cell]:
         """Measure the cells that are not finished, and keep each; returns all cells.
 
         Args:
             directory: where finished cells are kept.
             share: the part of the cells that this process measures; all by default.
+            before: called with all cells when the model is loaded, before any is read or measured.
         """
         share, store = share or Share(), CellStore(directory)
         reserve = self.plan.activations if self.plan else 0
         lm = self.candidates.load_options.load(self.candidates.name, reserve=reserve)
         cells = self.cells(lm)
+        if before is not None:
+            before(cells)
         mine = cells[share.index :: share.count]
         open_cells = [cell for cell in mine if not store.has(cell)]
         logger.info("%d of %d cells are finished", len(mine) - len(open_cells), len(mine))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rope_extend.cli.main import main
-from rope_extend.evaluation.output_directory import FILES
+from rope_extend.evaluation.output_directory import FILES, RESULTS
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.study.run_study import Study
 
@@ -56,6 +58,43 @@ def test_from_a_model_to_a_verdict(
     run(f"{command.replace('none,yarn', 'none')} --overwrite", work, tmp_path)
     assert len(read_results(tmp_path / "report")) == 2
     assert len(list((tmp_path / "report" / "cells").iterdir())) == 4
+
+
+def test_an_old_study_stays_until_the_model_is_loaded(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(work / "model", tmp_path / "model")
+    shutil.copytree(work / "data", tmp_path / "data")
+    command = f"{COMMAND.replace('none,yarn', 'none')} --data {{data}} --output {{out}}/report"
+    run(command, tmp_path, tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "report").rglob("*") if path.is_file()}
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    fail(f"{command} --overwrite", tmp_path, tmp_path, capsys)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.slow
+def test_another_study_is_not_resumed(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"{COMMAND} --data {{data}} --output {{out}}/report"
+    run(command, work, tmp_path)
+    report = tmp_path / "report" / RESULTS
+    before = report.read_bytes()
+    shown = fail(f"{command} --resume --dtype bfloat16", work, tmp_path, capsys)
+    assert "holds a study of something else, which differs in dtype ('torch.float32' there" in shown
+    shown = fail(f"{command.replace('--lengths 16', '--lengths 8')} --resume", work, tmp_path, capsys)
+    assert "differs in lengths ([16, 32, 64] there, [8, 32, 64] here)" in shown
+    assert report.read_bytes() == before
+    cell = next((tmp_path / "report" / "cells").glob("*-yarn-*"))
+    cell.write_text("{")
+    run(f"{command} --resume", work, tmp_path)  # it is measured again
+    assert len(read_results(report)) == 3
+    lines = [json.loads(line) for line in before.splitlines()]
+    lines[-1]["label"] = "of an evaluation"
+    report.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = fail(f"{command} --resume", work, tmp_path, capsys)
+    assert "holds what the study did not measure: of an evaluation" in shown
+    assert "of an evaluation" in report.read_text()
 
 
 def interrupt_after(count: int) -> Any:
