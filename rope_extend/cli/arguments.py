@@ -8,6 +8,7 @@ from functools import wraps
 from typing import TypeVar
 
 from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.config import items
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import check_method_name
 from rope_extend.models.locating import check_path
@@ -47,15 +48,10 @@ def size(text: str) -> int:
     return memory_size(text)
 
 
-def names(text: str) -> list[str]:
-    """Names, separated by commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
 @argument
 def methods(text: str) -> list[str]:
-    """Names of methods, separated by commas, and `as-is` for the encoding that the model has."""
-    found = names(text)
+    """Names of methods, separated by commas outside brackets; `as-is` is the encoding that the model has."""
+    found = [name for name in items(text) if name]
     for name in found:
         if name != "as-is":
             check_method_name(name)

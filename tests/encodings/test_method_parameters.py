@@ -7,6 +7,7 @@ import torch
 from cases import tiny_llama
 
 import rope_extend as rx
+from rope_extend.cli.main import parse
 from rope_extend.encodings import method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
@@ -37,6 +38,7 @@ def test_a_name_is_split_from_its_parameters(text: str, name: str, parameters: d
         ("yarn(critical=17)", rx.encoding("yarn", factor=2.0, critical=17)),
         ("yarn(beta_fast=16,beta_slow=2)", rx.encoding("yarn", factor=2.0, beta_fast=16, beta_slow=2)),
         ("ntk(critical=theoretical)", rx.encoding("ntk", factor=2.0, critical="theoretical")),
+        ("kerple(kernel=power)", rx.encoding("kerple", kernel="power")),
         (
             "short_original(yarn(critical=17))",
             rx.encoding("short_original", inner=rx.encoding("yarn", factor=2.0, critical=17)),
@@ -63,6 +65,7 @@ def test_a_model_is_extended_with_them() -> None:
         ("yarn(critical=)", "pairs such as"),
         ("yarn(critical=1,critical=2)", "pairs such as"),
         ("yarn(betafast=3)", "unknown parameter 'betafast'"),
+        ("alibi(slopes=1)", "alibi: unknown parameter 'slopes'; it takes no parameters"),
         ("yarn(factor=3)", "factor follows from target_length"),
         ("yran(critical=17)", "Did you mean 'yarn'"),
     ],
@@ -75,3 +78,13 @@ def test_wrong_ones_are_refused(text: str, message: str) -> None:
 def test_commas_in_brackets_do_not_split_a_list() -> None:
     config = EvaluationConfig(model="unused", methods="none,yarn(beta_fast=16,beta_slow=2),ntk")
     assert config.methods == ("none", "yarn(beta_fast=16,beta_slow=2)", "ntk")
+    command = [
+        "plot",
+        "frequencies",
+        "unused",
+        "--methods",
+        "yarn(critical=5,beta_fast=9), ntk,",
+        "--output",
+        "x",
+    ]
+    assert parse(command).methods == ["yarn(critical=5,beta_fast=9)", "ntk"]

@@ -201,13 +201,19 @@ def _rotary_file(name: str, file: Path) -> SavedEncoding:
 def method_named(name: str) -> Method[Encoding]:
     """The method called `name`, rotary or not; rotary ones may be composed: `resonance(yarn)`.
 
-    A path gives the encoding that is saved there.
+    Parameters may follow the name, or the innermost one: `kerple(kernel=power)`. A path gives the encoding
+    that is saved there.
 
     Raises:
-        RopeExtendError: unknown name, or an outer method that takes no inner one.
+        RopeExtendError: unknown name, an outer method that takes no inner one, or unknown parameters.
     """
-    cls = encoding_classes().get(name)
-    return rotary_method(name) if cls is None or issubclass(cls, RopeEncoding) else Method((cls,))
+    bare, texts = name_and_parameters(str(name))
+    cls = encoding_classes().get(bare)
+    if cls is None or issubclass(cls, RopeEncoding):
+        return rotary_method(name)
+    method: Method[Encoding] = Method((cls,), _values(texts))
+    method.split_parameters(method.parameters)
+    return method
 
 
 def methods_from_length() -> list[str]:
