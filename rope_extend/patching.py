@@ -468,7 +468,15 @@ def extend(
     encoding: Encoding
     if start == CURRENT:
         current = current_table(model, trained_length, current_length)
-        shape, encoding = current.pretrained, extended_again(current, named, target_length, parameters)
+        shape, product = current.pretrained, extended_again(current, named, target_length, parameters)
+        encoding, factor = product, product.attention_factor(shape, target_length)
+        on_meta = unwrap(model).device.type == "meta"
+        if current.short is not None and factor != current.attention_factor and not on_meta:
+            logger.warning(
+                "texts of up to %d tokens keep their short list, but their factor on cos and sin changes "
+                "from %.4f to %.4f: longrope has one factor for both lists",
+                shape.trained_length, current.attention_factor, factor,
+            )  # fmt: skip
     else:
         shape = shape_of(model, trained_length)
         if target_length <= shape.trained_length:

@@ -18,7 +18,14 @@ from rope_extend.encodings.core.shapes import ExtendedShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT, PRETRAINED
 from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
-from rope_extend.models.view import config_record, current_window, rotary_part, shape_of, unwrap
+from rope_extend.models.view import (
+    config_record,
+    current_window,
+    rotary_part,
+    shape_of,
+    trained_length_of,
+    unwrap,
+)
 
 _ADVICE = "leave start='current' out to extend plain RoPE from the pretrained window"
 
@@ -117,6 +124,8 @@ def current_table(
         )
     encoding = current_encoding(model)
     short = None if encoding is None else _short_divisors(encoding, shape)
+    if short is not None:
+        _check_boundary(model, shape.trained_length)
     # A table of a stock rope_type that is not known here may depend on the length: look at several lengths.
     lengths = (
         (shape.trained_length + 1, window + 1, 4 * window) if short else (1, window, window + 1, 4 * window)
@@ -165,6 +174,24 @@ def _short_divisors(encoding: Encoding, shape: RopeShape) -> tuple[float, ...] |
             f"{_ADVICE}"
         )
     return None
+
+
+def _check_boundary(model: nn.Module, trained_length: int) -> None:
+    """Refuse another trained window than that of the config for a model with two lists.
+
+    Raises:
+        RopeExtendError: the config states another one.
+    """
+    try:
+        stated = trained_length_of(unwrap(model).config)
+    except RopeExtendError:  # the config does not say
+        return
+    if stated != trained_length:
+        raise RopeExtendError(
+            f"start='current': this model has a list of divisors for texts of up to {stated} tokens, by its "
+            f"config, and another trained_length would use it for other texts. Got {trained_length}; leave "
+            "trained_length out, or correct original_max_position_embeddings in the config"
+        )
 
 
 def extended_again(

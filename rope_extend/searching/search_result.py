@@ -202,7 +202,11 @@ Held out:
         if self.config.short == ORIGINAL:
             return "Within the trained window: plain RoPE."
         if self.encoding.depends_on_length:
-            return "Within the trained window: the short list that the model has."
+            return (
+                "Within the trained window: the short list that the model has. Both lists share the factor "
+                f"on cos and sin, now {self.encoding.attention_factor(self.shape):.6g}, so such texts change "
+                "too."
+            )
         return "Within the trained window: the same divisors."
 
     def write(self, directory: Path) -> None:
