@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
 
 from rope_extend.advice.answer import Advice, advise
@@ -10,19 +11,20 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import against_cropped
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.verdicts import verdicts
-from rope_extend.report.tables import Sentences
+from rope_extend.report.tables import Sentences, public_name
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
 
-def decision(rows: Sequence[EvaluationRow], config: StudyConfig) -> Sentences:
+def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str] = ()) -> Sentences:
     """The verdict on a model, and the next command.
 
     Args:
         rows: what was measured, with the control whose context is cropped.
         config: the settings of the study.
+        missing: labels of the rows that are not measured yet; one of them may meet the criteria.
     """
     assert config.target_length is not None
     target = format_length(config.target_length)
@@ -38,6 +40,14 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig) -> Sentences:
         return Sentences("Verdict", said)
     if not judged:
         return Sentences("Verdict", ["No row can be judged yet: the control or the rows are not measured."])
+    if missing:
+        counted = "1 row is" if len(missing) == 1 else f"{len(missing)} rows are"
+        said = [
+            f"Not decided yet: {counted} not measured ({', '.join(missing)}). The nearest of the others at "
+            f"{target} is {judged[0].label}.",
+            str(judged[0]),
+        ]
+        return Sentences("Verdict", said)
     undecided = [verdict for verdict in judged if verdict.success is None]
     if undecided:
         said = [
@@ -68,7 +78,8 @@ def _training(config: StudyConfig) -> list[str]:
         return []
     if not advice.recipe:
         return [advice.reason]
-    command = f"rope-extend advise {config.model} --target-length {format_length(config.target_length)}"
+    model = shlex.quote(public_name(config.model))
+    command = f"rope-extend advise {model} --target-length {format_length(config.target_length)}"
     return [f"Train: {command} --gpu GPU --output recipe.yaml writes a recipe.", *_work(advice)]
 
 

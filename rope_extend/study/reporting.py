@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.output_directory import FILES, check_files, check_folders
 from rope_extend.evaluation.perplexity_report import markdown_report, write_report
 from rope_extend.evaluation.retrieval_report import retrieval_table
@@ -93,7 +94,10 @@ def comparison(study: Study, cells: Sequence[Cell], directory: str | Path) -> Co
     values = [store.read(cell) for cell in cells]
     collected = collect([each for each in values if each is not None], [row.label for row in study.rows])
     missing = [cell for cell, each in zip(cells, values, strict=True) if each is None]
-    return Comparison(collected, decision(collected.rows, study.config), not_measured(missing))
+    candidates = [row.label for row in study.rows if row.method != PLAIN]
+    later = [label for label in candidates if label in collected.partial]
+    verdict = decision(collected.rows, study.config, later)
+    return Comparison(collected, verdict, not_measured(missing))
 
 
 def not_measured(missing: Sequence[Cell]) -> Sentences | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -372,6 +373,12 @@ def judged(label: str, level: float, found: float | None) -> EvaluationRow:
     )
 
 
+def cropped() -> EvaluationRow:
+    """The control."""
+    plain = judged("none", 1.0, None)
+    return replace(plain, label="none, cropped", result=replace(plain.result, protocol="cropped", window=32))
+
+
 @pytest.mark.parametrize(
     ("level", "found", "said"),
     [
@@ -382,15 +389,28 @@ def judged(label: str, level: float, found: float | None) -> EvaluationRow:
     ],
 )
 def test_the_verdict(level: float, found: float | None, said: str, work: Path) -> None:
-    control = judged("none", 1.0, None)
-    control = replace(
-        control, label="none, cropped", result=replace(control.result, protocol="cropped", window=32)
-    )
-    rows = [control, judged("yarn", level, found)]
+    rows = [cropped(), judged("yarn", level, found)]
     verdict = decision(rows, StudyConfig(model=str(work / "model"), target_length=64))
     assert verdict.items[0].startswith(said)
     trains = any("rope-extend advise" in item for item in verdict.items)
     assert trains == said.startswith("No row meets")
+
+
+def test_no_verdict_while_rows_are_missing(work: Path) -> None:
+    config = StudyConfig(model=str(work / "model"), target_length=64)
+    first, *rest = decision([cropped(), judged("yarn", 1.1, 1.0)], config, ["rerope", "string"]).items
+    assert first.startswith("Not decided yet: 2 rows are not measured (rerope, string).")
+    assert not any("advise" in item for item in rest)
+    found = decision([cropped(), judged("yarn", 0.9, 1.0)], config, ["rerope"])
+    assert found.items[0].startswith("Use yarn.")
+
+
+def test_the_verdict_names_no_folder_of_the_author(work: Path, tmp_path: Path) -> None:
+    model = tmp_path / "my model"
+    shutil.copytree(work / "model", model)
+    verdict = decision([cropped(), judged("yarn", 1.1, 1.0)], StudyConfig(model=str(model), target_length=64))
+    assert "rope-extend advise 'my model' --target-length 64" in verdict.markdown()
+    assert str(tmp_path) not in verdict.markdown()
 
 
 def test_a_model_that_reads_the_window_needs_nothing() -> None:
