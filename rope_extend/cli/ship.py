@@ -235,7 +235,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--target-version", metavar="VERSION",
-        help="version of vLLM, such as 0.10: later ones do not compute dual_chunk",
+        help="version of vLLM, such as 0.10: only 0.9 and 0.10 compute dual_chunk",
     )  # fmt: skip
     parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=_BASE_MODEL)
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")

@@ -96,9 +96,10 @@ def test_an_export_is_compared_within_a_chunk(tmp_path: Path, caplog: pytest.Log
 
 
 REFUSED = [
-    ("vllm", None, METHOD, "qwen2", r"only vLLM up to 0.10 computes it.*give that version if it is yours"),
-    ("vllm", "0.11.0", METHOD, "qwen2", r"only vLLM up to 0.10 computes it.*use SGLang"),
-    ("vllm", "1.0", METHOD, "qwen2", r"only vLLM up to 0.10 computes it"),
+    ("vllm", None, METHOD, "qwen2", r"only vLLM 0.9 to 0.10 computes it.*give that version if it is yours"),
+    ("vllm", "0.11.0", METHOD, "qwen2", r"only vLLM 0.9 to 0.10 computes it.*use SGLang"),
+    ("vllm", "1.0", METHOD, "qwen2", r"only vLLM 0.9 to 0.10 computes it"),
+    ("vllm", "0.8.5", METHOD, "qwen2", r"only vLLM 0.9 to 0.10 computes it, .*earlier and later ones do not"),
     ("vllm", "0.9.2", METHOD, "llama", rf"it reads {KEY} in models of qwen2, qwen2_moe, qwen3, qwen3_moe"),
     (
         "vllm",

@@ -9,7 +9,8 @@ The facts come from the sources of the engines:
   it, keys and the softmax have the factor `max(1, 0.1 ln(length / original) + 1)`. That is 1 up to this
   length, which is the extended window here. `chunk_size` is the largest distance S, and a chunk has
   `chunk_size - local_size` tokens.
-- vLLM up to 0.10: `DUAL_CHUNK_FLASH_ATTN`, with the same keys, in four model classes. A chunk must be whole
+- vLLM 0.9 and 0.10: `DUAL_CHUNK_FLASH_ATTN`, with the same keys, in four model classes. It came with pull
+  request 11844, which the notes of release 0.9.0 list; earlier versions ignore the key. A chunk must be whole
   blocks of the cache, which have 16 tokens by default. vLLM 0.11 removed the backend (pull request 25351);
   what is left of the key in later versions computes nothing.
 - llama.cpp, issue 4886: `--grp-attn-n` moves positions in the cache block by block, as its author says; that
@@ -24,8 +25,8 @@ from typing import Any
 from rope_extend.encodings import DualChunk, RemapEncoding
 from rope_extend.models.stock_config import DUAL_CHUNK_KEY
 
-LAST_VLLM = (0, 10)
-"""The last version of vLLM that computes dual chunk attention."""
+FIRST_VLLM, LAST_VLLM = (0, 9), (0, 10)
+"""The first and the last version of vLLM that compute dual chunk attention."""
 VLLM_BLOCK = 16
 """Tokens of a block of vLLM's cache."""
 FAMILIES = {
@@ -65,12 +66,15 @@ def remap_obstacle(encoding: RemapEncoding, target: str, model_type: str | None,
         return "its only such map, --grp-attn-n, moves cached positions block by block, which is another one"
     if target not in FAMILIES or not isinstance(encoding, DualChunk):
         return "it rotates distant pairs of tokens in another way than near ones, inside attention"
-    if target == "vllm" and (version is None or _numbers(version) > LAST_VLLM):
-        last = ".".join(map(str, LAST_VLLM))
+    if target == "vllm" and (version is None or not FIRST_VLLM <= _numbers(version) <= LAST_VLLM):
+        first, last = (".".join(map(str, numbers)) for numbers in (FIRST_VLLM, LAST_VLLM))
         then = (
             f"give that version if it is yours (--target-version {last})" if version is None else "use SGLang"
         )
-        return f"only vLLM up to {last} computes it, from {DUAL_CHUNK_KEY}, and later ones do not; {then}"
+        return (
+            f"only vLLM {first} to {last} computes it, from {DUAL_CHUNK_KEY}, and earlier and later ones do "
+            f"not; {then}"
+        )
     if model_type not in FAMILIES[target]:
         return f"it reads {DUAL_CHUNK_KEY} in models of {', '.join(FAMILIES[target])} only"
     if target == "vllm" and encoding.chunk % VLLM_BLOCK:

@@ -104,7 +104,7 @@ def export(
             process of its own; for llama.cpp, llama.cpp does if llama-cpp-python is installed.
         base_model: name or path of an adapter's base model; overrides the one in the record.
         gguf: for llama.cpp, the file that its `convert_hf_to_gguf.py` wrote from these weights.
-        target_version: the version of vLLM, such as `0.10`: only up to that one it computes `dual_chunk`.
+        target_version: the version of vLLM, such as `0.10`: only 0.9 and 0.10 compute `dual_chunk`.
 
     Raises:
         RopeExtendError: the target does not support the encoding, with the reason; the model is not patched;
