@@ -163,6 +163,7 @@ class KernelHandler(AttentionHandler):
     """
 
     encoding: KernelEncoding
+    shape: RopeShape
 
     def __init__(self, encoding: KernelEncoding, adapter: FamilyAdapter, shape: RopeShape) -> None:
         super().__init__(encoding, adapter)
@@ -290,10 +291,10 @@ class KernelHandler(AttentionHandler):
 
     def _positions_of_past(self, queries: Tensor, past: Cache | None) -> Tensor:
         """No positions: those of earlier tokens are in the state."""
-        if cached_tokens(past) and getattr(past, "rope_extend_encoding", None) != self.encoding:
+        if past is not None and cached_tokens(past) and not self._filled(past):
             raise PatchError(
-                f"{self.encoding} cannot use this {type(past).__name__}: it was filled without the encoding; "
-                f"start from an empty cache"
+                f"{self.encoding} cannot use this {type(past).__name__}: it was filled without the encoding, "
+                f"or for another trained window; start from an empty cache"
             )
         if past is not None and (obstacle := vars(past).get(_OBSTACLE)):
             raise PatchError(

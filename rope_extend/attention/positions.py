@@ -33,7 +33,7 @@ from rope_extend.attention.functions import (
 from rope_extend.attention.growing import ROOM, append, updates_as_stock
 from rope_extend.attention.registry import never_compiled
 from rope_extend.attention.rotated_keys import KEPT, follow, forget, released
-from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape
+from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape, RopeShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.parameters import LearnedParameters
@@ -53,6 +53,8 @@ class _Tracked:
 
     rope_extend_positions: Tensor
     rope_extend_encoding: Encoding
+    rope_extend_shape: RopeShape | ModelShape
+    """The sizes of the model, with its trained window, that the encoding was patched for."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         _, cls, *_ = type(self).__mro__[1:]
@@ -76,7 +78,7 @@ class _Tracked:
             )
         # It was emptied: its next keys are those of another encoding, or of none.
         forget(self)
-        for name in ("rope_extend_positions", "rope_extend_encoding"):
+        for name in ("rope_extend_positions", "rope_extend_encoding", "rope_extend_shape"):
             vars(self).pop(name, None)
         _, cache.__class__, *_ = type(self).__mro__[1:]
         return cache.update(*args, **kwargs)
@@ -223,11 +225,13 @@ class AttentionHandler:
         adapter: the model's family.
 
     Attributes:
+        shape: the sizes of the model that the encoding follows from; subclasses set it.
         share: the weight of the encoding while a model is annealed to it, from 0 to 1, see `Patch.mix`.
         learned: the parameters that the encoding learns; None if it learns none.
     """
 
     encoding: Encoding
+    shape: RopeShape | ModelShape
     learned: LearnedParameters | None = None
 
     def __init__(self, encoding: Encoding, adapter: FamilyAdapter) -> None:
@@ -307,8 +311,8 @@ class AttentionHandler:
         """
         if getattr(decoder, HANDLER, None) is self:
             past = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
-            ours = isinstance(past, _Tracked) and past.rope_extend_encoding == self.encoding
-            frame = _Frame(is_decoder=True, past=past, marked=ours and RUNNING not in vars(past))
+            marked = past is not None and self._filled(past) and RUNNING not in vars(past)
+            frame = _Frame(is_decoder=True, past=past, marked=marked)
             self._running.frames.append(frame)
             if frame.marked:
                 setattr(past, RUNNING, True)
@@ -346,7 +350,7 @@ class AttentionHandler:
                 past.__class__ = tracked(cls)
             assert isinstance(past, _Tracked)
             past.rope_extend_positions = forward.keys
-            past.rope_extend_encoding = self.encoding
+            past.rope_extend_encoding, past.rope_extend_shape = self.encoding, self.shape
             self.keep(past, forward)
 
     def keep(self, past: Cache, forward: Forward) -> None:
@@ -437,6 +441,12 @@ class AttentionHandler:
                 f"{self.encoding} cannot use this {type(past).__name__}: it was filled under "
                 f"{past.rope_extend_encoding}; start from an empty cache"
             )
+        if not self._filled(past):
+            raise PatchError(
+                f"{self.encoding} cannot use this {type(past).__name__}: it was filled for "
+                f"{past.rope_extend_shape}, but the model is patched for {self.shape}; start "
+                f"from an empty cache"
+            )
         positions = past.rope_extend_positions[:, :seen].to(queries.device)  # fewer after a crop
         if 1 < positions.shape[0] != queries.shape[0] > 1:
             raise PatchError(
@@ -444,6 +454,12 @@ class AttentionHandler:
                 f"{queries.shape[0]}; give as many rows as were cached"
             )
         return positions
+
+    def _filled(self, past: Cache) -> bool:
+        """Whether a cache was filled under this encoding, for the same sizes and trained window."""
+        if not isinstance(past, _Tracked) or past.rope_extend_encoding != self.encoding:
+            return False
+        return past.rope_extend_shape == self.shape
 
     def begin_whole_rows(self, position_ids: Tensor) -> Forward:
         """`begin`, for an encoding that chooses one table per row; see `RotationHandler`."""
@@ -510,6 +526,8 @@ class SizedHandler(AttentionHandler):
         shape: the sizes of the model that the encoding follows from.
         learned: the parameters that the encoding learns; None if it learns none.
     """
+
+    shape: ModelShape
 
     def __init__(
         self,

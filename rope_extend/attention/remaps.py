@@ -172,6 +172,7 @@ class RemapHandler(AttentionHandler):
     """
 
     encoding: RemapEncoding
+    shape: RopeShape
 
     def __init__(
         self, encoding: RemapEncoding, adapter: FamilyAdapter, shape: RopeShape, *, normalised: bool

@@ -158,6 +158,7 @@ class RotationHandler(AttentionHandler):
     """
 
     encoding: RopeEncoding
+    shape: RopeShape
 
     def __init__(
         self, encoding: RopeEncoding, adapter: FamilyAdapter, shape: RopeShape, *, normalised: bool

@@ -183,7 +183,7 @@ def sink_cache(model: nn.Module) -> SinkCache:
             patch does not act, such as layers without RoPE.
     """
     base = unwrap(model)
-    handler = getattr(base.base_model, HANDLER, None)
+    handler: Any = getattr(base.base_model, HANDLER, None)
     encoding = getattr(handler, "encoding", None)
     if not isinstance(encoding, Sinks):
         raise PatchError(
@@ -200,7 +200,7 @@ def sink_cache(model: nn.Module) -> SinkCache:
             f"without RoPE or with keys of images (layers {', '.join(others)} of {len(cache.layers)}); use "
             f"an ordinary cache, such as DynamicCache(config=model.config)"
         )
-    cache.rope_extend_encoding = encoding
+    cache.rope_extend_encoding, cache.rope_extend_shape = handler.encoding, handler.shape
     cache.rope_extend_positions = torch.zeros(1, 0, dtype=torch.int64, device="cpu")
     cache.__class__ = tracked(SinkCache)
     found: SinkCache = cache

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from batches import LENGTH, ONE_BY_ONE, Batch, batch, gradients, in_parts, logits, same, tokens
-from cases import FACTOR, KINDS, PARTIAL, TARGET, TRAINED, FamilyCase, llama, tiny_model
+from cases import FACTOR, KINDS, PARTIAL, TARGET, TRAINED, FamilyCase, llama, longrope, tiny_model
 from covering import few
 from tolerances import assert_same_but_rounding
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache, masking_uti
 import rope_extend as rx
 from rope_extend.attention.masks import visible
 from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.models.view import shape_of
 
 YARN = {"name": "yarn", "factor": FACTOR}
 LISTS = {"long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 8.0], "short_factor": [1.0] * 7 + [1.25]}
@@ -529,6 +530,30 @@ def test_a_foreign_cache_is_refused() -> None:
         model(**data.part(0, 10), past_key_values=ours)
     with patched(model, "longrope"), pytest.raises(PatchError, match=r"filled under dynamic_ntk\(factor=8\)"):
         model(**data.part(10, 20), past_key_values=ours)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("dynamic_ntk", {"factor": FACTOR}),
+        ("longrope", {"per": "row"}),
+        ("alibi", {}),
+        ("linear_attention", {}),
+    ],
+)
+def test_a_cache_for_another_trained_window_is_refused(name: str, more: dict[str, Any]) -> None:
+    """Keys that it keeps are rotated for that window. An equal patch takes the cache."""
+    model, data = llama(head_dim=16), batch((0,))
+    if name == "longrope":
+        more = longrope(**more)(shape_of(model))
+    method, cache = rx.encoding(name, **more), DynamicCache(config=model.config)
+    for start, stop in ((0, 20), (20, 21)):
+        with rx.patch_model(model, method, trained_length=TRAINED, target_length=TARGET):
+            model(**data.part(start, stop), past_key_values=cache)
+    other = rx.patch_model(model, method, trained_length=TRAINED // 2, target_length=TARGET)
+    with other, pytest.raises(PatchError, match=rf"{name}.*(trained_length=32|another trained window)"):
+        model(**data.part(21, 22), past_key_values=cache)
 
 
 @pytest.mark.parametrize("name", ["dynamic_yarn", "alibi", "linear_attention"])
