@@ -77,7 +77,13 @@ def _cost(results: Results) -> Iterator[str]:
 
 
 def _failed(results: Results) -> Iterator[str]:
-    worse = [gain for gain in _gains(results, tuned=False) if gain.differences[-1].ratio > 1]
+    worse = [gain for gain in _gains(results, tuned=False) if _is_worse(gain)]
     if worse:
-        names = ", ".join(f"`{gain.second.label}` ({gain.differences[-1].ratio:.2f})" for gain in worse)
+        names = ", ".join(f"`{gain.second.label}` ({gain.differences[-1].ratio:.3f})" for gain in worse)
         yield f"Worse than cropping the text: {names}."
+
+
+def _is_worse(gain: Comparison) -> bool:
+    """Whether a row is worse than the cropped context, with its whole interval if there is one."""
+    change = gain.differences[-1]
+    return change.ratio > 1 if change.low is None else change.low > 0

@@ -99,7 +99,7 @@ def test_every_figure_is_computed_from_the_lines() -> None:
     assert "`yarn` is best at 64" in flat
     assert "9.5 % better than the same text cropped" in flat  # 1 - exp(-0.1)
     assert "`yarn + LoRA` is best" in flat
-    assert "Worse than cropping the text: `linear` (1.65)." in flat
+    assert "Worse than cropping the text: `linear` (1.649)." in flat
     assert "pay most under `linear`" in flat
     assert re.search(r"\| yarn +\| +50% \(9–91\) \| +0% \| +100% \|", text)
     assert re.search(r"\| direct, no extension +\| +20.0 \| +10.00 \| +0.00 \|", text)
@@ -129,6 +129,66 @@ def test_both_dtypes_are_compared_on_the_same_tokens() -> None:
     text = results_page.page(results_rows.results_of([*lines(), other]), "A model")
     small, large = (f"{math.exp((level * 31 + 0.05) / 31):.3f}" for level in (3.1, 3.0))
     assert f"At 32 tokens of one book, plain RoPE has {small} in float32 and {large} in bfloat16." in text
+
+
+def test_files_that_are_cut_or_foreign_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "cells").mkdir()
+    cell = perplexity_line("none", "a.txt", 3.0)
+    whole = json.dumps({**cell, "identity": {"dtype": "torch.float32"}})
+    files = {
+        "mine": '{"a": 1}',
+        "list": "[]",
+        "cut": whole[:100],
+        "text": '{"kind": "perplexity"}',
+        "z": whole,
+    }
+    for name, text in files.items():
+        (tmp_path / "cells" / f"{name}.json").write_text(text)
+    run = tmp_path / "lora" / "yarn"
+    run.mkdir(parents=True)
+    (run / "recipe.yaml").write_text("method: yarn\n")
+    step = json.dumps({"step": 10, "seconds": 2.0, "tokens": 20, "perplexity": {"32": 9.0}})
+    (run / "metrics.jsonl").write_text(f"{step}\n{step[:30]}")
+    first, second = results_lines.lines_of(tmp_path)
+    assert (first["label"], first["dtype"], second["kind"], second["step"]) == (
+        "none",
+        "float32",
+        "training",
+        10,
+    )
+
+
+def test_cells_of_different_texts_or_weights_are_not_mixed() -> None:
+    for changed, message in (
+        (perplexity_line("linear", "a.txt", 2.5, data="other tokens"), "two texts of the name 'a.txt'"),
+        (perplexity_line("linear", "a.txt", 2.6), "two results of 'linear' on 'a.txt'"),
+        (passkey_line("yarn", 1.0, 0.5), "two results of 'yarn' on 'passkey at 64, depth 1.0, trial 0'"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            results_rows.results_of([*lines(), changed])
+    results_rows.results_of([*lines(), lines()[0]])  # measured twice with the same result
+
+
+def test_the_settings_know_the_contents_of_texts_and_weights(tmp_path: Path) -> None:
+    run, model, books = tmp_path / "run", tmp_path / "model", tmp_path / "books"
+    for file in (model / "model.safetensors", books / "a.txt"):
+        file.parent.mkdir()
+        file.write_text("as it was")
+
+    def check() -> None:
+        make_results.check_settings(run, make_results.settings_of(str(model), [str(books)], {}))
+
+    run.mkdir()
+    names = {"model": "model", "data": ["books"], "changes": {}}
+    (run / make_results.SETTINGS).write_text(json.dumps(names))  # of an earlier version
+    check()
+    check()
+    for file, name in ((model / "model.safetensors", "weights"), (books / "a.txt", "texts")):
+        file.write_text("another")
+        with pytest.raises(RopeExtendError, match=f"another measurement, which differ in {name}"):
+            check()
+        file.write_text("as it was")
+    check()
 
 
 def test_the_readme_gets_its_table() -> None:
