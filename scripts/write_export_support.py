@@ -56,7 +56,7 @@ differ.
   with its usual ramp.
 - `dual_chunk` is exported as `dual_chunk_attention_config` of Qwen2.5-1M's config. SGLang reads it in
   `qwen2`, `qwen2_moe` and `qwen3_moe` models (since August 2025). vLLM 0.9 and 0.10 read it in these and in
-  `qwen3`; say so with `--target-version 0.10`. Other versions of vLLM, and transformers, do not compute it. So
+  `qwen3`; say so with `--target-version 0.10`. Other versions, and transformers, do not compute it. So
   the export is compared with the original up to the length of a chunk only. The key has a third number,
   `original_max_position_embeddings`. It is the extended window here, which turns the servers' own factor on
   the logits off.
