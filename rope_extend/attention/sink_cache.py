@@ -83,6 +83,7 @@ class SinkCache(DynamicCache):  # type: ignore[misc]
             )
         self.layers = [SinkLayer() for _ in self.layers]
         self.encoding = encoding
+        self._head_then = 0
 
     @property
     def held(self) -> int:
@@ -159,10 +160,16 @@ class SinkCache(DynamicCache):  # type: ignore[misc]
         for layer in self.layers:
             if layer.keys is not None:
                 layer.drop(head, stop)
+        self._head_then = head
         self.rope_extend_positions = torch.cat([positions[:, :head], positions[:, stop:]], dim=1)
 
     def _head(self) -> int:
-        """The columns up to the last one that is among the first n tokens of a row."""
+        """The columns up to the last one that is among the first n tokens of a row.
+
+        Tokens are dropped after these, so they stay the same when a row with more padding is removed.
+        """
+        if self.dropped:
+            return self._head_then
         first = (self.rope_extend_positions < self.encoding.sinks).any(dim=0).nonzero()
         return int(first[-1]) + 1 if len(first) else 0
 

@@ -80,6 +80,25 @@ def test_rows_with_padding_equal_one_forward() -> None:
         assert cache.dropped > 0
 
 
+@torch.no_grad()
+def test_rows_are_selected_after_tokens_were_dropped() -> None:
+    """The cache still knows where they were: it goes on exactly, and is not cropped into them."""
+    model, data, caches = patched(), batch((0, 30)), []
+    for _ in range(2):
+        caches.append(rx.sink_cache(model))
+        in_parts(model, data, [50, *range(51, 71)], caches[-1])
+        caches[-1].batch_select_indices(torch.tensor([0]))
+    row = data.rows([0])
+    room = caches[0].held - (30 + SINKS) - (WINDOW - 1)
+    assert room > 0
+    with pytest.raises(PatchError, match=rf"dropped {caches[0].dropped} tokens.*cropped by {room + 1}"):
+        caches[0].crop(-room - 1)
+    caches[0].crop(-room)
+    expected = logits(model, **row)
+    for cache, start in zip(caches, (70 - room, 70), strict=True):
+        exactly(model(**row.part(start, LENGTH), past_key_values=cache).logits, expected[:, start:])
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generated_texts_are_the_same(beams: int) -> None:
     model = patched()
