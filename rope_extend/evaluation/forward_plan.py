@@ -26,6 +26,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
 from rope_extend.evaluation.flops import measured_rates, operations_of
 from rope_extend.evaluation.loss_computer import LossComputer, default_batch_tokens
+from rope_extend.evaluation.protocols import window_lengths
 from rope_extend.loss import default_chunk_bytes
 from rope_extend.memory.budget import available_memory, usable_share, weight_bytes
 from rope_extend.memory.meta_device import (
@@ -180,8 +181,10 @@ def plan_forward(
         The plan; None, with a log line, for a family that does not run on the meta device.
 
     Raises:
-        RopeExtendError: no such checkpoint, or the model cannot be loaded with these options.
+        RopeExtendError: no such checkpoint, the model cannot be loaded with these options, or no lengths of
+            2 tokens or above.
     """
+    sizes = window_lengths(lengths)
     lm: Any = load_options.empty(model) if empty is None else empty
     weights = weight_bytes(model, lm, load_options)
     by_memory: dict[Any, Encoding | None] = {}
@@ -207,7 +210,7 @@ def plan_forward(
             setups=setups,
         )
         used = (*by_memory.values(), *(encoding for _, encoding in by_layers.values()))
-        return _plan(estimator, sorted(set(lengths)), chunk, {*filter(None, map(_slower_kernel, used))})
+        return _plan(estimator, sizes, chunk, {*filter(None, map(_slower_kernel, used))})
 
     return try_estimate(estimate, lm, "a forward")
 

@@ -26,12 +26,19 @@ from rope_extend.evaluation.evaluation_mode import evaluation_mode
 from rope_extend.evaluation.finished_documents import FinishedDocuments
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import LossComputer, peak_memory_bytes
-from rope_extend.evaluation.protocols import Protocol, Settings, Window, WindowSettings, protocol_named
+from rope_extend.evaluation.protocols import (
+    Protocol,
+    Settings,
+    Window,
+    WindowSettings,
+    protocol_named,
+    window_lengths,
+)
 from rope_extend.evaluation.results import Losses, PerplexityResult
 from rope_extend.loss import causal_lm
 from rope_extend.models.processes import processes
 from rope_extend.models.view import length_groups
-from rope_extend.units import format_length, parse_length, parse_lengths
+from rope_extend.units import format_length, parse_length
 
 logger = logging.getLogger(__name__)
 
@@ -127,9 +134,7 @@ def perplexity(
             "AutoModelForCausalLM.from_pretrained"
         )
     options = options or RunOptions()
-    sizes = parse_lengths(lengths)
-    if not sizes or sizes[0] < 2:
-        raise RopeExtendError(f"lengths must be one or more numbers of tokens, 2 or above; got {lengths!r}")
+    sizes = window_lengths(lengths)
     rule = protocol_named(protocol)
     tokens = rule.check_settings(settings, sizes)
     chunk = None if options.chunk is None else parse_length(options.chunk)

@@ -8,13 +8,13 @@ out the windows of a text, and add an entry to `PROTOCOLS`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, SupportsIndex, TypedDict
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.units import parse_length
+from rope_extend.units import parse_length, parse_lengths
 
 
 class WindowSettings(TypedDict, total=False):
@@ -23,6 +23,18 @@ class WindowSettings(TypedDict, total=False):
     window: int | str | None
     stride: int | str | None
     last: int | str | None
+
+
+def window_lengths(lengths: str | SupportsIndex | Iterable[str | SupportsIndex]) -> list[int]:
+    """Lengths of windows in tokens, ascending and each once.
+
+    Raises:
+        RopeExtendError: no length, or one below 2 tokens: nothing predicts the first token of a window.
+    """
+    sizes = parse_lengths(lengths)
+    if not sizes or sizes[0] < 2:
+        raise RopeExtendError(f"lengths must be one or more numbers of tokens, 2 or above; got {lengths!r}")
+    return sizes
 
 
 Settings = Mapping[str, int]

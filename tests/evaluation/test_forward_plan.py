@@ -30,6 +30,7 @@ from transformers import (
 
 import rope_extend as rx
 from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.encodings import RopeEncoding, rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import forward_plan as planning
@@ -338,6 +339,19 @@ def test_a_container_has_less(tmp_path: Path) -> None:
     assert _control_group(tmp_path) == sys.maxsize
     (tmp_path / "memory.max").write_text("1000\n")
     assert _control_group(tmp_path) == 1000 - 300 + 150
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [-4], [1, 64]])
+def test_a_window_has_at_least_two_tokens(lengths: list[int]) -> None:
+    """The first token is not predicted. This is checked before the checkpoint is looked for."""
+    with pytest.raises(RopeExtendError, match=r"lengths must be one or more|not a length in tokens"):
+        plan_forward("nowhere", lengths, load_options=CPU)
+
+
+def test_the_command_says_why_a_length_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", str(MODEL_DIR), "--plan", "--lengths", "1", "--device", "cpu"])
+    assert "lengths must be one or more numbers of tokens, 2 or above; got" in capsys.readouterr().err
 
 
 def test_a_family_that_needs_values_has_no_plan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
