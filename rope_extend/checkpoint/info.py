@@ -26,7 +26,7 @@ from rope_extend.encodings import (
 )
 from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.current_table import suggested_start
+from rope_extend.models.current_table import suggested_start, unapplied_record
 from rope_extend.models.families import adapter_for
 from rope_extend.models.frequency_tables import has_tables_of
 from rope_extend.models.loading import empty_model
@@ -87,8 +87,8 @@ class ModelInfo:
         slow_channels: channel pairs that never completed a turn within the trained window.
         dual_chunk: `dual_chunk_attention_config` of the config, with which SGLang and some versions of vLLM
             compute dual chunk attention as well. Stock transformers ignores it. None if there is none.
-        unapplied: the encoding that the active adapter was trained with, if the model does not use it, for
-            example because stock peft loaded the adapter; otherwise None.
+        unapplied: the encoding that the active adapter or the checkpoint was saved with, if the model does
+            not use it, for example because stock peft or transformers loaded it; otherwise None.
     """
 
     model_type: str
@@ -182,6 +182,11 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         if record
         else RopeEncoding.from_rope_parameters(parameters, config.max_position_embeddings)
     )
+    unapplied = _unapplied(model, marks)
+    if (recorded := unapplied_record(base)) is not None:
+        logger.warning("this model does not use what it was saved with: %s", recorded[1])
+        known = RopeEncoding.from_rope_parameters(parameters, config.max_position_embeddings)
+        unapplied = unapplied or str(recorded[0])
     # The stock table must be computable. A config that is broken in other ways fails here, not later.
     active_table(rotary, base.config, shape.trained_length)
     start, start_reason = suggested_start(base, shape.trained_length)
@@ -198,7 +203,7 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         start=start,
         start_reason=start_reason,
         dual_chunk=next((getattr(part, DUAL_CHUNK_KEY) for part in dual_chunk_configs(base.config)), None),
-        unapplied=_unapplied(model, marks),
+        unapplied=unapplied,
     )
 
 
@@ -206,7 +211,16 @@ def _empty_model(name: str) -> nn.Module:
     """The model of a checkpoint, without weights. For an adapter: its base model, with its encoding."""
     directory = Path(name)
     if not (directory / "adapter_config.json").exists() or (directory / "config.json").exists():
-        return empty_model(name)
+        model = empty_model(name)
+        if unapplied_record(model) is not None and (directory / RECORD_NAME).exists():
+            record = read_record(name)  # as rope_extend.load applies it
+            patch_model(
+                model,
+                record.encoding,
+                trained_length=record.shape.trained_length,
+                target_length=record.target_length,
+            )
+        return model
     if not (directory / RECORD_NAME).exists():
         raise RopeExtendError(
             f"{name} holds an adapter without {RECORD_NAME}, so its encoding is unknown; give its base model "

@@ -122,6 +122,8 @@ def current_table(
             f"start='current': current_length is {window}, less than the {shape.trained_length} tokens of "
             "pretraining; give the window that the model was trained to read last"
         )
+    if (recorded := unapplied_record(model)) is not None:
+        raise RopeExtendError(f"start='current' needs the table that the model has now, and {recorded[1]}")
     encoding = current_encoding(model)
     short = None if encoding is None else _short_divisors(encoding, shape)
     if short is not None:
@@ -158,6 +160,32 @@ def current_encoding(model: nn.Module) -> Encoding | None:
         return Encoding.from_dict(record["encoding"])
     part, parameters = rotary_part(config)
     return RopeEncoding.from_rope_parameters(parameters, part.max_position_embeddings)
+
+
+def unapplied_record(model: nn.Module) -> tuple[RopeEncoding, str] | None:
+    """The encoding that a config records, and what to do, if the model has other tables; otherwise None.
+
+    Stock transformers loads a checkpoint so if it cannot represent the encoding. Only encodings that are one
+    table, or the two of `longrope`, are looked at.
+
+    Raises:
+        RopeExtendError: the record in the config is damaged.
+    """
+    if (record := config_record(unwrap(model).config)) is None:
+        return None
+    encoding, shape = Encoding.from_dict(record["encoding"]), RopeShape(**record["shape"])
+    if not isinstance(encoding, RopeEncoding):
+        return None
+    if encoding.effects(shape).reason() and not isinstance(encoding, LongRoPE):
+        return None
+    window = int(record["target_length"])
+    if has_tables_of(model, encoding, shape, (shape.trained_length, window)):
+        return None
+    return encoding, (
+        f"its config names {encoding}, but its rotary tables are others, as after stock from_pretrained, "
+        "which cannot represent that encoding; load it with rope_extend.load, or if it was not written by "
+        "rope_extend.save, apply that encoding with patch_model"
+    )
 
 
 def _short_divisors(encoding: Encoding, shape: RopeShape) -> tuple[float, ...] | None:
@@ -235,6 +263,8 @@ def suggested_start(model: nn.Module, trained_length: int | None = None) -> tupl
     """
     config = unwrap(model).config
     window = rotary_part(config)[0].max_position_embeddings
+    if (recorded := unapplied_record(model)) is not None:
+        return PRETRAINED, recorded[1]
     try:
         current = current_table(model, trained_length)
     except RopeExtendError:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TARGET, TRAINED, llama
+from cases import FAMILIES, TARGET, TRAINED, llama, tiny_model
 from covering import few
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tolerances import assert_same_but_rounding
@@ -215,3 +215,32 @@ def test_a_directory_of_an_adapter_without_a_record_is_refused(base: Path, tmp_p
     lora(stock(base)).save_pretrained(tmp_path / "theirs")
     with pytest.raises(RopeExtendError):
         rx.info(tmp_path / "theirs")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_stock_transformers_cannot_represent(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its config names the encoding; after stock `from_pretrained`, its tables are those of pretraining."""
+    case = next((case for case in FAMILIES if case.model_type == "gemma4_text"), None)
+    if case is None:
+        pytest.skip("this transformers has no gemma4_text")
+    model = tiny_model(case)
+    rx.extend(model, TARGET, "yarn")
+    encoding = rx.info(model).encoding
+    model.save_pretrained(tmp_path / "stock")
+    rx.save(model, tmp_path / "ours")
+    assert unapplied(model, caplog) is None
+    loaded = stock(tmp_path / "stock")
+    found = rx.info(loaded)
+    assert (found.unapplied, found.start) == (encoding, "pretrained")
+    assert found.encoding != encoding
+    assert "load it with rope_extend.load" in caplog.text
+    with pytest.raises(RopeExtendError, match=r"names yarn.* load it with rope_extend\.load"):
+        rx.extend(loaded, 2 * TARGET, "linear", start="current")
+    # The directory is described as rope_extend.load loads it.
+    ours = rx.info(tmp_path / "ours")
+    assert (ours.encoding, ours.unapplied) == (encoding, None)
+    loaded = rx.load(tmp_path / "ours")
+    assert unapplied(loaded, caplog) is None
+    assert torch.equal(logits(loaded), logits(model))

@@ -202,7 +202,7 @@ def test_short_texts_of_two_lists_get_the_product_of_the_factors(caplog: pytest.
 def test_the_window_of_the_short_list_is_that_of_the_config() -> None:
     """Another one would silently use the short list for texts that have the long one."""
     model = stock("longrope", long_factor=LONG, short_factor=SHORT, attention_factor=1.3)
-    with pytest.raises(RopeExtendError, match="texts of up to 32 tokens.* Got 64; leave trained_length out"):
+    with pytest.raises(RopeExtendError, match=r"texts of up to 32 tokens.* Got 64; leave trained_length out"):
         rx.extend(model, TARGET, "linear", start="current", trained_length=2 * TRAINED)
     with rx.extend(model, TARGET, "linear", start="current", trained_length=TRAINED) as patch:
         assert patch.shape.trained_length == TRAINED
