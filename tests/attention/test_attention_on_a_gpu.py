@@ -69,11 +69,11 @@ def test_a_model_may_be_on_any_devices(name: str, devices: list[str], implementa
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [
-        *((name, ["cuda:0"]) for name in ("self_extend", "rerope", "jet_long", "sinks", "dual_chunk")),
+    few(
+        [*((name, ["cuda:0"]) for name in ("self_extend", "rerope", "jet_long", "sinks", "dual_chunk")),
         *((name, ["cuda:0", "cuda:1"]) for name in ("near_far", "dual_chunk")),
-    ],
-)
+    ], 2),
+)  # fmt: skip
 def test_methods_that_change_positions_may_be_on_any_devices(
     name: str, devices: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
 from cases import TARGET, FamilyCase, llama, tiny_model
+from covering import few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -99,7 +100,7 @@ def test_any_cut_gives_the_same_sums(length: int, cuts: list[int], seed: int) ->
     torch.testing.assert_close(state[1], sums, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", few(["sdpa", "eager"], 2))
 def test_parts_and_tokens_equal_one_forward(encoding: Any, implementation: str) -> None:
     model, data = grouped(), batch()
     model.set_attn_implementation(implementation)

@@ -49,6 +49,7 @@ def test_the_wheel_has_one_top_level_name(distributions: tuple[Path, Path]) -> N
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_what_the_wheel_is_made_of(distributions: tuple[Path, Path]) -> None:
     with tarfile.open(distributions[0]) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]

@@ -165,6 +165,7 @@ def test_warm_up_rises_from_a_tenth_and_stays(recipe: Recipe, finished: Path) ->
     assert rates == pytest.approx([0.1, 0.4, 0.7, 1, 1, 1, 1, 1])
 
 
+@pytest.mark.slow
 def test_the_loss_falls_on_a_text_to_memorise(recipe: Recipe, work: Path) -> None:
     recipe = replace(
         recipe, data=str(work / "data" / "a.txt"), steps=60, max_tokens=TARGET, lora_dropout=0, lora_rank=16,
