@@ -35,7 +35,7 @@ from rope_extend.attention.remap_masks import RowsOfMask, hidden_except, without
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
 from rope_extend.attention.rotation import GPU_TABLE_BYTES, TABLE_BYTES, rotate
 from rope_extend.attention.sink_cache import SinkCache
-from rope_extend.attention.text_rows import TextRows, text_rows
+from rope_extend.attention.text_rows import TextRows, refuse_unknown_documents, text_rows
 from rope_extend.encodings import RemapEncoding, RopeShape
 from rope_extend.encodings.core.remap import DROPPED, NEAR, Chunks, Region
 from rope_extend.errors import PatchError, UnsupportedModelError
@@ -228,7 +228,8 @@ class RemapHandler(AttentionHandler):
         """Attention with queries and keys rotated here, by the region of each pair.
 
         Raises:
-            PatchError: the positions in this call are not known, or the encoding cannot compute its mask.
+            PatchError: the positions in this call are not known, the encoding cannot compute its mask, or
+                flash attention would not separate the documents of this batch.
         """
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
@@ -262,6 +263,7 @@ class RemapHandler(AttentionHandler):
         return replace(call, mask=forward.tables[name][1])
 
     def _attend(self, call: AttentionCall, forward: _Forward) -> tuple[Tensor, Tensor | None]:
+        refuse_unknown_documents(call, forward, self.encoding)
         window = attention_window(call.module)
         if self._is_short(window):
             return self._plainly(call, forward)

@@ -11,6 +11,8 @@ from torch import Tensor
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import MASK_ROWS
 from rope_extend.attention.positions import Forward
+from rope_extend.encodings import Encoding
+from rope_extend.errors import PatchError
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,36 @@ class TextRows:
     start: int
     stop: int
     lowest: int
+
+
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""Inputs by which flash attention separates the documents of several rows."""
+
+
+def refuse_unknown_documents(call: AttentionCall, forward: Forward, encoding: Encoding) -> None:
+    """Refuse several packed rows that flash attention would not separate into documents.
+
+    transformers separates documents by their lengths if all of `_LENGTHS` are there. Otherwise it does so by
+    the positions, in a batch of one row only.
+
+    Raises:
+        PatchError: positions restart in a batch of several rows, or only some of its lengths are given.
+    """
+    if call.mask is not None or len(call.query) == 1 or "flash" not in call.implementation:
+        return
+    missing = [name for name in _LENGTHS if call.kwargs.get(name) is None]
+    if not missing:
+        return
+    low = forward.keys.shape[1] - call.key.shape[2]  # a sliding window has its last keys only
+    name = ("restarts", low)
+    if name not in forward.tables:
+        forward.tables[name] = bool((forward.keys[:, low:].diff() < 0).any())
+    if forward.tables[name] or "cu_seq_lens_q" not in missing:
+        raise PatchError(
+            f"{encoding}: {call.implementation} cannot separate the documents of {len(call.query)} packed "
+            f"rows without {', '.join(missing)}; give all four lengths, one packed row at a time, or use "
+            f"attn_implementation='sdpa'"
+        )
 
 
 def text_rows(call: AttentionCall, forward: Forward) -> list[TextRows] | None:

@@ -119,3 +119,29 @@ def test_other_documents_than_the_positions_are_refused_by_name(calls: Calls) ->
             inputs = {"position_ids": positions, **given}
             with pytest.raises(PatchError, match=r"flash_attention_2 cannot cut.*sdpa"):
                 logits(model, tokens(1, LENGTH), **inputs)
+
+
+@pytest.mark.parametrize("lengths", [(6, 4), (50, 30)], ids=["within the trained window", "beyond it"])
+def test_several_packed_rows_need_all_lengths(lengths: tuple[int, int], calls: Calls) -> None:
+    """As without a patch: the positions of several rows do not tell transformers where documents begin."""
+    model, case = llama(head_dim=16), REMAPS[0]
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+    input_ids = tokens(2, sum(lengths))
+    with patched(model, case):
+        model.config._attn_implementation_internal = "flash_attention_2"
+        inputs = document_inputs(model, positions, restarts=True)
+        logits(model, input_ids, **inputs)
+        calls.clear()
+        del inputs["max_length_q"]
+        restarting = {"position_ids": positions}
+        through = {**inputs, "position_ids": torch.arange(sum(lengths))[None]}
+        for given, missing in (
+            (restarting, "cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k"),
+            (inputs, "max_length_q"),
+            (through, "max_length_q"),
+        ):
+            with pytest.raises(PatchError, match=f"documents of 2 packed rows without {missing}; .*sdpa"):
+                logits(model, input_ids, **given)
+        assert not calls
+        logits(model, input_ids[:1], position_ids=positions[:1])  # one row needs none
+        logits(model, input_ids)
