@@ -193,8 +193,6 @@ def advise(
     """
     name, target, device = str(model), parse_length(target_length), find_gpu(gpu or DEFAULT_GPU)
     _check(engine, hours, device)
-    if (Path(name) / "adapter_config.json").exists() and not (Path(name) / "config.json").exists():
-        raise RopeExtendError(f"{name} holds an adapter; give its base model, or a merged checkpoint")
     config = pretrained(AutoConfig, name)
     adapter_for(config.model_type)
     window = window_of_config(config)

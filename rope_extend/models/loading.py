@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
         kwargs: as `from_pretrained` takes them.
 
     Raises:
-        RopeExtendError: there is no such checkpoint, or it cannot be loaded.
+        RopeExtendError: there is no such checkpoint, it cannot be loaded, or it holds an adapter only.
     """
+    if auto in (AutoConfig, AutoModelForCausalLM):
+        _refuse_adapter(str(name))
     if auto is not GenerationConfig:
         kwargs["trust_remote_code"] = False  # if unset, transformers asks on the terminal
     what = {AutoTokenizer: "tokenizer", AutoConfig: "config"}.get(auto, "model")
@@ -41,6 +44,20 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
         if (path := gguf_file(name)) is not None:
             return _from_gguf(auto, path, **kwargs)
         return auto.from_pretrained(name, **kwargs)
+
+
+def _refuse_adapter(name: str) -> None:
+    """With peft, transformers would load the base model and the adapter, without the encoding.
+
+    Raises:
+        RopeExtendError: the directory holds an adapter and no model.
+    """
+    path = Path(name)
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        raise RopeExtendError(
+            f"{name!r} holds an adapter, not a whole model. Merge it first: rope-extend merge {quote(name)} "
+            "--output merged. Then give the merged directory; or give its base model"
+        )
 
 
 def _from_gguf(auto: Any, path: Path, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from accelerate import cpu_offload
 from covering import few
 from test_perplexity import measure, texts, tiny
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -198,6 +198,28 @@ def test_layers_that_do_not_fit_in_memory_go_to_disk(work: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(work / "model")
     ids = texts(40, vocabulary=200)[0].input_ids[None]
     assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.parametrize("command", ["search", "finetune", "evaluate", "advise"])
+def test_an_adapter_in_place_of_a_model_is_refused(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Its directory may hold a tokenizer, as those of this package do."""
+    adapter = tmp_path / "run"
+    AutoTokenizer.from_pretrained(work / "model").save_pretrained(adapter)
+    (adapter / "adapter_config.json").write_text("{}")
+    data, target, out = ["--data", str(work / "data")], ["--target-length", "64"], str(tmp_path / "out")
+    options = {
+        "search": [str(adapter), *data, *target, "--output", out],
+        "finetune": ["--model", str(adapter), *data, *target, "--output-dir", out],
+        "evaluate": [str(adapter), *data, "--output", out],
+        "advise": [str(adapter), *target],
+    }
+    with pytest.raises(SystemExit):
+        main([command, *options[command]])
+    said = capsys.readouterr().err
+    assert f"holds an adapter, not a whole model. Merge it first: rope-extend merge {adapter}" in said
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
