@@ -131,11 +131,13 @@ class SinkCache(DynamicCache):  # type: ignore[misc]
         """
         if not self.dropped:
             return
-        last = self.rope_extend_positions[:, self.held - 1]
-        if bool((queries[:, 0] <= last).any()):
+        last = self.rope_extend_positions[:, self.held - 1, None]
+        wrong = queries <= last
+        if bool(wrong.any()):
+            position, before = (int(each.expand_as(wrong)[wrong][0]) for each in (queries, last))
             raise PatchError(
-                f"this SinkCache dropped {self.dropped} tokens, and position {int(queries[:, 0].min())} is "
-                f"not after position {int(last.max())}; start another text with another cache"
+                f"this SinkCache dropped {self.dropped} tokens, and position {position} is not after "
+                f"position {before}; start another text with another cache"
             )
 
     def of_mask(self, mask: Tensor) -> Tensor:

@@ -130,8 +130,13 @@ def test_a_few_tokens_can_be_removed() -> None:
     cache.crop(-room)
     found = model(ids[:, -room:], past_key_values=cache).logits
     exactly(found, model(ids, use_cache=False).logits[:, -room:])
-    with pytest.raises(PatchError, match=r"position 5 is not after position 59; start another text"):
-        model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[5]]))
+    for positions in ([5], [60, 61, 5]):
+        new = {
+            "position_ids": torch.tensor([positions]),
+            "attention_mask": torch.ones(1, 60 + len(positions)),
+        }
+        with pytest.raises(PatchError, match=r"position 5 is not after position 59; start another text"):
+            model(ids[:, : len(positions)], past_key_values=cache, **new)
     cache.reset()
     exactly(model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits)
 
