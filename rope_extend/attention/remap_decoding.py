@@ -160,6 +160,8 @@ def _start_and_window(
         rows = max(len(later), len(of_mask))
         parts = [of_mask[..., :head] | later[:, None, None].to(of_mask.device), of_mask[..., near:]]
         hidden = torch.cat([part.expand(rows, -1, -1, -1) for part in parts], dim=-1)
+        if bool(hidden.all(dim=-1).any()):
+            return None  # padding that sees no key
     spans = ((0, head, 1), (near, total, 0))
     return _Step(tuple(span for span in spans if span[0] < span[1]), 0, lengths, hidden)
 

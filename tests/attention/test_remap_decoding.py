@@ -102,6 +102,16 @@ def test_a_cache_is_cropped_by_more_than_the_near_window(case: EncodingCase) -> 
             exactly(fed(ids[:, left:], cache), logits(MODEL, ids)[:, left:])
 
 
+@pytest.mark.parametrize("case", REMAPS[-3:], ids=str)
+def test_padding_token_by_token_without_position_ids(case: EncodingCase) -> None:
+    """A query that is padding sees no key. Positions count the padding, as in stock transformers."""
+    data = batch((0, 28))
+    del data["position_ids"]
+    with patched(case):
+        found = in_parts(MODEL, data, [24, *range(25, 32), LENGTH])
+        same(found, logits(MODEL, **data), data)  # short texts have the float32 tables of the model
+
+
 class _Counter(TorchDispatchMode):
     """Counts operations, and the elements of the largest result of each that copies or computes."""
 
