@@ -10,11 +10,14 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
+
+from rope_extend.errors import RopeExtendError
 
 PARTIAL = ".partial"
 """Suffix of temporary names. A process that is killed may leave such files behind; they can be deleted."""
@@ -46,6 +49,26 @@ def _temporary_name(path: Path) -> Path:
 def was_begun(path: Path) -> bool:
     """Whether a process was killed while it first wrote a file: only its temporary file is there."""
     return not path.exists() and any(path.parent.glob(f".{path.name[:40]}.*{PARTIAL}"))
+
+
+def check_creatable(directory: Path) -> None:
+    """Check that a directory is there or can be made, and that files can be written to it; leaves nothing.
+
+    Raises:
+        RopeExtendError: a file or a link to nothing is in the way, or nothing may be written there.
+    """
+    nearest = next(path for path in (directory, *directory.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        kind = "a file" if nearest.exists() else "a link to nothing"
+        raise RopeExtendError(
+            f"cannot make the directory {str(directory)!r}: {str(nearest)!r} is {kind}; choose another output"
+        )
+    try:
+        tempfile.TemporaryFile(dir=nearest).close()  # on Linux it never has a name, so nothing can be left
+    except OSError as error:
+        raise RopeExtendError(
+            f"cannot write to {str(directory)!r}: {error.strerror} in {str(nearest)!r}; choose another output"
+        ) from error
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from rope_extend.cli.arguments import length, methods
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import check_creatable
 
 
 def plot_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +65,7 @@ def plot(arguments: argparse.Namespace) -> None:
         return
     if output.exists() and not arguments.overwrite:
         raise RopeExtendError(f"{output} exists; choose another file, or overwrite=True")
+    check_creatable(output.parent)
     draw = {
         "perplexity": _plot_perplexity,
         "loss": _plot_perplexity,

@@ -16,7 +16,7 @@ from pathlib import Path
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.finished_documents import EXTENT, LOSSES_OF_DOCUMENT, MEASUREMENT
 from rope_extend.evaluation.retrieval import TRIALS
-from rope_extend.files import PARTIAL
+from rope_extend.files import PARTIAL, check_creatable
 
 RESULTS = "results.jsonl"
 FILES = (
@@ -86,11 +86,12 @@ def check_folders(directory: str | Path) -> Path:
 
     Raises:
         RopeExtendError: the directory or one of our folders in it is a file, or our folder is a link, or has
-            links in it.
+            links in it, or the directory can neither be made nor written to.
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise RopeExtendError(f"{str(directory)!r} is a file; a report needs a directory")
+    check_creatable(directory)
     folders = [directory / LOSSES, directory / UNFINISHED]
     links = [path for path in (*folders, *folders[1].rglob("*"), directory / TRIALS) if path.is_symlink()]
     if links:

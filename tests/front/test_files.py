@@ -10,7 +10,18 @@ from pathlib import Path
 import pytest
 
 from rope_extend import files
-from rope_extend.files import replacing, replacing_directory, replacing_files, sha256, write_json, write_text
+from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.files import (
+    check_creatable,
+    replacing,
+    replacing_directory,
+    replacing_files,
+    sha256,
+    write_json,
+    write_text,
+)
 
 
 def test_a_text_replaces_an_earlier_one(tmp_path: Path) -> None:
@@ -131,3 +142,45 @@ def test_the_last_file_is_renamed_after_the_others(tmp_path: Path, monkeypatch: 
 def test_sha256_is_of_the_contents(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256(tmp_path / "a").startswith("ba7816bf8f01cfea")
+
+
+def test_a_directory_that_cannot_be_made_is_refused_early(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    before = sorted(tmp_path.rglob("*"))
+    for name, message in (
+        ("file", "file' is a file"), ("file/a/b", "file' is a file"), ("dangling", "is a link to nothing"),
+        ("dangling/a", "is a link to nothing"),
+    ):  # fmt: skip
+        with pytest.raises(RopeExtendError, match=message):
+            check_creatable(tmp_path / name)
+    for name in ("", "new", "new/deep", "real", "link", "link/new"):
+        check_creatable(tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+    if Path("/proc/self").exists():  # nobody can write there
+        with pytest.raises(RopeExtendError, match=r"cannot write to '/proc/new': .* in '/proc'"):
+            check_creatable(Path("/proc/new"))
+
+
+@pytest.mark.parametrize("output", ["file/report", "dangling"])
+@pytest.mark.parametrize("command", ["evaluate", "report", "retrieve", "plot"])
+def test_commands_refuse_an_output_that_cannot_be_made_before_they_load_anything(
+    output: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    load = "rope_extend.models.load_options.LoadOptions.load"
+    monkeypatch.setattr(load, lambda *_, **__: pytest.fail("loaded"))
+    target, model = str(tmp_path / output), str(MODEL_DIR)
+    words = {
+        "evaluate": [model, "--lengths", "256,512", "--data", "demo:evaluation"],
+        "report": [model, "--target-length", "512", "--data", "demo:evaluation"],
+        "retrieve": [model, "--lengths", "512"],
+        "plot": ["frequencies", model],
+    }[command]
+    with pytest.raises(SystemExit):
+        main([command, *words, "--output", f"{target}/a.png" if command == "plot" else target])
+    assert "rope-extend: error: cannot make the directory" in capsys.readouterr().err
