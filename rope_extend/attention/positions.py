@@ -108,7 +108,7 @@ class _Tracked:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._select_rows(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
+    def batch_select_indices(self, indices: Any) -> None:
         super().batch_select_indices(indices)  # type: ignore[misc]
         self._select_rows(indices)
 
@@ -118,12 +118,13 @@ class _Tracked:
         if self.rope_extend_positions.shape[0] > 1:
             self.rope_extend_positions = self.rope_extend_positions.repeat_interleave(repeats, dim=0)
 
-    def _select_rows(self, rows: Tensor) -> None:
+    def _select_rows(self, rows: Any) -> None:
+        """Select the positions of rows, by any index that tensors take."""
         forget(self)
-        if self.rope_extend_positions.shape[0] > 1:
-            self.rope_extend_positions = self.rope_extend_positions[
-                rows.to(self.rope_extend_positions.device)
-            ]
+        positions = self.rope_extend_positions
+        if positions.shape[0] > 1:
+            rows = rows.to(positions.device) if isinstance(rows, Tensor) else rows
+            self.rope_extend_positions = positions[rows]
 
 
 @cache
@@ -189,6 +190,7 @@ class _Frame:
     """A decoder, or a module with a handler, while it runs."""
 
     is_decoder: bool
+    module: nn.Module | None = None
     past: Cache | None = None
     """The cache that the decoder got."""
     position_ids: Tensor | None = None
@@ -312,7 +314,7 @@ class AttentionHandler:
         if getattr(decoder, HANDLER, None) is self:
             past = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
             marked = past is not None and self._filled(past) and RUNNING not in vars(past)
-            frame = _Frame(is_decoder=True, past=past, marked=marked)
+            frame = _Frame(is_decoder=True, module=decoder, past=past, marked=marked)
             self._running.frames.append(frame)
             if frame.marked:
                 setattr(past, RUNNING, True)
@@ -330,7 +332,9 @@ class AttentionHandler:
         """
         if getattr(decoder, HANDLER, None) is not self:
             return
-        frame = self._running.frames.pop()
+        frame = self._left(decoder)
+        if frame is None:
+            return
         forward = frame.forward
         if frame.marked:
             vars(frame.past).pop(RUNNING, None)
@@ -364,13 +368,21 @@ class AttentionHandler:
             forward = None if named is None else marked_forward(named)
             if forward is None:
                 forward = marked_forward((args, kwargs))
-            self._running.frames.append(_Frame(is_decoder=False, forward=forward))
+            self._running.frames.append(_Frame(is_decoder=False, module=module, forward=forward))
 
     @never_compiled
     def exit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook of an attention module, called after an exception too: forget its forward."""
+        """Forward hook of an attention module, called after an exception too: forget its forward.
+
+        If an earlier pre-hook raised, `enter` was not called.
+        """
         if getattr(module, HANDLER, None) is self:
-            self._running.frames.pop()
+            self._left(module)
+
+    def _left(self, module: nn.Module) -> _Frame | None:
+        """Remove the frame of a module that ends; None if it is not the innermost, as it never began."""
+        frames = self._running.frames
+        return frames.pop() if frames and frames[-1].module is module else None
 
     @never_compiled
     def begin(self, position_ids: Tensor) -> Forward:
@@ -431,7 +443,13 @@ class AttentionHandler:
         seen = held_tokens(past)
         if seen == 0:
             return queries[:, :0]
-        if not isinstance(past, _Tracked) or past.rope_extend_positions.shape[1] < seen:
+        if isinstance(past, _Tracked) and past.rope_extend_positions.shape[1] < seen:
+            raise PatchError(
+                f"{self.encoding} cannot use this {type(past).__name__}: it has positions for "
+                f"{past.rope_extend_positions.shape[1]} of its {seen} tokens, as when its layers are "
+                f"shared with a copy.copy that went on; use copy.deepcopy, and start from an empty cache"
+            )
+        if not isinstance(past, _Tracked):
             raise PatchError(
                 f"{self.encoding} cannot use this {type(past).__name__}: its {seen} tokens were "
                 f"cached without the encoding, so their keys are already rotated; start from an empty cache"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batches import LENGTH, batch, in_parts, logits, same, tokens
@@ -21,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.attention.functions import HANDLER
+from rope_extend.attention.positions import RUNNING
 from rope_extend.errors import PatchError
 
 ENCODINGS = ["dynamic_yarn", "alibi", "fire", "linear_attention", "sinusoidal"]
@@ -248,3 +250,49 @@ def test_a_cache_can_be_pickled(name: str) -> None:
             assert isinstance(twin, DynamicCache)
             assert torch.equal(twin.rope_extend_positions, cache.rope_extend_positions)
             same(model(**data.part(60, LENGTH), past_key_values=twin).logits, whole[:, 60:])
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("error:module forward hook")
+@pytest.mark.parametrize("place", ["model", "model.layers.0.self_attn", "model.layers.1"])
+def test_an_earlier_hook_may_raise(place: str) -> None:
+    """That ends the forward: the cache is no longer in use, and the model works on."""
+    model, data, stops = llama(head_dim=16), batch((0,)), [False]
+
+    def stop(*_: Any) -> None:
+        if stops[0]:
+            raise KeyError("stop")
+
+    model.get_submodule(place).register_forward_pre_hook(stop)
+    with patched(model, "dynamic_yarn"):
+        cache = model(**data.part(0, 40), use_cache=True).past_key_values
+        stops[0] = True
+        with pytest.raises(KeyError, match="stop"):
+            model(**data.part(40, 41), past_key_values=cache)
+        stops[0] = False
+        assert RUNNING not in vars(cache)
+        same(in_parts(model, data, [60, LENGTH]), logits(model, **data))
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_selected_by_any_index() -> None:
+    model, data = llama(head_dim=16), batch((0, 17))
+    with patched(model, "dynamic_yarn"):
+        expected = logits(model, **data.rows([1]))[:, 50:]
+        for rows in ([1], slice(1, 2), np.array([1]), torch.tensor([1]), torch.tensor([False, True])):
+            cache = model(**data.part(0, 50), use_cache=True).past_key_values
+            cache.batch_select_indices(rows)
+            found = model(**data.rows([1]).part(50, LENGTH), past_key_values=cache).logits
+            same(found, expected)
+
+
+@torch.no_grad()
+def test_a_shallow_copy_of_a_cache_is_refused_once_the_other_went_on() -> None:
+    """Both have the same layers, as with stock caches, but positions of their own."""
+    model, data = llama(head_dim=16), batch((0,))
+    with patched(model, "dynamic_yarn"):
+        cache = model(**data.part(0, 40), use_cache=True).past_key_values
+        other = copy.copy(cache)
+        model(**data.part(40, 41), past_key_values=cache)
+        with pytest.raises(PatchError, match=r"has positions for 40 of its 41 tokens.*copy\.deepcopy"):
+            model(**data.part(41, 42), past_key_values=other)
