@@ -35,10 +35,11 @@ def wrapper_paths(model: nn.Module) -> set[str]:
 
 
 def remove_adapter(model: Any) -> Any:
-    """Take an adapter out of a model, and return the base model with the weights it had before.
+    """Take an adapter out of a model, and return the base model with its own modules.
 
     peft's own `unload` leaves the trained copies of `modules_to_save`, such as norms and embeddings, in the
-    base model.
+    base model. Weights that peft changed in place stay changed: biases (`bias="all"`), and those of
+    initialisations such as PiSSA.
 
     Args:
         model: a `peft.PeftModel`, whose adapter is not merged.
