@@ -187,11 +187,13 @@ def advise(
         The advice. `verdict` says whether anything is to be done at all.
 
     Raises:
-        RopeExtendError: no such model, an unknown GPU or engine, hours without the name of a GPU, or a config
-            that does not state the pretrained window.
+        RopeExtendError: no such model, a window of one token, an unknown GPU or engine, hours without the
+            name of a GPU, or a config that does not state the pretrained window.
         UnsupportedModelError: the model's family is not supported.
     """
     name, target, device = str(model), parse_length(target_length), find_gpu(gpu or DEFAULT_GPU)
+    if target < 2:
+        raise RopeExtendError(f"target_length must be at least 2 tokens, got {target}; give one such as 32k")
     _check(engine, hours, device)
     config = pretrained(AutoConfig, name)
     adapter_for(config.model_type)

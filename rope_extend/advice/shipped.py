@@ -100,11 +100,15 @@ def copy_recipe(
 
 
 def check_new(file: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a file without being asked.
+    """Refuse to replace a file without being asked, and a file in a directory that does not exist.
 
     Raises:
-        RopeExtendError: the file exists, and `overwrite` is false.
+        RopeExtendError: the file exists and `overwrite` is false, or it is to replace a directory, or its own
+            directory does not exist.
     """
+    if not file.parent.is_dir() or file.is_dir():
+        problem = f"{file} is a directory" if file.is_dir() else f"there is no directory {file.parent}"
+        raise RopeExtendError(f"cannot write {file}: {problem}; choose another output")
     if file.exists() and not overwrite:
         raise RopeExtendError(f"{file} exists; choose another output, or overwrite=True")
 

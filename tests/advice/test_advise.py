@@ -22,6 +22,8 @@ from rope_extend.advice.gpus import GPUS, UTILISATION, find_gpu
 from rope_extend.advice.windows import window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_path
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.utilisation import peak_flops
@@ -398,3 +400,19 @@ def test_the_command_writes_a_recipe_that_runs(
     assert rx.info(values["output_dir"]).encoding == "yarn(factor=4)"
     main([*line, "--json"])
     assert json.loads(capsys.readouterr().out)["recipe_file"] is None
+
+
+def test_a_wrong_target_or_output_is_refused_before_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RopeExtendError, match="target_length must be at least 2 tokens, got 1"):
+        advise(MODEL_DIR, 1)
+    monkeypatch.setattr("rope_extend.advice.answer.advise", lambda *_, **__: pytest.fail("estimated"))
+    (tmp_path / "file").write_text("x")
+    for output, message in (
+        ("missing/a.yaml", "there is no directory"), ("file/a.yaml", "there is no directory"),
+        (".", "is a directory"),
+    ):  # fmt: skip
+        with pytest.raises(SystemExit):
+            main(["advise", str(MODEL_DIR), "--target-length", "2k", "--output", str(tmp_path / output)])
+        assert message in capsys.readouterr().err
