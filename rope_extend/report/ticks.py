@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 from rope_extend.report.chart import Chart
+
+_LEAST, _MOST = math.log(sys.float_info.min), math.log(sys.float_info.max)
+"""Logarithms of the smallest and the largest float."""
 
 
 def length_ticks(lengths: Sequence[float], most: int) -> list[float]:
@@ -28,7 +32,7 @@ def length_ticks(lengths: Sequence[float], most: int) -> list[float]:
 def value_ticks(low: float, high: float, *, logarithmic: bool, most: int = 6) -> list[float]:
     """Round values within a range: 1, 2 and 5 times a power of ten; on a short logarithmic axis evenly."""
     if logarithmic and high > 4 * low:
-        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        decades = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
         for factors in ((1, 2, 5), (1, 3), (1,)):
             ticks = [factor * 10.0**decade for decade in decades for factor in factors]
             ticks = [tick for tick in ticks if low <= tick <= high]
@@ -56,7 +60,7 @@ def value_range(chart: Chart, *, logarithmic: bool) -> tuple[float, float]:
     if logarithmic:
         low, high = math.log(min(values)), math.log(max(values))
         room = 0.06 * (high - low) or 0.05
-        return math.exp(low - room), math.exp(high + room)
+        return math.exp(max(low - room, _LEAST)), math.exp(min(high + room, _MOST))
     low, high = min(values), max(values)
     room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low - room, high + room

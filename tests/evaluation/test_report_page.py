@@ -18,7 +18,7 @@ from rope_extend.report.colours import look
 from rope_extend.report.html import Code, HeatMap, page
 from rope_extend.report.svg import NARROW, WIDE, can_be_logarithmic, drawings
 from rope_extend.report.tables import Section
-from rope_extend.report.ticks import length_ticks, value_ticks
+from rope_extend.report.ticks import length_ticks, value_range, value_ticks
 
 LENGTHS = (128, 256, 512, 1024)
 
@@ -177,3 +177,12 @@ def test_a_browser_shows_values_and_turns_curves_on(width: int, name: str, tmp_p
         "then linear",
         "overflow 0",
     ]
+
+
+def test_the_range_of_the_axis_ends_at_the_largest_float() -> None:
+    points = (Point(256.0, 1e-307), Point(512.0, math.exp(709)))
+    chart = Chart("", (Curve("b", points, look("b")),), "length", "perplexity")
+    low, high = value_range(chart, logarithmic=True)
+    assert 0 < low <= 1e-307
+    assert math.exp(709) < high < math.inf
+    assert all(low <= tick <= high for tick in value_ticks(low, high, logarithmic=True))
