@@ -247,7 +247,8 @@ def extended_again(
         encoding = method.for_target(current.pretrained, target_length, **parameters)
     else:
         encoding = method.for_target(current.shape, target_length, **parameters)
-    if not isinstance(encoding, RopeEncoding):
+    # `nope` is a schedule whose frequencies are all zero.
+    if not isinstance(encoding, RopeEncoding) or not encoding.inv_freq(current.shape, target_length).any():
         raise RopeExtendError(
             f"start='current' keeps the rotation that the model has, and {encoding.name} replaces it; "
             "leave start='current' out"

@@ -423,6 +423,11 @@ class Recipe(Config):
 
     def _check_mixed(self) -> None:
         if not self.mixed_windows:
+            if self.short_share != type(self).short_share:
+                raise RopeExtendError(
+                    "recipe: short_share is the share of short blocks in mixed windows, and mixed_windows is "
+                    f"off, got {self.short_share:g}; set mixed_windows, or leave short_share out"
+                )
             return
         reasons = {
             "packing": (self.packing != UNPACKED, "mixed windows pack short documents themselves"),

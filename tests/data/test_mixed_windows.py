@@ -264,6 +264,7 @@ def test_a_run_with_mixed_windows_trains_and_resumes(
         ({"data": ["a", "b"], "data_weights": [1, 2]}, "mixed_windows and data_weights cannot be combined"),
         ({"anneal_steps": 1}, "mixed_windows and anneal_steps cannot be combined"),
         ({"short_share": 1}, "short_share must be"),
+        ({"mixed_windows": False, "short_share": 0.5}, "mixed_windows is off, got 0.5; set mixed_windows"),
     ],
 )
 def test_fields_that_contradict_mixed_windows_are_refused(

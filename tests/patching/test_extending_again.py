@@ -233,6 +233,7 @@ def test_the_window_now_is_the_larger_one_of_the_config() -> None:
         (TARGET, "dynamic_ntk", {}, r"dynamic_ntk.* is not one table: its table depends on the length"),
         (TARGET, "logn(yarn)", {}, r"is not one table: it scales attention logits"),
         (TARGET, "alibi", {}, r"keeps the rotation that the model has, and alibi replaces it"),
+        (TARGET, "nope", {}, r"keeps the rotation that the model has, and nope replaces it"),
         (TARGET, "yarn", {"short": "original"}, r"leave one of the two out"),
         (TARGET, "yarn", {"current_length": 0}, r"current_length must be between 1 and"),
         (TARGET, "yarn", {"current_length": 16}, r"current_length is 16, less than the 32 tokens"),
