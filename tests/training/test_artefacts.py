@@ -68,6 +68,7 @@ READERS: dict[str, dict[str, str | None]] = {
         "card_mark.is_our_card": None,  # the same, by a digest in the card
         "companions.copy_notices": None,  # copies files
         "local_paths._fields": None,  # names fields
+        "publishing.files_to_push": None,  # reads in the card which pictures it shows
         "staging._marked_as_in_use": None,  # opens a directory to lock it
         "staging._remove_leftovers": None,  # the same
         "stock_reader": None,  # the request of the process that started this one
