@@ -23,7 +23,8 @@ def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: b
     model, adapter = tiny_llama(tie_word_embeddings=tied), str(tmp_path / "adapter")
     rx.extend(model, TARGET, "yarn")
     recipe = rx.Recipe(
-        model="tiny", data="none", output_dir=adapter, target_length=TARGET, train_norm_embed=True, lora_rank=2
+        model="tiny", data="none", output_dir=adapter, target_length=TARGET, train_norm_embed=True,
+        lora_rank=2,
     )  # fmt: skip
     tuned = get_peft_model(model, lora_config(model, recipe))
     with torch.no_grad():
