@@ -213,7 +213,9 @@ def test_retrieval_is_measured_only_if_there_is_something_to_compare(
     rows(methods=["yarn"])
     rows(methods=["none", "yarn"], cropped=False)
     assert [(args[2], more["options"].trials) for args, more in asked] == [([256], 4)] * 2
-    with pytest.raises(RopeExtendError, match="retrieval must be auto, or a whole number, at least 0; got -1"):
+    with pytest.raises(
+        RopeExtendError, match="retrieval must be auto, or a whole number, at least 0; got -1"
+    ):
         rows(retrieval=-1)
     monkeypatch.undo()
     found = evaluated(work / "model", data=work / "data", lengths=[64], methods=["yarn"])
