@@ -45,7 +45,7 @@ the next ones, and the peak is not in the MLPs.
 MANY = 65_536
 
 NORM_TILES, NORM_TILE = 4, 4096
-"""A tile of a norm is `NORM_TILES` times as long as an MLP's, which holds more: at most `NORM_TILE` tokens."""
+"""A tile of a norm is `NORM_TILES` times one of an MLP, which holds more: at most `NORM_TILE` tokens."""
 
 _RECOMPUTE = "_gradient_checkpointing_func"
 """The attribute in which transformers gives each layer its checkpointing function."""
