@@ -98,7 +98,7 @@ def page(pictures: str) -> str:
     ]
     for exhibit in EXHIBITS:
         names = ", ".join(f"`{name}`" for name in exhibit.methods)
-        links = ", ".join(_linked(paper) for paper in exhibit.papers)
+        links = ", ".join(linked(paper) for paper in exhibit.papers)
         parts += [
             f"## {exhibit.title}",
             f"![{exhibit.title}]({pictures}/{exhibit.name}{SUFFIXES[-1]})",
@@ -108,12 +108,14 @@ def page(pictures: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _linked(paper: str) -> str:
+def linked(paper: str) -> str:
+    """A source as a link in Markdown, if it is an arXiv id."""
     number = paper.replace(".", "")
     return f"[arXiv {paper}](https://arxiv.org/abs/{paper})" if number.isdigit() else paper
 
 
-def _figure(title: str, columns: int = 1, rows: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
+def new_panels(title: str, columns: int = 1, rows: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
+    """A figure with a heading, 8 by `height` inches, and its axes row by row."""
     figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
@@ -125,7 +127,8 @@ def _figure(title: str, columns: int = 1, rows: int = 1, height: float = 4.0) ->
     return figure, axes
 
 
-def _save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure in the format of its suffix; returns the path."""
     write_figure(figure, path, path.suffix[1:], _DPI)
     return path
 
@@ -144,18 +147,18 @@ def draw_vectors(path: Path, positions: int = 128) -> Path:
     """Sinusoidal vectors as a heat map, positions down and channels across."""
     sinusoidal = encoding("sinusoidal")
     assert isinstance(sinusoidal, AbsoluteEncoding)
-    figure, (axes,) = _figure("Sinusoidal vectors", height=4.6)
+    figure, (axes,) = new_panels("Sinusoidal vectors", height=4.6)
     values = sinusoidal.vectors(MODEL, torch.arange(positions), {}).numpy()
     image = axes.imshow(values, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
     axes.set_xlabel("channel", color=INK)
     axes.set_ylabel("position", color=INK)
     figure.colorbar(image, ax=axes, label="added to the embedding")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_clocks(path: Path, pairs: Sequence[int] = (0, 8, 16, 24), positions: int = 9) -> Path:
     """Rotary channel pairs as clocks: one row per pair, one dial per position."""
-    figure, (axes,) = _figure("RoPE's clocks", height=4.2)
+    figure, (axes,) = new_panels("RoPE's clocks", height=4.2)
     table = rotary_method("none").for_target(ROTARY, TARGET).inv_freq(ROTARY)
     circle = np.linspace(0, 2 * np.pi, 60)
     for row, pair in enumerate(pairs):
@@ -178,7 +181,7 @@ def draw_clocks(path: Path, pairs: Sequence[int] = (0, 8, 16, 24), positions: in
     axes.set_aspect("equal")
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(length=0)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _schedules(names: Sequence[str]) -> list[RopeEncoding]:
@@ -187,7 +190,7 @@ def _schedules(names: Sequence[str]) -> list[RopeEncoding]:
 
 def draw_spectra(path: Path, names: Sequence[str] = ("none", "linear", "ntk", "yarn", "llama3")) -> Path:
     """The frequencies of each schedule as a row of strokes, and the frequency of one turn in each window."""
-    figure, (axes,) = _figure("Frequencies before and after an extension", height=3.6)
+    figure, (axes,) = new_panels("Frequencies before and after an extension", height=3.6)
     for row, schedule in enumerate(_schedules(names)):
         table = schedule.inv_freq(ROTARY).numpy()
         axes.vlines(table, -row - 0.35, -row + 0.35, color=method_colour(schedule.name), linewidth=1.6)
@@ -204,14 +207,14 @@ def draw_spectra(path: Path, names: Sequence[str] = ("none", "linear", "ntk", "y
             xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET, fontsize=8,
             va="bottom",
         )  # fmt: skip
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_matrices(path: Path, name: str, title: str, tokens: int = 96) -> Path:
     """The bias of four heads as matrices, queries down and keys across; later keys are white."""
     bias = _bias_encoding(name)
     heads = [0, 2, 4, 6]
-    figure, panels = _figure(title, columns=len(heads), height=2.9)
+    figure, panels = new_panels(title, columns=len(heads), height=2.9)
     query = torch.arange(tokens)[:, None]
     distance = query - torch.arange(tokens)
     values = np.where(distance.numpy() < 0, np.nan, _bias(bias, distance.clamp(min=0), query))
@@ -224,14 +227,14 @@ def draw_matrices(path: Path, name: str, title: str, tokens: int = 96) -> Path:
         axes.set_xlabel("key", color=INK)
     panels[0].set_ylabel("query", color=INK)
     figure.colorbar(image, ax=panels, shrink=0.8, label="added to the logit")
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_biases(
     path: Path, names: Sequence[str] = ("alibi", "t5_bias", "kerple", "fire", "sandwich"), head: int = 3
 ) -> Path:
     """The bias of one head by distance, with each encoding's initial parameters."""
-    figure, (axes,) = _figure(f"Biases by distance, head {head + 1} of {MODEL.heads}", height=4.2)
+    figure, (axes,) = new_panels(f"Biases by distance, head {head + 1} of {MODEL.heads}", height=4.2)
     distance = torch.unique(torch.logspace(0, np.log10(TARGET), 300).long())
     query = torch.full_like(distance, TARGET)
     for name in names:
@@ -248,12 +251,12 @@ def draw_biases(
     axes.set_xlabel("distance from query to key, tokens", color=INK)
     axes.set_ylabel("bias, relative to the nearest key", color=INK)
     axes.legend(frameon=False, fontsize=9.5)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_decay(path: Path) -> Path:
     """The similarity of an equal query and key by distance, after rotation, and the weight left by biases."""
-    figure, (upper, lower) = _figure("Attention by distance", rows=2, height=5.6)
+    figure, (upper, lower) = new_panels("Attention by distance", rows=2, height=5.6)
     near = torch.arange(0, 512)
     for schedule in _schedules(("none", "linear", "yarn", "nope")):
         colour = method_colour(schedule.name)
@@ -272,7 +275,7 @@ def draw_decay(path: Path) -> Path:
     lower.set_ylabel("weight, relative to distance 0", color=INK)
     lower.set_xlabel("distance from query to key, tokens", color=INK)
     lower.legend(frameon=False, fontsize=9, ncols=3)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _frequencies(names: Sequence[str], title: str) -> Callable[[Path], Path]:
@@ -291,7 +294,7 @@ def draw_distances(path: Path, names: Sequence[str] = _REMAPS) -> Path:
     A method with other frequencies for distant tokens gives each channel pair a distance of its own: the
     fastest and the slowest are drawn. `rerope` is drawn with a leak as well.
     """
-    figure, panels = _figure("Distances given to distant tokens", columns=4, rows=2, height=4.8)
+    figure, panels = new_panels("Distances given to distant tokens", columns=4, rows=2, height=4.8)
     drawn: list[tuple[str, dict[str, float]]] = [(name, {}) for name in names]
     drawn.insert(2, ("rerope", {"leak": 16.0}))
     for axes, (name, parameters) in zip(panels, drawn, strict=False):
@@ -299,7 +302,7 @@ def draw_distances(path: Path, names: Sequence[str] = _REMAPS) -> Path:
         method = rotary_method(name).for_target(ROTARY, length, **parameters)
         assert isinstance(method, RemapEncoding)
         for pair, dash in ((0, "-"), (-1, (0, (3, 1.5)))):
-            given = _given_distances(method, length, pair)
+            given = given_distances(method, length, pair)
             axes.plot(given, color=method_colour(name), linewidth=1.8, linestyle=dash)
         axes.axhline(ROTARY.trained_length, color=QUIET, linewidth=1, linestyle=(0, (4, 2)))
         axes.set_ylim(0, 1.15 * ROTARY.trained_length)
@@ -310,10 +313,10 @@ def draw_distances(path: Path, names: Sequence[str] = _REMAPS) -> Path:
         axes.set_ylabel("distance given", color=INK)
     for axes in panels[4:]:
         axes.set_xlabel("true distance, tokens", color=INK)
-    return _save(figure, path)
+    return save(figure, path)
 
 
-def _given_distances(method: RemapEncoding, length: int, pair: int) -> np.ndarray[Any, Any]:
+def given_distances(method: RemapEncoding, length: int, pair: int) -> np.ndarray[Any, Any]:
     """The distance that a channel pair is rotated by, in its plain frequency, for each true distance."""
     query, keys = torch.tensor(length - 1), torch.arange(length)
     given = method.distance(ROTARY, query, keys)

@@ -23,8 +23,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 def figure(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are saved."""
     figures: list[Figure] = []
-    save = gallery._save
-    monkeypatch.setattr(gallery, "_save", lambda made, path: figures.append(made) or save(made, path))
+    save = gallery.save
+    monkeypatch.setattr(gallery, "save", lambda made, path: figures.append(made) or save(made, path))
     return figures
 
 

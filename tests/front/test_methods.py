@@ -1,0 +1,182 @@
+"""The page of each method: its formula gives the numbers of the code, and the rest is what the code says."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import write_methods
+from matplotlib.figure import Figure
+
+from rope_extend.encodings import (
+    AbsoluteEncoding,
+    BiasEncoding,
+    KernelEncoding,
+    Learned,
+    RelativeEncoding,
+    RemapEncoding,
+    RopeEncoding,
+    encoding_names,
+)
+from rope_extend.method_names import method_names
+from rope_extend.plots import gallery, method_pictures
+from rope_extend.plots.contents import contents, differences, written
+from rope_extend.plots.gallery import MODEL, ROTARY, TARGET
+
+PAGES = Path(__file__).parents[2] / "docs" / "methods"
+LENGTHS = (1, ROTARY.trained_length, ROTARY.trained_length + 1, 3 * ROTARY.trained_length, TARGET)
+POSITIONS = (0, 1, 15, 16, 511, 512, 513, 1023, 1024, 2047, 2048, 4096, 5119, TARGET - 1)
+FLOAT64 = 1e-9
+"""Relative: a few operations in float64, whose angles are at most 16,384 radians."""
+FLOAT32 = 2e-5
+"""Relative: biases and vectors are float32, and the longest sums have 64 terms."""
+
+
+def functions(name: str) -> dict[str, Any]:
+    """The names that the Python of a page defines, with the symbols of docs/methods.md."""
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    target = method_pictures.target_of(name)
+    encoding = method_pictures.example(name)
+    names: dict[str, Any] = {
+        "math": math, "d": ROTARY.dim, "b": ROTARY.theta, "L": ROTARY.trained_length, "N": target,
+        "s": target / ROTARY.trained_length, "H": MODEL.heads, "D": MODEL.hidden_size,
+    }  # fmt: skip
+    if isinstance(encoding, BiasEncoding):
+        names["learned"] = {key: value.tolist() for key, value in encoding.initial(MODEL).items()}
+    exec(code, names)
+    return names
+
+
+def values(function: Callable[..., Any] | None, *arguments: Any) -> float:
+    """What a function of a page gives; 1 for a factor that the page does not mention."""
+    return 1.0 if function is None else function(*arguments)
+
+
+def of_length(function: Callable[..., Any] | None, *arguments: Any) -> float:
+    """As `values`, for a function that may take the length as its last argument."""
+    if function is not None and function.__code__.co_argcount < len(arguments):
+        arguments = arguments[:-1]
+    return values(function, *arguments)
+
+
+def test_every_method_has_a_page() -> None:
+    assert sorted(page.stem for page in PAGES.glob("*.md")) == list(method_names())
+    assert sorted(picture.stem for picture in (PAGES / "pictures").iterdir()) == list(method_names())
+
+
+@pytest.mark.parametrize("name", encoding_names())
+def test_the_page_is_what_the_code_says(name: str) -> None:
+    text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
+    hand = write_methods.by_hand(text)
+    assert text == write_methods.page(name, hand), "run python scripts/write_methods.py"
+    assert re.search(r"^```math\n.+?^```", hand, re.MULTILINE | re.DOTALL)
+    assert "\n## When to use it\n" in hand
+    assert re.search(r"^\*\*Good for:\*\* \S", hand, re.MULTILINE)
+    assert re.search(r"^\*\*Not for:\*\* \S", hand, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", encoding_names(RopeEncoding))
+def test_the_formula_of_a_rotary_method_is_that_of_the_code(name: str) -> None:
+    """Every effect of the encoding is on the page: a factor that the page does not mention is 1."""
+    found, encoding = functions(name), method_pictures.example(name)
+    assert isinstance(encoding, RopeEncoding)
+    positions = torch.tensor(POSITIONS)
+    if "frequency" in found or not encoding.remaps:
+        for length in LENGTHS:
+            expected = [of_length(found["frequency"], i, length) for i in range(ROTARY.dim // 2)]
+            assert encoding.inv_freq(ROTARY, length).tolist() == pytest.approx(expected, rel=FLOAT64)
+            factor = of_length(found.get("attention_factor"), length)
+            assert encoding.attention_factor(ROTARY, length) == pytest.approx(factor, rel=FLOAT64)
+    scale = encoding.logit_scale(ROTARY, positions)
+    ours = [1.0] * len(POSITIONS) if scale is None else scale.tolist()
+    assert ours == pytest.approx([values(found.get("logit_scale"), p) for p in POSITIONS], rel=FLOAT64)
+    decay = encoding.decay(ROTARY)
+    for i in (0, 7, 31):
+        for r in (0, 1, 512, 5000):
+            ours = 1.0 if decay is None else math.exp(r * float(decay[i]))
+            assert ours == pytest.approx(values(found.get("decay"), i, r), rel=FLOAT64)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in encoding_names(RopeEncoding) if method_pictures.example(name).effects(ROTARY).remaps],
+)
+def test_the_distances_of_a_method_are_those_of_the_code(name: str) -> None:
+    found, encoding = functions(name), method_pictures.example(name)
+    assert isinstance(encoding, RemapEncoding)
+    queries = [p for p in POSITIONS if p < method_pictures.target_of(name)]
+    for i in queries:
+        keys = [j for j in (*queries, i - 1, i - 127) if 0 <= j <= i]
+        expected = [found["distance"](i, j) for j in keys]
+        ours = encoding.distance(ROTARY, torch.tensor(i), torch.tensor(keys)).tolist()
+        assert [None if math.isnan(each) else each for each in ours] == pytest.approx(expected, abs=1e-9)
+    positions = torch.tensor(POSITIONS)
+    factor = encoding.factor_of_queries(ROTARY, positions)
+    ours = [1.0] * len(POSITIONS) if factor is None else factor.tolist()
+    assert ours == pytest.approx([values(found.get("factor_of_queries"), p) for p in POSITIONS], rel=FLOAT64)
+    far = encoding.regions(ROTARY, TARGET)[1].schedule
+    assert (far is None) == ("far_frequency" not in found)
+    if far is not None:
+        expected = [found["far_frequency"](i) for i in range(ROTARY.dim // 2)]
+        assert far.inv_freq(ROTARY, TARGET).tolist() == pytest.approx(expected, rel=FLOAT64)
+
+
+@pytest.mark.parametrize("name", encoding_names(BiasEncoding))
+def test_the_formula_of_a_bias_is_that_of_the_code(name: str) -> None:
+    found, encoding = functions(name), method_pictures.example(name)
+    distances = torch.tensor([0, 1, 15, 16, 17, 100, 127, 128, 129, 2000, TARGET - 1])
+    if isinstance(encoding, RelativeEncoding):
+        assert encoding.ranges(distances).tolist() == [found["vector_index"](r) for r in distances.tolist()]
+        return
+    assert isinstance(encoding, BiasEncoding)
+    for query in (TARGET - 1, 3000, 1000):
+        seen = distances[distances <= query]
+        bias = encoding.bias(MODEL, seen, torch.full_like(seen, query), encoding.initial(MODEL))
+        for head in range(1, MODEL.heads + 1):
+            expected = [found["bias"](r, query, head) for r in seen.tolist()]
+            assert bias[head - 1].tolist() == pytest.approx(expected, rel=FLOAT32, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", encoding_names(AbsoluteEncoding))
+def test_the_formula_of_a_vector_is_that_of_the_code(name: str) -> None:
+    found, encoding = functions(name), method_pictures.example(name)
+    positions = torch.tensor(POSITIONS)
+    if isinstance(encoding, Learned):
+        rows = {"table": torch.arange(ROTARY.trained_length, dtype=torch.float32)[:, None]}
+        for beyond, length in (("interpolate", TARGET), ("tile", None)):
+            rule = Learned(rows=ROTARY.trained_length, beyond=beyond, length=length)
+            ours = rule.vectors(MODEL, positions, rows)[:, 0].tolist()
+            assert ours == pytest.approx([found["row"](p, beyond) for p in POSITIONS], rel=FLOAT32)
+        return
+    assert isinstance(encoding, AbsoluteEncoding)
+    ours = encoding.vectors(MODEL, positions, {}).tolist()
+    expected = [[found["vector"](p, c) for c in range(MODEL.hidden_size)] for p in POSITIONS]
+    for row, each in zip(ours, expected, strict=True):
+        assert row == pytest.approx(each, abs=FLOAT32)
+
+
+@pytest.mark.parametrize("name", encoding_names(KernelEncoding))
+def test_the_features_are_those_of_the_code(name: str) -> None:
+    found, encoding = functions(name), method_pictures.example(name)
+    assert isinstance(encoding, KernelEncoding)
+    x = [-3.0, -1.0, 0.0, 0.5, 2.0]
+    assert encoding.features(torch.tensor(x)).tolist() == pytest.approx(
+        [found["feature"](each) for each in x], rel=FLOAT32
+    )
+    table = encoding.inner.inv_freq(ROTARY).tolist()
+    assert table == pytest.approx([found["frequency"](i) for i in range(ROTARY.dim // 2)], rel=FLOAT64)
+
+
+@pytest.mark.parametrize("name", encoding_names())
+def test_the_picture_is_what_the_code_draws(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(gallery, "write_figure", lambda figure, *_: drawn.append(figure))
+    method_pictures.draw_method(name, Path("picture.svg"))
+    found = differences(written(PAGES / "pictures" / f"{name}.svg"), contents(drawn[0]))
+    assert not found, f"run python scripts/write_methods.py: {found[:3]}"
