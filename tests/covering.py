@@ -5,11 +5,12 @@ default run uses a covering design instead:
 
 - each family with one static, one length-dependent and one composed rotary method, one bias and one absolute
   encoding: one family takes the first of each kind, the next family the second, and so on;
-- each method with the eight families of `SHAPES`, one for each way in which a family may differ.
+- each method with the eight families of `SHAPES`, one for each way in which a family may differ. If several
+  cases are of one method, they take turns.
 
-Cheap checks use all of these pairs. Expensive checks use one rotary method or one alternative in each family.
-They take different ones by their `turn`, and a method that no family took is checked in one of the eight
-shapes. So each family and each method keeps at least one row of every check.
+A cheap check uses all of these pairs. An expensive one uses one rotary method or one alternative in a family:
+which one depends on its `turn`. A method that no family took is checked in one of the eight shapes. So each
+family and each method keeps at least one row of every check.
 """
 
 from __future__ import annotations
@@ -87,11 +88,16 @@ def covering(
         else:
             pairs.add((str(family), chosen[always or list(kinds)[(index + turn) % len(kinds)]]))
     taken = {method for _, method in pairs}
+    if turn is None:
+        methods: dict[str, list[Case]] = {}
+        for case in cases:
+            methods.setdefault(case.name, []).append(case)
+        for alike in methods.values():
+            pairs |= {(shape, str(alike[index % len(alike)])) for index, shape in enumerate(SHAPES)}
+        taken = {method for _, method in pairs}
     for index, case in enumerate(cases):
-        if turn is None:
-            pairs |= {(shape, str(case)) for shape in SHAPES}
-        elif str(case) not in taken:
-            pairs.add((SHAPES[(index + turn) % len(SHAPES)], str(case)))
+        if str(case) not in taken:
+            pairs.add((SHAPES[(index + (turn or 0)) % len(SHAPES)], str(case)))
     return pairs
 
 
@@ -128,23 +134,31 @@ def in_families(
 
 
 def by_method(
-    cases: Sequence[Case], names: Sequence[str] = (), values: Sequence[tuple[Any, ...]] = ((),), turn: int = 0
+    cases: Sequence[Case],
+    names: Sequence[str] = (),
+    values: Sequence[tuple[Any, ...]] = ((),),
+    turn: int = 0,
+    every: int = 1,
 ) -> pytest.MarkDecorator:
     """Parametrise `case`, and other arguments with it, for an expensive check.
 
     Each method has a row for each of the values. If several cases are of one method, they take turns, from
-    the case `turn` on; the other rows are marked `full`.
+    the case `turn` on; the other rows are marked `full`. By default a method has a row for one in `every`
+    values, and the next method begins with another value; the other rows are marked `slow`.
     """
     methods: dict[str, list[Case]] = {}
     for case in cases:
         methods.setdefault(case.name, []).append(case)
     parameters: list[Any] = []
     for index, value in enumerate(values):
-        for alike in methods.values():
+        for place, alike in enumerate(methods.values()):
             for number, case in enumerate(alike):
                 extra = number != (index + turn) % len(alike)
                 if not extra or OPTIONS.full:
-                    parameters.append(pytest.param(case, *value, marks=[pytest.mark.full] if extra else []))
+                    marks = (
+                        [pytest.mark.full] if extra else [pytest.mark.slow] * ((index + place) % every > 0)
+                    )
+                    parameters.append(pytest.param(case, *value, marks=marks))
     return pytest.mark.parametrize(("case", *names), parameters, ids=str)
 
 

@@ -31,7 +31,7 @@ for name, logger in logging.Logger.manager.loggerDict.items():
 
 
 # The same examples in every run, and few of them: `--full` searches for others.
-settings.register_profile("default", max_examples=20, derandomize=True, deadline=None, database=None)
+settings.register_profile("default", max_examples=12, derandomize=True, deadline=None, database=None)
 settings.register_profile("full", max_examples=200, deadline=None, print_blob=True)
 
 

@@ -290,6 +290,7 @@ def test_mistakes(arguments: dict[str, object], message: str, tmp_path: Path) ->
         advise(write_config(tmp_path, "llama3-8b"), **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_notes_say_what_is_special_about_a_checkpoint(tmp_path: Path) -> None:
     model = small(tmp_path, "qwen2-7b", quantization_config={"quant_method": "gptq", "bits": 4})
     advice = advise(model, "128k", trained_length=32_768)
@@ -347,6 +348,7 @@ def test_a_config_without_a_window_is_not_read_as_the_default_of_its_class(tmp_p
     assert (advice.window.tokens, advice.factor) == (4096, 4.0)
 
 
+@pytest.mark.slow
 def test_the_commands_name_the_file_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = small(tmp_path, "llama3-8b"), tmp_path / "my recipe.yaml"
     line = ["advise", model, "--target-length", "32k", "--output", str(file)]
@@ -380,6 +382,7 @@ def test_a_family_without_rope_is_refused(tmp_path: Path) -> None:
         advise(tmp_path, "32k")
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_recipe_that_runs(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

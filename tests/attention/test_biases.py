@@ -93,7 +93,7 @@ def test_alibi_is_what_bloom_and_mpt_build(heads: int) -> None:
 
 
 @given(st.integers(2, 64), st.integers(2, 5000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_t5_buckets_are_those_of_stock_t5(buckets: int, beyond: int) -> None:
     made: Any = rx.encoding("t5_bias", buckets=buckets, max_distance=buckets // 2 + beyond)
     distance = torch.arange(6000)
@@ -144,7 +144,7 @@ def test_bad_parameters_are_refused(name: str, parameters: dict[str, Any]) -> No
     st.integers(0, 2**20),
     st.integers(1, 2**17),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_channels_multiply_to_the_bias(dtype: torch.dtype, heads: int, first: int, span: int) -> None:
     """The relative error of each distance is a few millionths, at any position and in any precision."""
     shape = ModelShape(heads, heads, 32)
@@ -238,6 +238,7 @@ def places(kind: str, length: int) -> tuple[Tensor, Tensor]:
         ("images", 150),
         ("both ways", 60),
     ],
+    every=2,
 )
 def test_attention_equals_a_dense_bias_in_float64(
     case: Any, encoding: BiasEncoding, kind: str, length: int
@@ -341,7 +342,7 @@ FAMILIES = [
 ]
 
 
-@by_method(BIASES, ["family"], [(family,) for family in FAMILIES])
+@by_method(BIASES, ["family"], [(family,) for family in FAMILIES], every=2)
 def test_every_cache_equals_one_forward(family: FamilyCase, encoding: BiasEncoding) -> None:
     model, data = tiny_model(family), batch()
     with rx.patch_model(model, encoding, target_length=TARGET) as patch:
@@ -395,6 +396,7 @@ def test_a_softcap_is_applied_before_the_bias() -> None:
     BIASES,
     ["how"],
     [({},), ({"num_beams": 3},), ({"cache_implementation": "static"},), ({"prefill_chunk_size": 7},)],
+    every=3,
 )
 def test_generate_equals_generate_without_a_cache(encoding: BiasEncoding, how: dict[str, Any]) -> None:
     model, data = grouped(), batch((0, 5, 20))

@@ -312,6 +312,7 @@ H100 = Rates(linear=680e12, attention=600e12, chunked=600e12, segments=380e12, b
 """Operations per second that GPU.md-like arithmetic assumes: cuBLAS, cuDNN, and flash attention 2."""
 
 
+@pytest.mark.slow
 def test_long_windows_of_an_8b_model_are_planned_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rates of an H100: 128k tokens in 12 seconds, and a million in 10 minutes and 40 GB."""
     config = LlamaConfig(

@@ -148,6 +148,7 @@ def results(tmp_path: Path) -> Path:
     return tmp_path / "report"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["yarn"], indirect=True)
 def test_results_bring_the_table_and_the_picture(run: Path, results: Path) -> None:
     assert "Not measured yet" in model_card(run)

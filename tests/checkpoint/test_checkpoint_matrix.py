@@ -36,9 +36,9 @@ FIRST = {case.name: case for case in reversed(ENCODINGS)}
 
 
 def mark(family: int, encoding: int) -> Any:
-    """Every third method in one family by default, each encoding in two slow tests, in all with `--full`."""
+    """Every sixth method in one family by default, each encoding in two slow tests, in all with `--full`."""
     turn, case = (family - encoding) % len(SIX), ENCODINGS[encoding]
-    if turn == 0 and FIRST[case.name] is case and list(FIRST).index(case.name) % 3 == 0:
+    if turn == 0 and FIRST[case.name] is case and list(FIRST).index(case.name) % 6 == 0:
         return ()
     return pytest.mark.slow if turn in (0, 3) else pytest.mark.full
 

@@ -41,7 +41,7 @@ FILES = {
 }
 CASES = [(kind, name) for kind, names in FILES.items() for name in names]
 QUICK = settings(
-    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
 )
 LONG = settings(QUICK, max_examples=800, derandomize=False)
 

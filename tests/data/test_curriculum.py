@@ -88,6 +88,7 @@ def test_all_stages_of_a_run_have_the_same_tokens_per_step(
     assert [line["block_length"] for line in lines] == [32, 32, 64, 64, 64, 128, 128, 128]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", few((1, 2, 4, 5, 6), 5, 3))
 def test_a_run_resumes_bit_for_bit_within_and_between_stages(recipe: Recipe, tmp_path: Path, at: int) -> None:
     finetune(recipe)

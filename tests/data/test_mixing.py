@@ -121,6 +121,7 @@ def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_mixed_run_reads_by_weight_logs_epochs_and_resumes_bit_for_bit(
     recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

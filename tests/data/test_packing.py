@@ -366,6 +366,7 @@ def weights(recipe: Recipe) -> dict[str, Tensor]:
     return load_file(Path(recipe.output_dir) / "adapter_model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", few([RESTART, CONTINUE], 2))
 def test_a_packed_run_trains_resumes_and_logs_its_data(
     recipe: Recipe, tmp_path: Path, mode: str, caplog: pytest.LogCaptureFixture

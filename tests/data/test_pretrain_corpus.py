@@ -36,6 +36,7 @@ def test_split_is_disjoint_and_covers_the_held_out_files():
     assert len(evaluation) >= 30
 
 
+@pytest.mark.slow
 def test_split_is_deterministic():
     files = bundled.evaluation_files()
     assert files == bundled.evaluation_files()

@@ -90,7 +90,7 @@ def test_it_gives_the_blocks_that_loading_all_gives_epoch_after_epoch(
     assert (cursor.epoch, cursor.document, cursor.offset) == (3, 0, 0)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 @given(
     sizes=st.lists(st.integers(0, 70), min_size=1, max_size=8),
     length=st.integers(2, 30),

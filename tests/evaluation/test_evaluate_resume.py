@@ -198,6 +198,7 @@ def test_if_memory_runs_out_the_document_is_repeated_in_smaller_chunks(
     assert result.forward_tokens == whole.forward_tokens
 
 
+@pytest.mark.slow
 def test_if_memory_runs_out_batches_get_smaller() -> None:
     model, documents = tiny(), texts(96)
     whole = measure(model, documents, [16], protocol="sliding", stride=4)

@@ -372,6 +372,7 @@ def test_nearly_every_family_has_a_plan(family: Any, tmp_path: Path) -> None:
         assert 0 < found.lengths[0].memory <= found.lengths[1].memory
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_does_nothing(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def rows() -> list[EvaluationRow]:
     ]
 
 
+@pytest.mark.slow
 def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_path: Path) -> None:
     paths = write_report(rows, tmp_path / "new" / "report", trained_length=TRAINED)
     assert [path.name for path in paths] == list(FILES)

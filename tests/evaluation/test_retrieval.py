@@ -268,6 +268,7 @@ def test_out_of_memory_halves_the_batch(caplog: pytest.LogCaptureFixture) -> Non
         measured(model)
 
 
+@pytest.mark.slow
 def test_a_batch_says_what_single_rows_say(bundled: PreTrainedModel) -> None:
     """Rows of different lengths, padded on the left, under encodings that do and do not follow the length."""
     prompts = written([DEMO], [128, 256, 300], depths=1, trials=1)
@@ -382,6 +383,7 @@ def test_depths_are_a_number_or_a_list() -> None:
     assert depths_from("0,0.5") == (0, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("blank_pictures")
 def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"

@@ -69,7 +69,7 @@ def test_prompts_have_the_exact_number_of_tokens(task: Task, tokenizer: Any) -> 
         assert len(read) == prompt.tokens == length - task.new_tokens
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     number=st.integers(0, len(WITH_DEPTH) - 1),
     length=st.integers(400, 3000),

@@ -80,6 +80,7 @@ def test_info_of_an_extended_checkpoint(
     assert "extended by rope_extend to 256 tokens" in text
 
 
+@pytest.mark.slow
 def test_finetune_evaluate_and_plot(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The road of a user: fine-tune two ways, compare, draw."""
     names = {"model": work / "model", "data": work / "data", "out": tmp_path}

@@ -340,6 +340,7 @@ def bundled_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return converted(model, path, tokenizer=writes(backend, "gpt2", **keys))
 
 
+@pytest.mark.slow
 def test_it_is_converted_to_a_checkpoint(bundled_file: Path, tmp_path: Path) -> None:
     directory = rx.convert(bundled_file, tmp_path / "out")
     stock = AutoModelForCausalLM.from_pretrained(directory)

@@ -246,6 +246,7 @@ def test_an_adapter_on_a_model_with_layers_elsewhere(
     assert not list((tmp_path / "here").iterdir())  # where peft would have written the base's weights
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
 def test_evaluate_and_retrieve_take_the_options(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -870,8 +870,9 @@ TRACED = [setup for setup in SETUPS if setup.method == "none" or setup.family.mo
 """Tracing costs seconds, and methods differ only in numbers."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("setup", few(TRACED, 4, 1), ids=str, indirect=True)
+@pytest.mark.parametrize("setup", TRACED, ids=str, indirect=True)
 def test_compiled_in_one_graph(setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel) -> None:
     compiled = torch.compile(patched, fullgraph=True, backend="eager")
     with torch.no_grad():

@@ -24,7 +24,7 @@ def raced(log: SearchLog | None = None, **values: object) -> Context:
 
 
 @given(seed=st.integers(0, 10_000), width=st.floats(0, 8))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_divisors_are_in_order_and_range_after_any_step(seed: int, width: float) -> None:
     space = Space(SHAPE, 2048, race.HEAD_ROOM)
     point = OrderedPoint(published(space)["yarn"], space)

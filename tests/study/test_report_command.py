@@ -110,6 +110,7 @@ def interrupt_after(count: int) -> Any:
     return measured
 
 
+@pytest.mark.slow
 def test_a_budget_says_what_is_missing(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

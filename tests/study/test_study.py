@@ -89,6 +89,7 @@ def test_a_finished_study_loads_nothing_again(
     assert len(one.run(directory)) == 8
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_resumes(
     measured: tuple[Study, Path], work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

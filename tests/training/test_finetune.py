@@ -324,6 +324,7 @@ def test_the_control_run_trains_at_the_old_window(recipe: Recipe) -> None:
     assert read_record(recipe.output_dir).encoding.name == "none"
 
 
+@pytest.mark.slow
 def test_half_precision_keeps_what_is_trained_in_float32(recipe: Recipe) -> None:
     recipe = replace(recipe, dtype="bfloat16", train_norm_embed=True, steps=3, eval_data=recipe.data)
     result = finetune(recipe)

@@ -132,6 +132,7 @@ def planned(tmp_path: Path, tokens: int) -> StepMemory:
     return plan.chosen
 
 
+@pytest.mark.slow
 def test_a_step_of_500k_tokens_of_an_8b_model_fits_on_80_gb(tmp_path: Path) -> None:
     """LoRA on all linear layers. With the kernel's own memory; what the peak is made of, in hidden states."""
     tokens = 524_288

@@ -294,7 +294,7 @@ def small(family: str, vocabulary: int, bias: bool) -> torch.nn.Module:
     return model
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     family=st.sampled_from(["llama", "gemma2", "granite", "cohere"]),
     vocabulary=st.sampled_from([13, 50]),
