@@ -12,6 +12,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from site_math import with_formulas
+from site_measured import measured
+
 ROOT = Path(__file__).parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages of the repository, outside `docs/`, and their names on the site."""
@@ -44,7 +47,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Adapt a page that is written for the repository."""
     sources = {name: source for source, name in PAGES.items()}
     path = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
-    return nested_lists(site_links(markdown, path))
+    folder, name = posixpath.split(page.file.src_uri)
+    if folder == "methods":
+        markdown = markdown.replace("<!-- measured -->", measured(posixpath.splitext(name)[0]))
+    return with_formulas(nested_lists(site_links(markdown, path)))
 
 
 def site_links(text: str, path: str) -> str:
@@ -67,7 +73,8 @@ def site_links(text: str, path: str) -> str:
         site = PAGES.get(found) or (found.removeprefix("docs/") if found.startswith("docs/") else None)
         if site is None:
             return words
-        return f"{mark}[{words}]({site}{hash_mark}{section})"
+        here = posixpath.dirname(path.removeprefix("docs/")) if path.startswith("docs/") else ""
+        return f"{mark}[{words}]({posixpath.relpath(site, here or '.')}{hash_mark}{section})"
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
     pattern = re.compile(r"(?P<mark>!?)\[(?P<words>[^\]]*)\]\((?P<target>[^)\s]+)\)")

@@ -145,7 +145,7 @@ def _meanings(doc: str) -> dict[str, str]:
 
 def _support(name: str) -> str:
     """Where the method runs, with the reason, as a table."""
-    rows = [["engine", "", "how, or why not"]]
+    rows = [["engine", "support", "how, or why not"]]
     for target in TARGETS:
         found = support(example(name), ROTARY, target, target_length=target_of(name))
         rows.append([ENGINES[target], found.verdict, found.reason])

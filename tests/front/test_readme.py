@@ -20,6 +20,7 @@ from rope_extend.training.recipe import recipe_from_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+METHODS = sorted(f"docs/methods/{page.name}" for page in (ROOT / "docs" / "methods").glob("*.md"))
 CARD = "rope_extend/demo/README.md"
 MOST_LINES, MOST_WORDS = 180, 1500
 HUB_OWNERS = ("meta-llama/", "Qwen/", "owner/")
@@ -79,7 +80,7 @@ def runs_here(words: list[str]) -> bool:
 def test_the_pages_name_what_exists() -> None:
     for name in rx.encoding_names():
         assert f"`{name}`" in read("README.md"), name
-        assert f"| `{name}` |" in read("docs/methods.md"), name
+        assert f"| [`{name}`](methods/{name}.md) |" in read("docs/methods.md"), name
     supported = len(rx.supported_families())
     assert f"{supported} of the {supported + len(REFUSED)} families" in read("README.md")
     assert len(OURS) >= 10
@@ -93,7 +94,7 @@ def test_the_readme_is_short() -> None:
     assert len(read("README.md").split()) <= MOST_WORDS
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md", CARD])
+@pytest.mark.parametrize("page", [*PAGES, *METHODS, "CONTRIBUTING.md", "CHANGELOG.md", CARD])
 def test_links_lead_somewhere(page: str) -> None:
     """Each relative link is a file, and each `#section` a heading of it."""
     for target in re.findall(r"\]\(([^)\s]+)\)", read(page)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shutil
 from html.parser import HTMLParser
@@ -9,6 +10,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import site_math
+import site_measured
 import site_pages
 import write_cookbook
 import yaml
@@ -37,7 +40,8 @@ def menu(entry: object) -> list[str]:
 
 
 def test_every_page_is_in_the_menu_once() -> None:
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} | GENERATED
+    docs = ROOT / "docs"
+    pages = {page.relative_to(docs).as_posix() for page in docs.rglob("*.md")} | GENERATED
     listed = menu(CONFIG["nav"])
     assert len(listed) == len(set(listed))
     assert set(listed) == pages
@@ -52,6 +56,9 @@ def test_links_are_those_of_the_site() -> None:
         "[a](choose.md#is-it-for-you) [b](index.md) ![c](gallery/alibi.png) [d](https://a.b/c) "
         "e [f](#here)\n```bash\n[g](../README.md)\n```\n"
     )
+    assert site_pages.site_links(
+        "![a](pictures/yarn.svg) [b](../export.md) [c](linear.md#formula)", "docs/methods/yarn.md"
+    ) == ("![a](pictures/yarn.svg) [b](../export.md) [c](linear.md#formula)")
     assert site_pages.site_links("[a](docs/choose.md), [b](CONTRIBUTING.md)", "README.md") == (
         "[a](choose.md), [b](contributing.md)"
     )
@@ -109,11 +116,11 @@ def test_the_site_is_built_strictly_and_its_links_lead_somewhere(tmp_path: Path)
     shutil.copytree(ROOT / "docs", tmp_path / "docs")  # others may be writing there
     made = tmp_path / "site"
     build(load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(tmp_path / "docs"), site_dir=str(made)))
-    pages = {
-        path.relative_to(made).as_posix(): Page(path.read_text(encoding="utf-8"))
-        for path in made.glob("*.html")
+    texts = {
+        path.relative_to(made).as_posix(): path.read_text(encoding="utf-8") for path in made.rglob("*.html")
     }
-    assert {f"{Path(name).stem}.html" for name in menu(CONFIG["nav"])} <= set(pages)
+    pages = {name: Page(text) for name, text in texts.items()}
+    assert {str(Path(name).with_suffix(".html")) for name in menu(CONFIG["nav"])} <= set(pages)
     broken = []
     for name, page in pages.items():
         if name == "404.html":
@@ -123,8 +130,32 @@ def test_the_site_is_built_strictly_and_its_links_lead_somewhere(tmp_path: Path)
             if url.scheme:
                 broken += [(name, target)] if target in page.loaded and url.scheme != "data" else []
                 continue
-            path = unquote(url.path) or name
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(name), unquote(url.path)))
+            path = path if url.path else name
             if not (made / path).exists() or (path in pages and url.fragment not in pages[path].anchors):
                 broken.append((name, target))
     assert not broken
+    formulas = [name for name, text in texts.items() if "<math" in text]
+    assert {f"methods/{name}.html" for name in rx.encoding_names()} == set(formulas)
+    assert "<merror" not in "".join(texts.values())
     assert "rx.NAME" in (made / "api.html").read_text(encoding="utf-8")
+
+
+def test_formulas_are_drawn_by_the_browser() -> None:
+    pytest.importorskip("latex2mathml", reason="make docs installs it")
+    text = "a\n\n```math\n\\theta'_i = \\frac{\\theta_i}{s}\n```\n\n```python\nx\n```\n"
+    made = site_math.with_formulas(text)
+    assert made.startswith('a\n\n<div class="formula"><math')
+    assert "<mfrac>" in made
+    assert made.endswith("</math></div>\n\n```python\nx\n```\n")
+
+
+def test_the_rows_of_a_method_are_those_of_the_pages() -> None:
+    text = (ROOT / "docs" / "training_free.md").read_text(encoding="utf-8")
+    shown = site_measured.measured("rerope")
+    rows = [line for line in text.splitlines() if line.startswith("| rerope ")]
+    assert rows[0] in shown
+    assert "| none, cropped to 256" in shown
+    assert "| self_extend" not in shown
+    assert "short_original(yarn)" in site_measured.measured("yarn")
+    assert "no row" in site_measured.measured("ntk_mixed")
