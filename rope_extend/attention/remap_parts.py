@@ -5,8 +5,8 @@ A text of T tokens is cut so that each part is plain causal or full attention:
 - pairs closer than W: blocks of W tokens, each causal; and each block with the one before, of which query i
   sees the keys after i. With both in reverse order, and without one query and one key, that is causal too;
 - pairs from W on: the queries from W on, with the keys up to T - W, are a causal square;
-- chunks that are not neighbours: a tree. On each level, the second of two runs of chunks sees all of the
-  first.
+- chunks that are not neighbours: squares of 2^b chunks, one call for each b, and one call for a last part of
+  a chunk.
 
 The parts are merged by their log-sum-exp in float32. No pair is computed twice, and blocks and chunks of
 equal size are one call.
@@ -209,18 +209,19 @@ def _chunks(text: Text, size: int) -> Tensor:
     if begin >= total:
         return result[0]
     query = text.queries(begin, total, 2, length)
-    for pairs in _tree(begin, total, size):
-        found = []
-        for group in pairs:
-            parts = [
-                (query[:, :, q[0] - begin : q[1] - begin], key[:, :, slice(*k)], value[:, :, slice(*k)])
-                for q, k in group
-            ]
-            stacked = [torch.cat(states) for states in zip(*parts, strict=True)]
-            output, sums = partial_attention(*stacked, causal=False, scale=text.scale)
-            for index, (q, _) in enumerate(group):
-                which = slice(index * batch, (index + 1) * batch)
-                found.append((q[0] - first, (output[which], sums[which])))
+    for groups in _far_chunks(begin, total, size):
+        parts = [
+            (query[:, :, q[0] - begin : q[1] - begin], key[:, :, slice(*k)], value[:, :, slice(*k)])
+            for group in groups
+            for q, k in group
+        ]
+        stacked = [torch.cat(states) for states in zip(*parts, strict=True)]
+        output, sums = partial_attention(*stacked, causal=False, scale=text.scale)
+        output, sums = (part.reshape(-1, batch, *part.shape[1:]) for part in (output, sums))
+        found, end = [], 0
+        for group in groups:
+            which, end = slice(end, end + len(group)), end + len(group)
+            found.append((group[0][0][0] - first, _of_all(output[which], sums[which])))
         result = _with(result, begin - first, sorted(found, key=lambda each: each[0]))
     return result[0]
 
@@ -230,23 +231,61 @@ Rectangle = tuple[Range, Range]
 """Columns of queries, and of the keys that all of them see."""
 
 
-def _tree(begin: int, total: int, size: int) -> Iterable[list[list[Rectangle]]]:
-    """The pairs of chunks with at least one chunk between them, cut into rectangles, level by level.
+def _far_chunks(begin: int, total: int, size: int) -> Iterable[list[list[Rectangle]]]:
+    """The pairs of chunks with at least one chunk between them, cut into rectangles, call by call.
 
-    For each level, groups of rectangles of equal size: columns of queries, from `begin` on, and of keys.
+    Queries count from the second chunk on: then query chunk u sees the key chunks before u. Whole query
+    chunks are cut into runs of `2^b` chunks that begin at a multiple of `2^b`. A run sees all keys before
+    itself, in squares of `2^b` chunks. Inside it is a tree: the second half sees the first. All squares of a
+    size are one call, and so is a last part of a chunk. So n chunks from the first token on take at most
+    `log2 n` calls, rounded up. After a cache, the keys before a run are one rectangle in a call of its own,
+    since squares need copies of queries.
+
+    Args:
+        begin: the first column of queries; two chunks or more are before it.
+        total: the column after the last one.
+        size: the columns of a chunk.
+
+    Returns:
+        Rectangles of equal size for each call, in groups. Those of a group have the same queries, which are
+        in no other group.
     """
-    chunks = -(-total // size) - 1  # queries count from the second chunk: then they see all chunks below
-    run = 1
-    while run < chunks:
-        whole: list[Rectangle] = []
-        rest: list[Rectangle] = []
-        for start in range(0, chunks, 2 * run):
-            queries = max(begin, (start + run + 1) * size), min(total, (start + 2 * run + 1) * size)
-            if queries[0] < queries[1]:
-                complete = queries[1] - queries[0] == run * size
-                (whole if complete else rest).append((queries, (start * size, (start + run) * size)))
-        yield [group for group in (whole, *([each] for each in rest)) if group]
-        run *= 2
+    first, last = -(-begin // size), total // size  # the whole chunks
+    if first * size > begin:
+        yield [[((begin, min(total, first * size)), (0, (first - 2) * size))]]
+    if last * size < total and last >= first:
+        yield [[((last * size, total), (0, (last - 1) * size))]]
+    calls: dict[int, list[list[Rectangle]]] = {}
+
+    def square(query: int, key: int, run: int) -> Rectangle:
+        return ((query + 1) * size, (query + 1 + run) * size), (key * size, (key + run) * size)
+
+    start = 0 if first == 2 else first - 1  # query chunk 0 sees no keys
+    whole_text = start == 0
+    while start < last - 1:
+        run = 1 << (last - 1 - start).bit_length() - 1
+        while start % run:
+            run //= 2
+        if start and whole_text:
+            calls.setdefault(run, []).append([square(start, key, run) for key in range(0, start, run)])
+        elif start:
+            yield [[(square(start, 0, run)[0], (0, start * size))]]
+        half = run // 2
+        while half:
+            calls.setdefault(half, []).extend(
+                [square(at + half, at, half)] for at in range(start, start + run, 2 * half)
+            )
+            half //= 2
+        start += run
+    yield from calls.values()
+
+
+def _of_all(output: Tensor, sums: Tensor) -> Result:
+    """Attention to several sets of keys, from that to each: `[sets, ..., value_dim]` and `[sets, ...]`."""
+    if len(sums) == 1:
+        return output[0], sums[0]
+    weights = sums.softmax(dim=0)[..., None]
+    return (output.to(sums.dtype) * weights).sum(dim=0), sums.logsumexp(dim=0)
 
 
 def _with(result: Result, start: int, found: Iterable[tuple[int, Result]]) -> Result:

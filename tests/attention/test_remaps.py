@@ -312,7 +312,7 @@ LONG = 1200
 
 @each_method
 def test_a_prefill_takes_few_calls_linear_memory_and_little_more_work(case: EncodingCase) -> None:
-    """At most three calls a layer, or two and two for each level of the tree; no table of all pairs."""
+    """At most three calls a layer, or two and the binary logarithm of the chunks; no table of all pairs."""
     model = llama(head_dim=16, num_hidden_layers=1)
     recorders = []
     for length in (LONG // 2, LONG):
@@ -325,7 +325,7 @@ def test_a_prefill_takes_few_calls_linear_memory_and_little_more_work(case: Enco
     assert whole < LONG * LONG / 8
     causal = LONG * (LONG + 1) // 2
     if case.name == "dual_chunk":
-        assert calls <= 2 + 2 * math.ceil(math.log2(LONG / 10))
+        assert calls <= 2 + math.ceil(math.log2(LONG / 10))
     elif case.name == "jet_long":  # the groups change every 16 tokens here, and far keys are cut there
         assert calls <= 2 + 2 * LONG / 16
     elif case.name == "near_far":  # its table changes whenever the text has grown by a quarter
@@ -333,6 +333,31 @@ def test_a_prefill_takes_few_calls_linear_memory_and_little_more_work(case: Enco
     else:
         assert calls == 3 + (case.name == "sinks")
     assert pairs <= 1.05 * causal
+
+
+@torch.no_grad()
+def test_chunks_take_one_call_for_each_doubling_also_if_the_last_is_cut_short() -> None:
+    """And no more work than causal attention, except for the padding of two calls to whole chunks."""
+    size = 4
+    encoding = rx.encoding("dual_chunk", chunk=size, local=1)
+    assert isinstance(encoding, RemapEncoding)
+    for length in (*range(1, 90), 255, 256, 257, 259, 261, 383, 511, 513, 514):
+        states = torch.zeros(1, 1, length, 8)
+        text = remap_parts.Text(
+            states,
+            states,
+            states,
+            lambda part, *_: part,
+            lambda part, *_: part,
+            [(0, length, length)],
+            0,
+            1.0,
+        )
+        with Recorder() as recorder:
+            remap_parts.attend(text, encoding.borders)
+        assert len(recorder.calls) <= 2 + math.ceil(math.log2(math.ceil(length / size)))
+        assert recorder.pairs <= length * (length + 1) // 2 + 2 * size**2
+        assert recorder.largest <= 16 * 8 * (length + size)  # nothing grows with the square
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
