@@ -18,7 +18,8 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from cases import tiny_llama
-from test_finetune import assert_same, launch, metrics, settings, tokenizer_of, weights
+from several_processes import launch
+from test_finetune import assert_same, metrics, settings, tokenizer_of, weights
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import rope_extend as rx

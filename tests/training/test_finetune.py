@@ -9,9 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -25,6 +22,7 @@ from cases import TRAINED, tiny_llama
 from covering import few
 from peft import get_peft_model
 from safetensors.torch import load_file
+from several_processes import launch
 from tolerances import assert_same_but_rounding
 from transformers import (
     AutoModelForCausalLM,
@@ -69,27 +67,6 @@ def weights(directory: str | Path) -> dict[str, torch.Tensor]:
 
 def metrics(directory: str | Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
-
-
-def launch(
-    script: str, *arguments: str, where: Path, environment: dict[str, str] | None = None, processes: int = 2
-) -> str:
-    """Run a script in several processes; what they printed, one process after the other.
-
-    Each prints to a file of its own: in a pipe that they share, their lines may run into each other.
-    """
-    path, printed = where / "script.py", Path(tempfile.mkdtemp(dir=where))
-    path.write_text(script)
-    ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}",
-         f"--log-dir={printed}", "--redirects=1", str(path), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-6000:]
-    files = sorted(printed.rglob("stdout.log"))
-    assert len(files) == processes
-    return "".join(file.read_text() for file in files)
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

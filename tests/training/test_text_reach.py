@@ -13,7 +13,8 @@ import torch
 from accelerate import Accelerator
 from cases import FAMILIES, FamilyCase, tiny_llama, tiny_model
 from peft import PeftModel
-from test_finetune import launch, settings, tokenizer_of
+from several_processes import launch
+from test_finetune import settings, tokenizer_of
 from torch import nn
 
 from rope_extend import RopeExtendError

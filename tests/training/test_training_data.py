@@ -14,7 +14,7 @@ import pytest
 import torch
 from cases import ALL_FAMILIES, TRAINED, tiny_model
 from safetensors.torch import load_file
-from test_finetune import launch
+from several_processes import launch
 from transformers import AutoTokenizer
 
 import rope_extend as rx
