@@ -26,7 +26,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from rope_extend import RopeExtendError
 from rope_extend.demo.run import finetune_once
-from rope_extend.plots.style import INK, PALETTE, PLAIN, QUIET
+from rope_extend.plots.style import INK, PALETTE, PLAIN, QUIET, write_figure
 from rope_extend.report.tables import markdown_table
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_length
@@ -85,7 +85,7 @@ Perplexity on {documents} held-out files, by length:
 
 {table}
 
-![perplexity inside and beyond the trained window](alternatives/perplexity.png)
+![perplexity inside and beyond the trained window](alternatives/perplexity.svg)
 
 {says}
 """
@@ -166,7 +166,7 @@ def page(results: list[dict[str, Any]]) -> str:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the perplexity of each row inside the trained window and at the longest length."""
+    """Draw the perplexity of each row inside the trained window and at the longest length; .png or .svg."""
     ranked = sorted(results, key=lambda one: -list(one["after"].values())[-1])
     figure = Figure(figsize=(8, 1.4 + 0.3 * len(ranked)), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
@@ -193,7 +193,7 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     axes.set_title("After the same training", loc="left", color=INK, fontweight="bold")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="x", color="#E4E4E4")
-    figure.savefig(path, dpi=130)
+    write_figure(figure, path, path.suffix[1:], dpi=130)
 
 
 def write(results: list[dict[str, Any]], docs: Path) -> None:
@@ -204,7 +204,8 @@ def write(results: list[dict[str, Any]], docs: Path) -> None:
     (folder / "results.jsonl").write_text(text, encoding="utf-8")
     with (folder / "results.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(table(results))
-    draw(results, folder / "perplexity.png")
+    for suffix in (".png", ".svg"):
+        draw(results, folder / f"perplexity{suffix}")
     (docs / "alternatives.md").write_text(page(results), encoding="utf-8")
 
 

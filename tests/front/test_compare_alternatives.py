@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from rope_extend import RopeExtendError
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, KernelEncoding, encoding_names
+from rope_extend.plots.contents import contents, differences, written
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -51,6 +53,17 @@ def test_the_page_shows_the_measured_results(script: Any) -> None:
         assert list(csv.reader(file)) == script.table(results)
     assert len({one["tokens"] for one in results}) == 1
     assert imread(DOCS / "alternatives" / "perplexity.png").shape[1] > 600
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture_shows_the_measured_results(
+    script: Any, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(script, "write_figure", lambda figure, *_, **__: drawn.append(figure))
+    script.draw(script.read(DOCS), Path(f"perplexity{suffix}"))
+    found = differences(written(DOCS / "alternatives" / f"perplexity{suffix}"), contents(drawn[0]))
+    assert not found, f"run python scripts/compare_alternatives.py --page: {found[:3]}"
 
 
 @pytest.fixture
