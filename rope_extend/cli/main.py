@@ -84,7 +84,10 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
         "recipes": Command(
             recipes.recipes_arguments, recipes.recipes,
-            ("recipes", "recipes copy llama3_8b_32k_yarn --output recipe.yaml"),
+            (
+                "recipes", "recipes show llama3_8b_32k_yarn",
+                "recipes copy llama3_8b_32k_yarn --output recipe.yaml",
+            ),
         ),
         "info": Command(
             discover.info_arguments, discover.info, (f"info {_8B}", f"info {_8B} --target-length 32k --json")

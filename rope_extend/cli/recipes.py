@@ -21,9 +21,13 @@ def recipe_name(text: str) -> str:
 def recipes_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recipes`."""
     parser.add_argument(
-        "action", nargs="?", choices=("list", "copy"), default="list", help="list (default) or copy"
+        "action",
+        nargs="?",
+        choices=("list", "show", "copy"),
+        default="list",
+        help="list (default), show or copy",
     )
-    parser.add_argument("name", nargs="?", type=recipe_name, help="recipe to copy")
+    parser.add_argument("name", nargs="?", type=recipe_name, help="recipe to show or copy")
     parser.add_argument("--output", metavar="FILE", help="file of the copy (default: NAME.yaml)")
     parser.add_argument(
         "--model", metavar="NAME", help="another model of the same family, such as the Instruct version"
@@ -33,16 +37,20 @@ def recipes_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def recipes(arguments: argparse.Namespace) -> None:
-    """List the fine-tuning recipes that come with the package, or copy one to edit it.
+    """List the fine-tuning recipes that come with the package, show one, or copy one to edit it.
 
     `rope-extend finetune NAME` runs a recipe without a copy. The memory in the list is estimated, not
     measured. An Instruct model keeps its chat template: `merge` and `export` copy the tokenizer.
     """
-    if arguments.action == "copy":
+    action = arguments.action
+    if action != "list":
         if arguments.json:
-            raise RopeExtendError("recipes copy prints no list; --json belongs to recipes list")
+            raise RopeExtendError(f"recipes {action} prints no list; --json belongs to recipes list")
         if arguments.name is None:
-            raise RopeExtendError("recipes copy needs the name of a recipe; `rope-extend recipes` lists them")
+            raise RopeExtendError(
+                f"recipes {action} needs the name of a recipe; `rope-extend recipes` lists them"
+            )
+    if action == "copy":
         file = copy_recipe(
             arguments.name, arguments.output or f"{arguments.name}.yaml", model=arguments.model,
             overwrite=arguments.overwrite,
@@ -50,11 +58,14 @@ def recipes(arguments: argparse.Namespace) -> None:
         print("written:", file)
         print(f"will it fit: rope-extend finetune {file} --plan --limit-memory 24GB")
         return
-    if arguments.name is not None:
-        raise RopeExtendError(f"recipes list takes no name; to copy it: recipes copy {arguments.name}")
     for flag in ("output", "model", "overwrite"):
         if getattr(arguments, flag) not in (None, False):
-            raise RopeExtendError(f"recipes list writes no file; --{flag} belongs to recipes copy NAME")
+            raise RopeExtendError(f"recipes {action} writes no file; --{flag} belongs to recipes copy NAME")
+    if action == "show":
+        print(shipped_path(arguments.name).read_text(encoding="utf-8"), end="")
+        return
+    if arguments.name is not None:
+        raise RopeExtendError(f"recipes list takes no name; to copy it: recipes copy {arguments.name}")
     found = shipped_recipes()
     if arguments.json:
         print(json.dumps([asdict(recipe) for recipe in found], indent=2))

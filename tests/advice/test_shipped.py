@@ -105,8 +105,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(name in text for name in MODELS)
     main(["recipes", "copy", "phi2_3b_16k_yarn", "--output", str(tmp_path / "phi.yaml")])
     assert "written" in capsys.readouterr().out
+    main(["recipes", "show", "phi2_3b_16k_yarn"])
+    assert capsys.readouterr().out == shipped_path("phi2_3b_16k_yarn").read_text(encoding="utf-8")
     for line, message in (
         (["recipes", "copy"], "needs the name"),
+        (["recipes", "show"], "recipes show needs the name"),
+        (["recipes", "show", "phi2_3b_16k_yarn", "--output", "x.yaml"], "--output belongs to recipes copy"),
         (["recipes", "copy", "phi"], "no recipe is named 'phi'"),
         (["recipes", "list", "phi2_3b_16k_yarn"], "recipes copy phi2_3b_16k_yarn"),
         (["recipes", "--model", ""], "--model belongs to recipes copy"),

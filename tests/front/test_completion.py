@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from rope_extend.advice.shipped import shipped_names
 from rope_extend.cli.completion import SHELLS, words_of
 from rope_extend.cli.main import COMMANDS, command_parser, main
 from rope_extend.method_names import method_names
@@ -43,6 +44,14 @@ def test_every_flag_of_every_command_is_known() -> None:
         ("rope-extend finetune --method dynamic_y", ["dynamic_yarn"]),
         ("rope-extend generate m --quantize ", ["4bit", "8bit"]),
         ("rope-extend recipes co", ["copy"]),
+        ("rope-extend recipes copy qwen3", [name for name in shipped_names() if name.startswith("qwen3")]),
+        ("rope-extend recipes show llama3_8b_32k", ["llama3_8b_32k_yarn"]),
+        ("rope-extend recipes list llama3", []),
+        ("rope-extend finetune llama3_8b_32k", ["llama3_8b_32k_yarn"]),
+        ("rope-extend evaluate m --methods self", ["self_extend"]),
+        ("rope-extend evaluate m --methods none,dynamic_y", ["none,dynamic_yarn"]),
+        ("rope-extend demo --methods none,self", ["none,self_extend"]),
+        ("rope-extend generate m --method none,self", []),
         ("rope-extend plot heat", ["heat-map"]),
         ("rope-extend plot perplexity --over", ["--overwrite"]),
         ("rope-extend info ./some", []),  # bash completes the path
@@ -68,3 +77,7 @@ def test_the_other_shells_have_the_same_words(scripts: dict[str, str]) -> None:
     assert {"target-length", "overwrite", "engine"} <= flags
     methods = next(words for words in fish if "-l" in words and words[words.index("-l") + 1] == "method")
     assert methods[methods.index("-a") + 1].split() == list(method_names())
+    several = next(words for words in fish if "-l" in words and words[words.index("-l") + 1] == "methods")
+    assert several[several.index("-a") + 1] == f"(__fish_append , {' '.join(method_names())})"
+    shown = next(words for words in fish if any("from show" in word for word in words))
+    assert shown[shown.index("-a") + 1].split() == shipped_names()
