@@ -154,18 +154,21 @@ def test_a_killed_run_ends_bit_for_bit_the_same(recipe: Recipe, tmp_path: Path, 
         assert outcome(tmp_path / str(number)) == expected, one
 
 
-EVERY = 7
-"""Without `--full`, a run is killed at every seventh event, which in time meets each kind of event."""
-
-
 @pytest.mark.slow
 def test_at_every_event(recipe: Recipe, tmp_path: Path, work: Path) -> None:
+    """Without `--full`, at one event of each kind: the first, one in the middle or the last of its kind."""
     run(recipe, tmp_path, work, [[]])
     expected = outcome(tmp_path / "0")
     events = json.loads((tmp_path / "0.events").read_bytes())
+    kinds: dict[str, list[int]] = {}
+    for number, event in enumerate(events, start=1):
+        kinds.setdefault(event, []).append(number)
+    assert len(kinds) >= 16
+    chosen = [numbers[index % 3 * (len(numbers) - 1) // 2] for index, numbers in enumerate(kinds.values())]
     (tmp_path / "killed").mkdir()
-    every = 1 if OPTIONS.full else EVERY
-    kills: list[Kills] = [[("any", number)] for number in range(1, len(events) + 1, every)]
+    kills: list[Kills] = [
+        [("any", number)] for number in (range(1, len(events) + 1) if OPTIONS.full else chosen)
+    ]
     run(recipe, tmp_path / "killed", work, kills)
     for number, one in enumerate(kills):
         assert outcome(tmp_path / "killed" / str(number)) == expected, (one, events[one[0][1] - 1])

@@ -104,7 +104,14 @@ LAUNCHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "torchrun on a CPU",
+        "accelerate launch on a CPU",
+        *(pytest.param(one, marks=pytest.mark.full) for one in ("mpirun", "half of torchrun")),
+    ],
+)
 def test_a_real_launch_without_connections_writes_nothing(work: Path, tmp_path: Path, launch: str) -> None:
     """Real processes under real launchers; without a visible GPU, each would train by itself."""
     launcher, variables, message = LAUNCHES[launch]
