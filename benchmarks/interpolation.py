@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,17 @@ from rope_extend.plots.style import (
 )
 from rope_extend.training.run_report import RunLog
 
+NAME = "interpolation_curve"
+"""The name of the picture, and of the file with its numbers."""
+
 
 def interpolation_curve(
     repetitions: int, steps: int | None = None, pictures: Path | None = None, **changes: Any
 ) -> Iterator[Row]:
     """Position interpolation at 4x the window by training step, and training without it (2306.15595).
 
-    Runs configs/demo_1k_linear.yaml twice; `changes` replace fields of it. Draws both runs into `pictures`.
+    Runs configs/demo_1k_linear.yaml twice; `changes` replace fields of it. Draws both runs into `pictures`,
+    and writes their numbers next to the picture.
     """
     config = Path(__file__).parent.parent / "configs" / "demo_1k_linear.yaml"
     changes |= {"steps": steps} if steps else {}
@@ -55,13 +61,51 @@ def interpolation_curve(
     yield row(f"{name} before training", peer, "ppl", ours[0], direct[0])
     yield row(f"{name} after {last} steps", peer, "ppl", ours[last], direct[last], 1.0)
     if pictures:
-        plot_by_step(
-            {"interpolated": ours, "direct": direct},
-            (f"the base model at {inside}: {base:.1f}", base),
-            pictures / "interpolation_curve.png",
-            title=f"Perplexity at {beyond} tokens by step",
-            subtitle=f"LoRA on blocks of {beyond}, with and without position interpolation",
+        measured = Curve(inside, beyond, base, ours, direct)
+        pictures.mkdir(parents=True, exist_ok=True)
+        (pictures / f"{NAME}.json").write_text(
+            json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8"
         )
+        for suffix in (".png", ".svg"):
+            draw_curve(measured, pictures / f"{NAME}{suffix}")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Perplexity by step, with and without interpolation.
+
+    Attributes:
+        inside: the trained window, in tokens.
+        beyond: the length of the perplexities, in tokens.
+        base: the base model's perplexity at `inside`.
+        interpolated: perplexity by step with interpolation.
+        direct: the same without it.
+    """
+
+    inside: int
+    beyond: int
+    base: float
+    interpolated: dict[int, float]
+    direct: dict[int, float]
+
+    @classmethod
+    def read(cls, path: Path) -> Curve:
+        """From the file that is written next to the picture."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        for name in ("interpolated", "direct"):  # JSON has no numbers as keys
+            values[name] = {int(step): value for step, value in values[name].items()}
+        return cls(**values)
+
+
+def draw_curve(curve: Curve, path: Path) -> Path:
+    """The picture of a measured curve."""
+    return plot_by_step(
+        {"interpolated": curve.interpolated, "direct": curve.direct},
+        (f"the base model at {curve.inside}: {curve.base:.1f}", curve.base),
+        path,
+        title=f"Perplexity at {curve.beyond} tokens by step",
+        subtitle=f"LoRA on blocks of {curve.beyond}, with and without position interpolation",
+    )
 
 
 def plot_by_step(

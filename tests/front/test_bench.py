@@ -19,6 +19,8 @@ import torch
 import training_cost
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rope_extend.plots.contents import written
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -154,7 +156,12 @@ def test_the_interpolation_curve_is_measured_and_drawn(
     assert after["theirs"] < before["theirs"]  # and without it the model is lost beyond its window
     assert until["ours"] in (1, 2, math.inf)
     assert direct["ours"] == after["ours"]
-    assert (tmp_path / "interpolation_curve.png").stat().st_size > 10_000
+    curve = interpolation.Curve.read(tmp_path / "interpolation_curve.json")
+    assert (curve.interpolated[2], curve.base) == (after["ours"], after["theirs"])
+    for suffix in (".png", ".svg"):  # the picture shows the numbers next to it
+        shown = written(tmp_path / f"interpolation_curve{suffix}")[0]["lines"]
+        assert shown[0][1:] == [[0, 1, 2], pytest.approx(list(curve.interpolated.values()), rel=1e-4)]
+        assert shown[1][1:] == [[0, 1, 2], pytest.approx(list(curve.direct.values()), rel=1e-4)]
 
 
 def test_the_naive_computation_of_a_remap_gives_the_same_attention() -> None:
