@@ -83,6 +83,9 @@ def test_the_pages_name_what_exists() -> None:
         assert f"| [`{name}`](methods/{name}.md) |" in read("docs/methods.md"), name
     supported = len(rx.supported_families())
     assert f"{supported} of the {supported + len(REFUSED)} families" in read("README.md")
+    assert f"each of the {len(rx.encoding_names())}, with formula" in read("README.md")
+    assert f"{len(rx.encoding_names())} position encodings" in read("docs/methods.md")
+    assert f"lists {len(shipped_names())} recipes" in " ".join(read("README.md").split())
     assert len(OURS) >= 10
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {words[1] for words in COMMANDS if words[0] == "make"} <= set(targets)
