@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from results_lines import SEARCH, TRAINING
 from results_rows import Results, longest_of, machines, results_of, seconds
@@ -15,7 +16,10 @@ from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import ppl
 from rope_extend.report.tables import markdown_table, number
 from rope_extend.study.cells import PERPLEXITY
+from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length
+
+LORA = Path(__file__).parent.parent / "configs" / "results" / "lora.yaml"
 
 HEAD = """\
 # A real model's numbers
@@ -312,12 +316,22 @@ def readme_table(results: Results) -> str:
     return f"{head}\n\n{markdown_table(lines)}"
 
 
+def _lora_plan() -> str:
+    """The length of a LoRA run, from its settings."""
+    recipe = Recipe.from_yaml(LORA)
+    tokens = recipe.length * recipe.batch_size * recipe.gradient_accumulation
+    return f"{recipe.steps} steps with {tokens:,} tokens"
+
+
 def _missing(results: Results) -> Iterator[str]:
     """What the page should have, and has not."""
     said = [f"- Perplexity of {label}: {count} books of {_books(results)} so far."
             for label, count in results.collected.partial.items()]  # fmt: skip
     for text, there in (
-        ("LoRA runs (`yarn`, `linear`, direct).", any(row.adapter for row in results.rows)),
+        (
+            f"LoRA runs (`yarn`, `linear`, direct), of {_lora_plan()} each.",
+            any(row.adapter for row in results.rows),
+        ),
         ("Passkeys.", any("passkey" in each.tasks for each in results.collected.retrieval)),
         (
             "Tasks in the style of RULER.",

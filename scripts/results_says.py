@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from results_rows import Results, machines, seconds
 
-from rope_extend.evaluation.comparison import Comparison
+from rope_extend.evaluation.comparison import Comparison, compare
 from rope_extend.evaluation.controls import against_cropped, regressions
+from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.report.tables import number
 from rope_extend.units import format_duration, format_length
 
@@ -35,29 +36,49 @@ def _gains(results: Results, *, tuned: bool) -> list[Comparison]:
 
 def _best_untrained(results: Results) -> Iterator[str]:
     if gains := _gains(results, tuned=False):
-        best, longest = gains[0].differences[-1], format_length(results.longest)
+        best, longest = gains[0], format_length(results.longest)
         plain = next((row for row in results.rows if row.label == "none"), None)
         beyond = (
             "" if plain is None else f", where plain RoPE has {number(plain.result.ppl[results.longest])}"
         )
         yield (
-            f"Without training, `{gains[0].second.label}` is best at {longest}: perplexity "
-            f"{_at(results, gains[0])}{beyond}. This is {_against(best.ratio)} the same text cropped to the "
+            f"Without training, `{best.second.label}` has the lowest perplexity at {longest}: "
+            f"{_at(results, best)}{beyond}. {_against(best.differences[-1])} the same text cropped to the "
             "old window."
         )
+        yield from _ties(results, gains)
 
 
-def _against(ratio: float) -> str:
-    percent = 100 * (1 - ratio)
-    return f"{abs(percent):.1f} % {'better' if percent >= 0 else 'worse'} than"
+def _ties(results: Results, gains: list[Comparison]) -> Iterator[str]:
+    """The rows that the books do not tell from the best one."""
+    books = len(results.collected.texts)
+    if books == 1:
+        yield "This is one book, which gives no intervals: another book may have another order."
+        return
+    best = gains[0].second
+    changes = {gain.second.label: compare(best, gain.second).differences[-1] for gain in gains[1:]}
+    ties = [f"`{label}`" for label, change in changes.items() if change.low is not None and change.low <= 0]
+    if ties:
+        yield f"{books} books do not show that it is better than {', '.join(ties)}."
+
+
+def _against(change: Difference) -> str:
+    """`This is 0.4 % worse (95 %: -0.1 to 0.9 %) than`, or that no difference is shown."""
+    percent = 100 * (change.ratio - 1)
+    said = f"{abs(percent):.1f} % {'worse' if percent > 0 else 'better'}"
+    if change.low is None or change.high is None:
+        return f"This is {said} than"
+    low, high = (f"{100 * (ppl(bound) - 1):+.1f}" for bound in (change.low, change.high))
+    shown = "" if change.low > 0 or change.high < 0 else ", so no difference is shown,"
+    return f"This is {said} (95 %: {low} to {high} %){shown} than"
 
 
 def _best_trained(results: Results) -> Iterator[str]:
     if gains := _gains(results, tuned=True):
         best = gains[0]
         yield (
-            f"With training, `{best.second.label}` is best: perplexity {_at(results, best)}, "
-            f"{_against(best.differences[-1].ratio)} cropping."
+            f"With training, `{best.second.label}` has the lowest perplexity: {_at(results, best)}. "
+            f"{_against(best.differences[-1])} cropping."
         )
 
 
@@ -68,7 +89,7 @@ def _short_texts(results: Results) -> Iterator[str]:
         worst = max(costs, key=lambda each: each.ratio)
         percent = f"{100 * (worst.ratio - 1):+.1f} %"
         said = f"Texts within the old window pay most under `{worst.row.label}`: {percent}."
-        yield said + (f" They pay nothing under {', '.join(free)}." if free else "")
+        yield said + (f" They pay less than 0.05 % under {', '.join(free)}." if free else "")
 
 
 def _cost(results: Results) -> Iterator[str]:
@@ -80,7 +101,8 @@ def _failed(results: Results) -> Iterator[str]:
     worse = [gain for gain in _gains(results, tuned=False) if _is_worse(gain)]
     if worse:
         names = ", ".join(f"`{gain.second.label}` ({gain.differences[-1].ratio:.3f})" for gain in worse)
-        yield f"Worse than cropping the text: {names}."
+        where = "on this book" if len(results.collected.texts) == 1 else "with the whole interval"
+        yield f"Worse than cropping the text, {where}: {names}."
 
 
 def _is_worse(gain: Comparison) -> bool:

@@ -15,6 +15,7 @@ import results_lines
 import results_page
 import results_recorded
 import results_rows
+import results_says
 import smollm2
 import yaml
 from test_report_and_plots import result
@@ -99,10 +100,10 @@ def test_every_figure_is_computed_from_the_lines() -> None:
         assert found  # the controls are in two tables
         assert all(each == figures for each in found), row.label
     flat = " ".join(text.split())
-    assert "`yarn` is best at 64" in flat
-    assert "9.5 % better than the same text cropped" in flat  # 1 - exp(-0.1)
-    assert "`yarn + LoRA` is best" in flat
-    assert "Worse than cropping the text: `linear` (1.649)." in flat
+    assert "`yarn` has the lowest perplexity at 64" in flat
+    assert "9.5 % better (95 %: -9.5 to -9.5 %) than the same text cropped" in flat  # 1 - exp(-0.1)
+    assert "`yarn + LoRA` has the lowest perplexity: " in flat
+    assert "Worse than cropping the text, with the whole interval: `linear` (1.649)." in flat
     assert "pay most under `linear`" in flat
     assert re.search(r"\| yarn +\| +50% \(9–91\) \| +0% \| +100% \|", text)
     assert re.search(r"\| direct, no extension +\| +20.0 \| +10.00 \| +0.00 \|", text)
@@ -124,6 +125,41 @@ def test_a_page_of_a_few_cells_says_what_is_missing() -> None:
     partial = [*lines()[:5], lines()[5]]  # `none` alone on the second document
     text = results_page.page(results_rows.results_of(partial), "A model")
     assert "the first 64 tokens of one book." in text
+
+
+def test_sentences_claim_no_more_than_the_intervals() -> None:
+    """Two books that disagree show no difference; one book shows none at all."""
+
+    def line(label: str, document: str, level: float, **changes: Any) -> dict[str, Any]:
+        return perplexity_line(
+            label, document, level, document_nll={n: [level * (n - 1)] for n in LENGTHS}, **changes
+        )
+
+    def sentences(found: list[dict[str, Any]]) -> str:
+        return " ".join(results_says.says(results_rows.results_of(found)))
+
+    cropped = {"protocol": "cropped", "window": 32}
+    one = [
+        line("none, cropped to 32", "a.txt", 2.0, **cropped),
+        line("yarn", "a.txt", 1.9),
+        line("ntk", "a.txt", 2.1),
+    ]
+    said = sentences(one)
+    assert "This is 9.5 % better than the same text" in said
+    assert "This is one book, which gives no intervals" in said
+    assert "Worse than cropping the text, on this book: `ntk` (1.105)." in said
+    two = [
+        line("none, cropped to 32", "b.txt", 2.0, **cropped),
+        line("yarn", "b.txt", 2.05),
+        line("ntk", "b.txt", 2.04),
+    ]
+    said = sentences([*one, *two])
+    assert (
+        "This is 2.5 % better (95 %: -9.5 to +5.1 %), so no difference is shown, than the same text" in said
+    )
+    assert "2 books do not show that it is better than `ntk`." in said
+    assert "Worse than cropping" in said  # `ntk` is worse on both books
+    assert "`yarn` (" not in said
 
 
 def test_books_are_known_by_their_tokens() -> None:
