@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from results_lines import SEARCH, TRAINING
 from results_rows import Results, longest_of, machines, results_of, seconds
 from results_says import says
 
+from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.string import String
 from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.controls import against_cropped, regressions
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
@@ -167,11 +170,16 @@ def _shorter(results: Results) -> Iterator[str]:
             continue
         names = " and ".join(f"`{name}`" for name in sorted(added))
         text = f"The rows of this table are extended to {format_length(length)}, over {_books_of(shorter)}."
-        local = next((line["encoding"]["local"] for line in perplexities if line["label"] == "string"), None)
-        if local is not None:
-            most = 2 * results.trained - local
-            text += f" `string` reaches {most:,} tokens at most, with its default of {local} for `local`."
+        if "string" in added:
+            text += f" {_reach_of_string(results)}"
         yield _section(f"{names} at {format_length(length)}", _filled(text), table(shorter, shorter.rows))
+
+
+def _reach_of_string(results: Results) -> str:
+    shape = RopeShape(dim=64, theta=1e5, trained_length=results.trained)
+    string = String.for_target(shape, results.trained)
+    longest = replace(string, shift=results.trained).target_length(shape)
+    return f"`string` reaches {longest:,} tokens at most, with its default of {string.local} for `local`."
 
 
 def _books_of(results: Results) -> str:
@@ -331,6 +339,10 @@ def _missing(results: Results) -> Iterator[str]:
         (
             f"LoRA runs (`yarn`, `linear`, direct), of {_lora_plan()} each.",
             any(row.adapter for row in results.rows),
+        ),
+        (
+            f"`string`, at 12k tokens. {_reach_of_string(results)}",
+            any(line["label"] == "string" for line in results.of_kind(PERPLEXITY)),
         ),
         ("Passkeys.", any("passkey" in each.tasks for each in results.collected.retrieval)),
         (
