@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from glob import escape
 from os import PathLike
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from rope_extend.checkpoint.card_mark import CARD_NAME
 from rope_extend.checkpoint.local_paths import private_fields
@@ -59,11 +61,6 @@ def push_to_hub(
         RopeExtendError: the directory has no record or is damaged, a file names a local path as the base
             model, the repository is public and should be private, or the hub refuses or cannot be reached.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # That of the hub's HTTP library, which is another one in other versions: also if no answer comes.
-    http_error = cast(type[Exception], HfHubHTTPError.__mro__[1])
     directory = Path(directory)
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs)
@@ -76,18 +73,53 @@ def push_to_hub(
     left_out = sorted(path.name for path in directory.iterdir() if path.name not in names)
     if left_out:
         logger.info("not uploaded from %s: %s", directory, ", ".join(left_out))
-    try:
-        api = HfApi(token=token)
+    open_repository(repo_id, private=private, token=token)
+    with _hub_errors(repo_id):
+        commit = _api(token).upload_folder(
+            repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
+            revision=revision, commit_message=commit_message,
+        )  # fmt: skip
+    return str(commit.commit_url)
+
+
+def open_repository(repo_id: str, *, private: bool | None = None, token: str | None = None) -> None:
+    """Create a repository on the hub if it is missing; so a long run knows that it can upload its result.
+
+    Args:
+        repo_id: `owner/name`.
+        private: whether a new repository is private; default: as the account says. If True, a public
+            repository of that name is refused.
+        token: access token; default: the one that `hf auth login` stored.
+
+    Raises:
+        RopeExtendError: the repository is public and should be private, or the hub refuses or cannot be
+            reached.
+    """
+    with _hub_errors(repo_id):
+        api = _api(token)
         api.create_repo(repo_id, private=private, exist_ok=True)
         if private and not api.repo_info(repo_id).private:
             raise RopeExtendError(
                 f"{repo_id} exists and is public, so private=True cannot hold; nothing was uploaded. Make it "
                 "private in its settings on the hub, or give another name"
             )
-        commit = api.upload_folder(
-            repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
-            revision=revision, commit_message=commit_message,
-        )  # fmt: skip
+
+
+def _api(token: str | None) -> Any:
+    import huggingface_hub
+
+    return huggingface_hub.HfApi(token=token)
+
+
+@contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    """Turn what the hub's client raises into one clear error."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # That of the hub's HTTP library, which is another one in other versions: also if no answer comes.
+    http_error = cast(type[Exception], HfHubHTTPError.__mro__[1])
+    try:
+        yield
     except RopeExtendError:
         raise
     except (HfHubHTTPError, OSError, ValueError, http_error) as error:
@@ -100,7 +132,6 @@ def push_to_hub(
             f"the hub did not take {str(repo_id)!r}: {error}. Log in with `hf auth login`, and give "
             "owner/name"
         ) from error
-    return str(commit.commit_url)
 
 
 def files_to_push(directory: Path) -> list[str]:

@@ -41,7 +41,8 @@ def report(arguments: argparse.Namespace) -> None:
     from rope_extend.study.run_study import Study
 
     if arguments.plan:
-        print(Study(config, texts=False).work_text())
+        study = Study(config, texts=False)
+        print(*filter(None, (study.work_text(), study.left_out_text())), sep="\n")
         return
     assert config.output is not None
     with says_how_to_resume(config.output, holds_cells):

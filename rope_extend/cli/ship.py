@@ -177,20 +177,12 @@ def card(arguments: argparse.Namespace) -> None:
 
 
 def _results(source: str | None) -> dict[str, Any]:
-    """The table and the picture of an evaluation, as `write_card` takes them."""
+    """The tables and the picture of an evaluation, as `write_card` takes them."""
     if source is None:
         return {}
-    from rope_extend.evaluation.perplexity_report import perplexity_table, read_results
-    from rope_extend.plots.curves import plot_perplexity
+    from rope_extend.evaluation.perplexity_report import card_results, read_results
 
-    rows = read_results(Path(source))
-    trained = next((row.trained_length for row in rows if row.trained_length), None)
-    if trained is None:
-        raise RopeExtendError(f"the results in {source} do not state the trained window; evaluate again")
-    return {
-        "results": perplexity_table(rows),
-        "draw": lambda path: plot_perplexity(rows, trained, path),
-    }
+    return card_results(read_results(Path(source)))
 
 
 def push_arguments(parser: argparse.ArgumentParser) -> None:

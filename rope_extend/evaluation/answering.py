@@ -18,6 +18,7 @@ from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import method_encoding
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
+from rope_extend.evaluation.greedy import greedy
 from rope_extend.evaluation.prompts import encode, uses_chat
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import LoadOptions
@@ -229,7 +230,7 @@ class _Streamer(TextStreamer):  # type: ignore[misc]
 def answer(
     model: Any, tokenizer: Any, ids: list[int], new_tokens: int, write: Callable[[str], object] | None = None
 ) -> str:
-    """The most likely continuation of a prompt, token by token.
+    """The most likely continuation of a prompt, token by token, whatever the model's generation config says.
 
     Args:
         model: a causal language model, patched or not.
@@ -251,7 +252,7 @@ def answer(
         # If the table depends on the length of the row, keys that were cached at a shorter length are wrong.
         use_cache=not (patch is not None and patch.encoding.per_row),
     )  # fmt: skip
-    with evaluation_mode(model) as device, torch.no_grad():
+    with evaluation_mode(model) as device, torch.no_grad(), greedy(model):
         prompt = torch.tensor([ids], device=device)
         try:
             output = model.generate(

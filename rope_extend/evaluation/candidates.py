@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
+from safetensors import safe_open
 from torch import nn
 
+from rope_extend.checkpoint.base_model import changes_base
 from rope_extend.checkpoint.info import ModelInfo, info
+from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.peft_models import remove_adapter
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import load_adapter
@@ -20,6 +25,7 @@ from rope_extend.evaluation.evaluation_mode import cast_adapter
 from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.results import Subject
 from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.loading import one_error
 from rope_extend.patching import current_patch, patch_model
 from rope_extend.units import format_length
 
@@ -66,8 +72,8 @@ class Candidates:
             load_options: how the model is loaded; by default as in `config`.
 
         Raises:
-            RopeExtendError: no such model, method or adapter, an adapter of another model, or a method but
-                no length beyond the trained window.
+            RopeExtendError: no such model, method or adapter, an adapter of another model or one that changes
+                the model's own weights, or a method but no length beyond the trained window.
         """
         load_options = load_options or config.load_options()
         empty = load_options.empty(config.model)
@@ -78,6 +84,7 @@ class Candidates:
         encodings = {method: method_encoding(method, shape, lengths[-1]) for method in config.methods}
         records = {adapter: read_record(adapter) for adapter in config.adapters}
         for adapter, record in records.items():
+            _check_removable(Path(adapter))
             if record.shape != shape:
                 raise RopeExtendError(
                     f"the adapter in {adapter} belongs to another model than {config.model!r}: it was "
@@ -178,6 +185,31 @@ class Candidates:
         if patch is None:
             return self.info.encoding == PLAIN
         return patch.encoding.name == PLAIN and patch.target_length <= self.trained_length
+
+
+def _check_removable(adapter: Path) -> None:
+    """Refuse an adapter that changes the base model's own weights on loading: later rows would keep them.
+
+    Raises:
+        RopeExtendError: names what changes them.
+    """
+    if not (adapter / "adapter_config.json").exists():
+        return  # loading says what is missing
+    config = read_json(adapter / "adapter_config.json")
+    reason = changes_base(SimpleNamespace(**config))
+    if reason is None and config.get("bias", "none") != "none":
+        with (
+            one_error(f"cannot read the weights of {adapter}"),
+            safe_open(adapter / "adapter_model.safetensors", framework="pt") as file,
+        ):
+            trained = [name for name in file.keys() if name.endswith(".bias") and ".lora_" not in name]  # noqa: SIM118
+        reason = f'bias="{config["bias"]}"' if trained else None
+    if reason is not None:
+        raise RopeExtendError(
+            f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
+            "would stay changed for the rows that follow. Merge it first (rope-extend merge --in-memory), "
+            "and give the merged checkpoint as the model"
+        )
 
 
 def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | None:

@@ -18,6 +18,7 @@ from rope_extend.encodings import Encoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidate, Candidates
 from rope_extend.evaluation.clock import Clock
+from rope_extend.evaluation.commands import how_it_was_made
 from rope_extend.evaluation.evaluation_config import PLAIN, EvaluationConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.output_directory import UNFINISHED, check_output, remove_unfinished
@@ -27,15 +28,18 @@ from rope_extend.evaluation.prompts import Prompt, PromptOptions
 from rope_extend.evaluation.protocols import Protocol, WindowSettings, protocol_named
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, Subject, file_name
 from rope_extend.evaluation.retrieval import TRIALS, TrialLog, answer_prompts, make_prompts
+from rope_extend.evaluation.samples import continuations
 from rope_extend.evaluation.tasks import Passkey, template_for
 from rope_extend.evaluation.work_plan import (
     CROPPED,
     DEPTHS,
     DOCUMENTS,
     PROMPTS,
+    SAMPLES,
     Extent,
     evaluation_costs,
     left_out,
+    passkey_lengths,
     read_extent,
     whole_extent,
     write_extent,
@@ -112,6 +116,7 @@ def evaluate(
             trained_length=trained_length,
             overwrite=overwrite or resume,
             lead=missing if evaluation.left_out else (),
+            made_by=how_it_was_made("evaluate", config),
         )
         remove_unfinished(output)
     return rows
@@ -260,6 +265,7 @@ class _Evaluation:
         self.left_out: list[str] = []
         self.extent: Extent | None = None
         self.clock, self.last_line = Clock([]), time.monotonic()
+        passkey_lengths(config, candidates)  # refuses lengths that no row is extended to
         self._plan_work(extent, resume)
         self.prompts = self._prompts() if self.trials else []
 
@@ -287,14 +293,17 @@ class _Evaluation:
         self.clock = Clock(costs.pieces(extent))
 
     def _prompts(self) -> list[Prompt]:
-        """Passkeys within the trained window; none, with a warning, if the task does not fit."""
+        """The passkeys; none at a length that the task does not fit, with a warning."""
         options = PromptOptions(depths=DEPTHS, trials=self.trials)
-        length = self.candidates.trained_length
-        try:
-            return make_prompts([self.task], self.tokenizer, [length], options=options, progress=False)
-        except RopeExtendError as error:
-            logger.warning("retrieval within the trained window is not measured: %s", error)
-            return []
+        prompts: list[Prompt] = []
+        for length in passkey_lengths(self.config, self.candidates):
+            try:
+                prompts += make_prompts(
+                    [self.task], self.tokenizer, [length], options=options, progress=False
+                )
+            except RopeExtendError as error:
+                logger.warning("retrieval at %s tokens is not measured: %s", format_length(length), error)
+        return prompts
 
     def rows(self) -> Iterator[EvaluationRow]:
         """Load the weights, and yield each row when it is measured."""
@@ -307,14 +316,14 @@ class _Evaluation:
             how = "" if candidate.adapter else ", untrained"
             logger.info("evaluating %s%s%s", candidate.label, how, self._to_go())
             if candidate.label in self.control_method:
-                yield self._with_retrieval(candidate, self._control(candidate))
+                yield self._completed(candidate, self._control(candidate))
                 continue
             protocol, settings = self.config.protocol, self.config.window_settings
             subject = candidates.subject(candidate)
             result = self._perplexity(candidate, subject, self.lengths, protocol, settings)
-            yield self._with_retrieval(candidate, EvaluationRow.of(subject, result))
+            yield self._completed(candidate, EvaluationRow.of(subject, result))
             if self.cropped and candidates.uses_plain_rope(candidate):
-                yield self._control(candidate)
+                yield self._with_samples(candidate, self._control(candidate))
 
     def _control(self, candidate: Candidate) -> EvaluationRow:
         """The row of plain RoPE with its context cropped to the trained window."""
@@ -369,9 +378,37 @@ class _Evaluation:
         """The time to go, after a comma; empty without an estimate."""
         return f", {self.clock}" if self.clock.work else ""
 
+    def _completed(self, candidate: Candidate, row: EvaluationRow) -> EvaluationRow:
+        """The row with retrieval and samples, if they were asked for."""
+        return self._with_samples(candidate, self._with_retrieval(candidate, row))
+
+    def _with_samples(self, candidate: Candidate, row: EvaluationRow) -> EvaluationRow:
+        """The row with its continuations of documents, in the main process."""
+        if not self.config.samples or not is_main_process():
+            return row
+        started, count = time.perf_counter(), self.config.samples
+        try:
+            samples = continuations(
+                candidate.model,
+                self.tokenizer,
+                self.documents[:count],
+                self.lengths[-1],
+                self.candidates.trained_length if row.result.cropped else None,
+            )
+        except RopeExtendError as error:
+            if error.__cause__ is None or not is_out_of_memory(error.__cause__):
+                raise
+            logger.warning("%s: no samples of text: %s", row.label, error)
+            return row
+        self.clock.finished_one(SAMPLES, time.perf_counter() - started)
+        return replace(row, samples=samples)
+
     def _with_retrieval(self, candidate: Candidate, row: EvaluationRow) -> EvaluationRow:
-        """The row with retrieval within the trained window, in the main process."""
-        if not self.prompts or not is_main_process():  # few and short, so not worth sharing
+        """The row with its retrieval, in the main process."""
+        trained = self.candidates.trained_length
+        # A row whose context is cropped is the model itself within the trained window, and not beyond.
+        prompts = [prompt for prompt in self.prompts if prompt.length <= trained or not row.result.cropped]
+        if not prompts or not is_main_process():  # few, so not worth sharing
             return row
         log, started = None, time.perf_counter()
         if self.finished is not None:
@@ -381,7 +418,7 @@ class _Evaluation:
                 candidate.model,
                 self.tokenizer,
                 [self.task],
-                self.prompts,
+                prompts,
                 subject=self.candidates.subject(candidate, row.label),
                 log=log,
                 progress=self.progress,
@@ -390,7 +427,7 @@ class _Evaluation:
             if error.__cause__ is None or not is_out_of_memory(error.__cause__):
                 raise
             # The control is not worth losing the perplexity of the row.
-            logger.warning("%s: retrieval within the trained window is not measured: %s", row.label, error)
+            logger.warning("%s: retrieval is not measured: %s", row.label, error)
             return row
         self.clock.finished_one(PROMPTS, time.perf_counter() - started)
         return replace(row, retrieval=retrieval)

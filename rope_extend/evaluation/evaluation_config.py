@@ -228,6 +228,15 @@ class EvaluationConfig(ModelConfig):
         "control: passkeys at each of 5 depths within the trained window, before and after extension; 0 for "
         "none; auto is 4, or fewer if they would cost more than the documents",
     ] = AUTO
+    retrieval_lengths: Annotated[
+        tuple[int, ...] | None,
+        optional(LENGTHS),
+        "lengths of passkeys in addition to the trained window, at most the longest of the lengths (default: "
+        "none)",
+    ] = None
+    samples: Annotated[
+        int, COUNT, "number of documents that each row continues, greedily, for the report to show"
+    ] = 0
     budget: Annotated[
         float | None,
         optional(DURATION),
@@ -239,13 +248,18 @@ class EvaluationConfig(ModelConfig):
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "how it is measured": (
             "protocol", "window", "stride", "last", "max_tokens", "chunk", "save_losses", "cropped",
-            "retrieval", "budget",
+            "retrieval", "retrieval_lengths", "samples", "budget",
         ),
     }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         protocol_named(self.protocol).check_settings(self.window_settings, self.lengths or ())
+        if self.retrieval_lengths and self.retrieval == 0:
+            raise RopeExtendError(
+                f"{self.label}: retrieval is 0, so there are no passkeys at retrieval_lengths "
+                f"{list(self.retrieval_lengths)}; raise one, or leave the other out"
+            )
 
     @property
     def window_settings(self) -> WindowSettings:

@@ -33,10 +33,12 @@ from rope_extend.evaluation.report_sections import (
     position_section,
 )
 from rope_extend.evaluation.results import EvaluationRow, file_name, or_none
+from rope_extend.evaluation.retrieval_report import retrieval_sections
+from rope_extend.evaluation.samples import sample_parts
 from rope_extend.evaluation.verdicts import verdict_sentences
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.html import Part, page
-from rope_extend.report.tables import Sentences, public_name
+from rope_extend.report.tables import Code, Sentences, public_name
 from rope_extend.report.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ def write_report(
     title: str | None = None,
     overwrite: bool = False,
     lead: Sequence[Sentences] = (),
+    made_by: Sequence[Code] = (),
 ) -> list[Path]:
     """Write `results.jsonl`, the table as Markdown and CSV, the plots and a page; return their paths.
 
@@ -65,6 +68,7 @@ def write_report(
         title: heading of the pictures.
         overwrite: replace an older report.
         lead: what the table and the page begin with.
+        made_by: the commands that made the report, with which the table and the page end.
 
     Raises:
         RopeExtendError: there are no rows, two have the same label, or `check_files` refuses the directory.
@@ -82,12 +86,14 @@ def write_report(
                 row.result.write_losses(partial / kept[row.label])
         results, table, data, *pictures, html = (partial / name for name in FILES)
         write_text(results, _lines(rows, kept))
-        write_text(table, "".join(f"{part.markdown()}\n\n" for part in lead) + markdown_report(rows))
+        parts = [part.markdown() for part in (*sample_parts(rows), *made_by)]
+        head = "".join(f"{part.markdown()}\n\n" for part in lead)
+        write_text(table, head + markdown_report(rows) + "".join(f"\n{part}\n" for part in parts))
         write_text(data, csv_table(rows))
         for picture in pictures:
             draw = plot_perplexity if picture.stem == "perplexity" else plot_loss_by_position
             draw(rows, trained_length, picture, title=title)
-        write_text(html, _page(rows, title or "Perplexity by length", lead))
+        write_text(html, _page(rows, title or "Perplexity by length", lead, made_by))
     remove_losses(directory, earlier - {*kept.values()})
     return [directory / name for name in (*FILES, *kept.values())]
 
@@ -175,6 +181,26 @@ def markdown_report(rows: Sequence[EvaluationRow]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def card_results(rows: Sequence[EvaluationRow]) -> dict[str, Any]:
+    """The tables and the picture of an evaluation, as arguments of `checkpoint.card.write_card`.
+
+    Raises:
+        RopeExtendError: the rows do not state the trained window.
+    """
+    from rope_extend.plots.curves import plot_perplexity
+
+    trained = next((row.trained_length for row in rows if row.trained_length), None)
+    if trained is None:
+        raise RopeExtendError("the results do not state the trained window; evaluate again")
+    retrieved = [row.retrieval for row in rows if row.retrieval is not None]
+    tables = [perplexity_table(rows).rstrip("\n")]
+    tables += [section.markdown() for section in retrieval_sections(retrieved)]
+    return {
+        "results": "\n\n".join(tables) + "\n",
+        "draw": lambda path: plot_perplexity(rows, trained, path),
+    }
+
+
 def csv_table(rows: Sequence[EvaluationRow]) -> str:
     """The same table in full precision; the cell of a length that was not measured is empty."""
     lengths = measured_lengths(rows)
@@ -186,8 +212,10 @@ def csv_table(rows: Sequence[EvaluationRow]) -> str:
     return text.getvalue()
 
 
-def _page(rows: Sequence[EvaluationRow], title: str, lead: Sequence[Sentences] = ()) -> str:
-    """The HTML page of an evaluation: the verdicts and what they rest on first, details later."""
+def _page(
+    rows: Sequence[EvaluationRow], title: str, lead: Sequence[Sentences], made_by: Sequence[Code]
+) -> str:
+    """The HTML page: the verdicts and what they rest on, curves, tables, samples of text, and commands."""
     from rope_extend.evaluation.report_charts import heat_maps, perplexity_chart, position_chart, ratio_chart
 
     said, gains = verdict_sentences(rows), against_cropped(rows)
@@ -199,15 +227,17 @@ def _page(rows: Sequence[EvaluationRow], title: str, lead: Sequence[Sentences] =
         [
             *answers,
             perplexity_chart(rows),
+            position_chart(rows),
             perplexity_section(rows),
             "Small: 95 % interval, by bootstrap over documents. To compare two rows, use their "
             "difference on the same documents, which is far more precise: rope-extend compare.",
             *control_sections(rows),
             *heat_maps([row.retrieval for row in rows if row.retrieval is not None]),
-            position_chart(rows),
             position_section(rows),
             cost_section(rows),
             encoding_section(rows),
+            *sample_parts(rows),
+            *made_by,
         ],
         versions(),
     )

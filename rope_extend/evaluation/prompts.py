@@ -197,6 +197,13 @@ def encode(tokenizer: Any, text: str, chat: bool) -> list[int]:
     return ids
 
 
+def last_tokens(ids: list[int], tokens: int, bos: int | None) -> list[int]:
+    """The last `tokens` ids. A BOS token stays at the front, because models do worse without it."""
+    if len(ids) > tokens and ids[0] == bos:
+        return [ids[0], *ids[len(ids) - tokens + 1 :]]
+    return ids[-tokens:]
+
+
 def make_prompt(
     task: Task,
     tokenizer: Any,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -247,9 +247,27 @@ class _Encoded:
         return text if self.encoding else f"as in the checkpoint: {text}"
 
 
+class Sample(NamedTuple):
+    """How a model continues a document: the most likely tokens.
+
+    Attributes:
+        document: name of the document.
+        tokens: number of the document's tokens that the model saw.
+        before: the end of what it saw.
+        written: how the document goes on.
+        generated: how the model goes on.
+    """
+
+    document: str
+    tokens: int
+    before: str
+    written: str
+    generated: str
+
+
 @dataclass(frozen=True, eq=False)
 class EvaluationRow(_Encoded):
-    """One row of a comparison: a model, its perplexity, and its retrieval within the trained window.
+    """One row of a comparison: a model, its perplexity, its retrieval, and how it continues documents.
 
     Attributes:
         label: name of the row in tables and legends.
@@ -259,7 +277,8 @@ class EvaluationRow(_Encoded):
         result: the perplexity.
         trained_length: the pretrained window in tokens, if known.
         rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
-        retrieval: retrieval within the trained window, if measured.
+        retrieval: retrieval within the trained window, and at further lengths, if measured.
+        samples: continuations of documents, if asked for.
     """
 
     label: str
@@ -270,6 +289,7 @@ class EvaluationRow(_Encoded):
     trained_length: int | None = None
     rope_parameters: dict[str, Any] | None = None
     retrieval: RetrievalResult | None = None
+    samples: tuple[Sample, ...] = ()
 
     @classmethod
     def of(cls, subject: Subject, result: PerplexityResult, retrieval: RetrievalResult | None = None) -> Self:
@@ -279,7 +299,10 @@ class EvaluationRow(_Encoded):
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts."""
         retrieval = self.retrieval.to_dict() if self.retrieval else None
-        return {**vars(self), "result": self.result.to_dict(), "retrieval": retrieval}
+        values = {**vars(self), "result": self.result.to_dict(), "retrieval": retrieval}
+        del values["samples"]
+        samples = [sample._asdict() for sample in self.samples]
+        return {**values, "samples": samples} if samples else values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -288,6 +311,7 @@ class EvaluationRow(_Encoded):
         known["result"] = PerplexityResult.from_dict(values["result"])
         if known.get("retrieval"):
             known["retrieval"] = RetrievalResult.from_dict(values["retrieval"])
+        known["samples"] = tuple(Sample(**sample) for sample in values.get("samples", ()))
         return cls(**known)
 
 

@@ -12,8 +12,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -28,15 +28,15 @@ from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import BATCH_TOKENS
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
+from rope_extend.evaluation.greedy import greedy
 from rope_extend.evaluation.identity import Identity, active_patch, check_same, model_identity
 from rope_extend.evaluation.long_prompts import filled_cache
 from rope_extend.evaluation.loss_computer import peak_memory_bytes
-from rope_extend.evaluation.prompts import Prompt, PromptOptions, Task, encode, make_prompt
+from rope_extend.evaluation.prompts import Prompt, PromptOptions, Task, encode, last_tokens, make_prompt
 from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
 from rope_extend.files import write_text
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
-from rope_extend.models.view import unwrap
 from rope_extend.units import parse_lengths
 
 logger = logging.getLogger(__name__)
@@ -297,13 +297,6 @@ def _visible(prompt: Prompt, crop: int | None) -> int:
     return prompt.tokens if crop is None else min(prompt.tokens, crop - (prompt.length - prompt.tokens))
 
 
-def _cropped(ids: list[int], tokens: int, bos: int | None) -> list[int]:
-    """The last `tokens` ids. A BOS token stays at the front, because models do worse without it."""
-    if len(ids) > tokens and ids[0] == bos:
-        return [ids[0], *ids[len(ids) - tokens + 1 :]]
-    return ids[-tokens:]
-
-
 def _batches(prompts: Sequence[Prompt], batch_tokens: int, crop: int | None) -> list[list[Prompt]]:
     """Batches of prompts of one task and length, with at most `batch_tokens` tokens or one prompt."""
     groups: dict[tuple[str, int], list[Prompt]] = {}
@@ -321,7 +314,9 @@ def _answer(
 ) -> list[Trial]:
     """Answer a batch of prompts; if memory runs out, one half after the other."""
     rows = [
-        _cropped(encode(tokenizer, prompt.text, prompt.chat), _visible(prompt, crop), tokenizer.bos_token_id)
+        last_tokens(
+            encode(tokenizer, prompt.text, prompt.chat), _visible(prompt, crop), tokenizer.bos_token_id
+        )
         for prompt in batch
     ]
     responses: list[str] | None = None
@@ -387,29 +382,12 @@ def generate(
     if config.use_cache and bool(mask.all()):  # else padding would have to be hidden from the chunks
         cache = filled_cache(model, ids, task.new_tokens)
         more = {} if cache is None else {"past_key_values": cache}
-    with _without_own_settings(model), ExitStack() as stack:
+    with greedy(model), ExitStack() as stack:
         model.generate(
             input_ids=ids, attention_mask=mask, generation_config=config, **more,
             stopping_criteria=StoppingCriteriaList([stop, _AfterThePrompt(stack)]),
         )  # fmt: skip
     return stop.responses
-
-
-@contextmanager
-def _without_own_settings(model: nn.Module) -> Iterator[None]:
-    """Within the block, the model has transformers' default generation config: the answer is the argmax.
-
-    `generate` would take all that it is not given from the checkpoint's own, such as a kind of cache.
-    """
-    if getattr(model, "generation_config", None) is None:
-        yield
-        return
-    base = unwrap(model)
-    own, base.generation_config = base.generation_config, GenerationConfig()
-    try:
-        yield
-    finally:
-        base.generation_config = own
 
 
 class _AfterThePrompt(StoppingCriteria):  # type: ignore[misc]

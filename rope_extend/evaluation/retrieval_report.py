@@ -15,7 +15,7 @@ from rope_extend.evaluation.output_directory import RESULTS
 from rope_extend.evaluation.results import RetrievalResult, file_name
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.html import Part, page
-from rope_extend.report.tables import Line, Section, interval, public_name
+from rope_extend.report.tables import Code, Line, Section, interval, public_name
 from rope_extend.report.versions import versions
 from rope_extend.units import format_length
 
@@ -70,8 +70,15 @@ def read_retrievals(paths: Sequence[str | Path]) -> list[RetrievalResult]:
     return [replace(result, label=label) for (_, result), label in zip(results, labels, strict=True)]
 
 
-def write_retrieval(results: Sequence[RetrievalResult], directory: str | Path) -> list[Path]:
+def write_retrieval(
+    results: Sequence[RetrievalResult], directory: str | Path, *, made_by: Sequence[Code] = ()
+) -> list[Path]:
     """Write `results.jsonl`, `table.md`, the pictures and `report.html`; return their paths.
+
+    Args:
+        results: the rows, in the order of the table.
+        directory: directory of the report.
+        made_by: the commands that made the report, with which the table and the page end.
 
     Raises:
         RopeExtendError: there are no results.
@@ -90,8 +97,9 @@ def write_retrieval(results: Sequence[RetrievalResult], directory: str | Path) -
                 plot_heat_map(result, task, partial / name)
         rows = [json.dumps({**result.to_dict(), "versions": versions()}) + "\n" for result in results]
         write_text(partial / RESULTS, "".join(rows))
-        write_text(partial / TABLE, retrieval_table(results))
-        write_text(partial / PAGE, _page(results))
+        commands = "".join(f"\n{part.markdown()}\n" for part in made_by)
+        write_text(partial / TABLE, retrieval_table(results) + commands)
+        write_text(partial / PAGE, _page(results, made_by))
     for name in earlier - pictures.keys():
         (directory / name).unlink(missing_ok=True)
     return [directory / name for name in (RESULTS, TABLE, PAGE, *pictures)]
@@ -185,7 +193,7 @@ def _window(results: Sequence[RetrievalResult]) -> list[Section]:
     return [Section(f"Within the trained window, {trained} tokens, before and after", lines, [note])]
 
 
-def _page(results: Sequence[RetrievalResult]) -> str:
+def _page(results: Sequence[RetrievalResult], made_by: Sequence[Code]) -> str:
     from rope_extend.evaluation.report_charts import accuracy_chart, heat_maps
 
     charts: list[Part] = [accuracy_chart(results, task) for task in _tasks(results)]
@@ -205,12 +213,13 @@ def _page(results: Sequence[RetrievalResult]) -> str:
         "Retrieval by depth and length",
         ["Model: " + ", ".join(sorted({public_name(row.model) for row in results}))],
         [
+            *charts,
             *retrieval_sections(results),
             *_window(results),
-            *charts,
             *heat_maps(results),
             Section("Cost", cost, ["This run only, without trials that an earlier run had finished."]),
             Section("Models", models),
+            *made_by,
         ],
         versions(),
     )

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from rope_extend.data.documents import load_documents
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidate, Candidates
+from rope_extend.evaluation.commands import how_it_was_made
 from rope_extend.evaluation.evaluation_config import PLAIN, RetrievalConfig
 from rope_extend.evaluation.identity import Identity, check_same, read_identity
 from rope_extend.evaluation.output_directory import RESULTS, check_folders, existing_names
@@ -68,7 +69,7 @@ def retrieve(
         _start(directory, run.settings(), run.prompts, resume=resume)
     results = list(run.results(None if directory is None else directory / TRIALS))
     if directory is not None:
-        write_retrieval(results, directory)
+        write_retrieval(results, directory, made_by=how_it_was_made("retrieve", config))
     return results
 
 

@@ -40,7 +40,7 @@ class Extent:
     trials: int
 
 
-DOCUMENTS, CROPPED, PROMPTS = "documents", "cropped", "prompts"
+DOCUMENTS, CROPPED, PROMPTS, SAMPLES = "documents", "cropped", "prompts", "samples"
 """Kinds of pieces of an evaluation."""
 
 
@@ -54,8 +54,10 @@ class Costs:
         cropped_rows: number of rows whose context is cropped.
         cropped_document: seconds of one of these on one document.
         prompt_rows: number of rows that answer the passkeys.
-        prompt: seconds of one passkey.
-        prompt_length: tokens of a passkey.
+        prompt: seconds of one passkey of each length.
+        prompt_lengths: tokens of the passkeys.
+        samples: number of documents that each row continues, those with a cropped context too.
+        sample: seconds of one continuation.
     """
 
     rows: int
@@ -64,7 +66,9 @@ class Costs:
     cropped_document: float
     prompt_rows: int
     prompt: float
-    prompt_length: int
+    prompt_lengths: tuple[int, ...]
+    samples: int = 0
+    sample: float = 0.0
 
     def seconds(self, extent: Extent) -> float:
         """Of all parts together."""
@@ -80,9 +84,14 @@ class Costs:
             seconds = self.cropped_rows * extent.documents * self.cropped_document
             found.append((f"control, cropped context: {_rows(self.cropped_rows)}, {documents}", seconds))
         if prompts := DEPTHS * extent.trials:
-            where = f"at {format_length(self.prompt_length)}"
-            words = f"control, passkeys {where}: {_rows(self.prompt_rows)}, {prompts} prompts each"
+            where = f"at {' and '.join(map(format_length, self.prompt_lengths))}"
+            count = prompts * len(self.prompt_lengths)
+            words = f"control, passkeys {where}: {_rows(self.prompt_rows)}, {count} prompts each"
             found.append((words, self.prompt_rows * prompts * self.prompt))
+        if self.samples:
+            count = self.rows + (self.cropped_rows if extent.cropped else 0)
+            words = f"samples of text: {_rows(count)}, {self.samples} each"
+            found.append((words, count * self.samples * self.sample))
         return found
 
     def pieces(self, extent: Extent) -> list[tuple[str, float]]:
@@ -92,6 +101,9 @@ class Costs:
             found += [(CROPPED, self.cropped_document)] * (self.cropped_rows * extent.documents)
         if extent.trials:
             found += [(PROMPTS, DEPTHS * extent.trials * self.prompt)] * self.prompt_rows
+        if self.samples:
+            count = self.rows + (self.cropped_rows if extent.cropped else 0)
+            found += [(SAMPLES, self.samples * self.sample)] * count
         return found
 
     def text(self, extent: Extent) -> str:
@@ -164,7 +176,8 @@ def whole_extent(config: EvaluationConfig, candidates: Candidates, documents: in
     if not (compares and (cropped or plain)):
         return Extent(documents, cropped, 0)
     if config.retrieval == AUTO:
-        return Extent(documents, cropped, default_trials(documents, longest, trained))
+        tokens = sum(passkey_lengths(config, candidates))
+        return Extent(documents, cropped, default_trials(documents, longest, tokens))
     return Extent(documents, cropped, int(config.retrieval))
 
 
@@ -196,19 +209,38 @@ def evaluation_costs(
     plain = len(candidates.plain_methods)
     rows = len(candidates.encodings) + len(candidates.records)
     controls = 0 if plain else 1
-    prompt = seconds_of_window(plan, trained)
-    return Costs(rows, document, max(plain, 1), cropped, rows + controls, prompt, trained)
+    passkeys = passkey_lengths(config, candidates)
+    return Costs(
+        rows, document, max(plain, 1), cropped, rows + controls,
+        sum(seconds_of_window(plan, length) for length in passkeys), passkeys, config.samples,
+        seconds_of_window(plan, lengths[-1]),
+    )  # fmt: skip
 
 
-def default_trials(documents: int, tokens: int, trained_length: int) -> int:
+def passkey_lengths(config: EvaluationConfig, candidates: Candidates) -> tuple[int, ...]:
+    """The lengths of the passkeys in tokens, ascending: the trained window, and those of the config.
+
+    Raises:
+        RopeExtendError: one exceeds the longest length, to which methods extend the model.
+    """
+    more = config.retrieval_lengths or ()
+    if more and max(more) > candidates.longest:
+        raise RopeExtendError(
+            f"evaluation: retrieval_lengths must be at most the longest of the lengths, "
+            f"{candidates.longest:,}, to which methods extend the model; got {list(more)}"
+        )
+    return tuple(sorted({candidates.trained_length, *more}))
+
+
+def default_trials(documents: int, tokens: int, prompt_tokens: int) -> int:
     """Passkeys at each depth that cost no more than the documents, from 1 to 4.
 
     Args:
         documents: number of documents.
         tokens: tokens of each.
-        trained_length: tokens of a passkey.
+        prompt_tokens: tokens of a passkey, or of one of each length.
     """
-    each = DEPTHS * trained_length
+    each = DEPTHS * prompt_tokens
     if MOST_TRIALS * each <= CHEAP_PROMPTS:
         return MOST_TRIALS
     return max(1, min(MOST_TRIALS, documents * tokens // each))

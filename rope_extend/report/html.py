@@ -17,7 +17,7 @@ from pathlib import Path
 from rope_extend.report.chart import Chart, Curve
 from rope_extend.report.colours import heat
 from rope_extend.report.svg import can_be_logarithmic, drawings, names_of, swatch
-from rope_extend.report.tables import Line, Section, Sentences, TwoLines
+from rope_extend.report.tables import Code, Line, Section, Sentences, TwoLines
 
 _MEDIA = {".png": "image/png", ".svg": "image/svg+xml"}
 MOST_ROWS_WITHOUT_CONTENTS = 3
@@ -30,14 +30,6 @@ class Picture:
 
     path: Path
     description: str
-
-
-@dataclass(frozen=True)
-class Code:
-    """Lines of code, or of text that was generated, with a heading."""
-
-    heading: str
-    text: str
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
@@ -54,6 +55,19 @@ class Sentences:
     def markdown(self) -> str:
         """The heading with a colon, and the sentences as a list."""
         return "\n".join([f"{self.heading}:", "", *(f"- {item}" for item in self.items)])
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines of code, or of text that was generated, with a heading."""
+
+    heading: str
+    text: str
+
+    def markdown(self) -> str:
+        """The heading with a colon, and the lines in a block that none of them ends."""
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", self.text)), default=0))
+        return f"{self.heading}:\n\n{fence}\n{self.text}\n{fence}"
 
 
 def markdown_table(lines: Sequence[Line]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.commands import how_it_was_made
 from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.output_directory import FILES, check_files, check_folders
 from rope_extend.evaluation.perplexity_report import markdown_report, write_report
@@ -84,7 +85,10 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
     found = comparison(study, cells, directory)
     if found.collected.rows:
         lead = [found.verdict, *([] if found.missing is None else [found.missing])]
-        write_report(found.collected.rows, directory, trained_length=study.trained, overwrite=True, lead=lead)
+        write_report(
+            found.collected.rows, directory, trained_length=study.trained, overwrite=True, lead=lead,
+            made_by=how_it_was_made("report", config),
+        )  # fmt: skip
     return found
 
 

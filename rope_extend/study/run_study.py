@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from rope_extend.checkpoint.manifest import check_directory, config_digests, wei
 from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.encodings import RemapEncoding, encoding
+from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidate, Candidates, adapter_labels
 from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.evaluation_config import PLAIN
@@ -218,6 +221,63 @@ class Study:
 
     def _prompt_work(self, row: StudyRow, length: int) -> float:
         return self._seconds(length if row.crop is None else min(row.crop, length))
+
+    def _planned(self) -> list[tuple[int, str, str, float]]:
+        """The round, row, kind and estimated seconds of each cell, in the order in which cells are measured.
+
+        Of a study without texts, as many documents and prompts are counted as the config asks for.
+        """
+        config = self.config
+        assert config.task_lengths is not None
+        documents = len(self.documents) or config.max_documents
+        depths = len(config.prompt_options.depth_list)
+        cells = [
+            (number, row.label, PERPLEXITY, self._document_work(row))
+            for number in range(documents)
+            for row in self.rows
+        ]
+        cells += [
+            (trial, row.label, RETRIEVAL, self._prompt_work(row, length))
+            for row in self.rows
+            for trial in range(config.trials)
+            for _ in config.tasks
+            for length in config.task_lengths
+            for _ in range(depths)
+            if row.crop is None or length > row.crop
+        ]
+        return sorted(cells, key=lambda cell: (cell[0], cell[2]))  # as `cells`
+
+    def left_out_text(self) -> str:
+        """What the budget leaves for later, by the estimate; empty without a budget, or if all of it fits.
+
+        Raises:
+            RopeExtendError: there is no estimate of the time, or not even one measurement fits.
+        """
+        budget = self.config.budget
+        if budget is None:
+            return ""
+        if self.plan is None:
+            raise RopeExtendError(
+                f"a plan with a budget needs an estimate of the time, but {self.config.model} cannot be "
+                "estimated; leave budget out"
+            )
+        planned = self._planned()
+        within = sum(total <= budget for total in accumulate(seconds for *_, seconds in planned))
+        if within == len(planned):
+            return ""
+        if not within:
+            raise RopeExtendError(
+                f"a budget of {format_duration(budget)} is too short: the first of {len(planned)} "
+                f"measurements takes about {format_duration(planned[0][-1])}; allow more time, or use "
+                "shorter lengths"
+            )
+        counts = Counter((label, kind) for _, label, kind, _ in planned[within:])
+        what = {PERPLEXITY: "documents", RETRIEVAL: "prompts"}
+        later = ", ".join(f"{label}: {count} {what[kind]}" for (label, kind), count in counts.items())
+        return (
+            f"within the budget of {format_duration(budget)}: {within} of {len(planned)} measurements; left "
+            f"for --resume: {later}"
+        )
 
     def work_text(self) -> str:
         """What will be measured, and its estimated time."""

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.attention.shifted_sparse import check_shifted_sparse
 from rope_extend.checkpoint.card import add_card
+from rope_extend.checkpoint.publishing import open_repository, push_to_hub
 from rope_extend.checkpoint.restoring import undone_on_failure
 from rope_extend.checkpoint.saving import save
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
@@ -148,7 +149,8 @@ def finetune(
         limit_memory: bytes of the device to plan with; by default what is free.
 
     Raises:
-        RopeExtendError: one of the checks fails; the disk is full; the loss or gradient is not finite in more
+        RopeExtendError: one of the checks fails, or the hub does not take the result, which is saved then;
+            the disk is full; the loss or gradient is not finite in more
             consecutive steps than `recipe.max_skipped`; or the launched processes do not find each other.
         FinetuneInterrupted: Ctrl-C or SIGTERM, after the current step and a checkpoint.
     """
@@ -181,6 +183,8 @@ def finetune(
         )  # fmt: skip
     state = _first_state(recipe, training.fingerprint, sharding, checkpoint)
     state = replace(state, memory_options=asdict(memory_options))
+    if recipe.hub_model_id is not None and accelerator.is_main_process:  # rather now than after the run
+        open_repository(recipe.hub_model_id, private=recipe.hub_private_repo or None)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process and checkpoint is None:
         _prepare_directory(directory, recipe, fresh=resume is False)
@@ -219,6 +223,8 @@ def finetune(
         except BaseException:
             patch.remove()
             raise
+    if accelerator.is_main_process:
+        _publish(recipe, directory)
     return FinetuneResult(
         directory,
         run.state.step,
@@ -231,6 +237,24 @@ def finetune(
         run.model,
         patch,
     )
+
+
+def _publish(recipe: Recipe, directory: Path) -> None:
+    """Upload a finished run, if the recipe says so.
+
+    Raises:
+        RopeExtendError: the hub does not take it; the run is saved.
+    """
+    if recipe.hub_model_id is None:
+        return
+    try:
+        address = push_to_hub(directory, recipe.hub_model_id, private=recipe.hub_private_repo or None)
+    except RopeExtendError as error:
+        raise RopeExtendError(
+            f"the run is finished and saved in {directory}, but it is not on the hub: {error}. Push it: "
+            f"rope-extend push {directory} {recipe.hub_model_id}"
+        ) from error
+    logger.info("uploaded: %s", address)
 
 
 def plan(recipe: Recipe, *, limit_memory: int | None = None, elsewhere: bool = False) -> TrainingPlan:
@@ -404,8 +428,9 @@ def _check_model(
         model = empty_model(recipe.model)
     elif isinstance(model, PeftModel) or current_patch(model) is not None:
         raise RopeExtendError(
-            "the model has a patch or an adapter already, but finetune applies those of the recipe; call "
-            "patch.remove() and model.unload() first"
+            "the model has a patch or an adapter already, but finetune applies those of the recipe; leave "
+            "model out, so that the recipe's is loaded. To train on from an adapter, merge it first "
+            "(rope-extend merge), and name the merged checkpoint in the recipe"
         )
     elif recipe.quantize is not None:
         raise RopeExtendError(

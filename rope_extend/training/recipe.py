@@ -6,8 +6,10 @@ The module imports neither torch nor transformers, so that `rope-extend finetune
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from rope_extend.config import (
@@ -36,7 +38,10 @@ from rope_extend.config import (
 from rope_extend.data.choices import CONSECUTIVE, PACKINGS, RESTART, SAMPLED, UNPACKED
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import PRETRAINED, STARTS, check_method_name, check_start, method_names
+from rope_extend.report.tables import is_private
 from rope_extend.units import parse_length
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")
 
 
 def _betas(value: Any) -> tuple[float, float]:
@@ -138,6 +143,7 @@ class Recipe(Config):
         "checkpoints and logs": (
             "save_every", "keep_checkpoints", "log_every", "tensorboard", "trackers", "peak_flops",
         ),
+        "publishing": ("push_to_hub", "hub_model_id", "hub_private_repo"),
     }  # fmt: skip
 
     model: Annotated[str, TEXT, "pretrained model: a local directory or a hub id"]
@@ -307,6 +313,17 @@ class Recipe(Config):
         "peak operations per second of one device, for the utilisation in the metrics; known for common GPUs "
         "in bfloat16",
     ] = None
+    push_to_hub: Annotated[
+        bool, FLAG, "after the run, upload the adapter, its record and card, as rope-extend push does"
+    ] = False
+    hub_model_id: Annotated[
+        str | None,
+        optional(TEXT),
+        "with push_to_hub, the hub id owner/name; created before the run",
+    ] = None
+    hub_private_repo: Annotated[
+        bool, FLAG, "with push_to_hub, make a new repository private; a public one is refused"
+    ] = False
     text_column: Annotated[str, TEXT, "column of the text, for tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset to train on"] = "train"
     eval_split: Annotated[
@@ -355,6 +372,7 @@ class Recipe(Config):
         check_start("recipe", self.start, self.current_length)
         self._check_lengths()
         self._check_mixed()
+        self._check_publishing()
         self._check_groups()
         self._check_stream()
         self._check_weights()
@@ -443,6 +461,28 @@ class Recipe(Config):
                 raise RopeExtendError(
                     f"recipe: mixed_windows and {name} cannot be combined: {reason}; leave one of the two out"
                 )
+
+    def _check_publishing(self) -> None:
+        if self.push_to_hub != (self.hub_model_id is not None) or (
+            self.hub_private_repo and not self.push_to_hub
+        ):
+            raise RopeExtendError(
+                "recipe: push_to_hub and hub_model_id belong together, and hub_private_repo needs them; got "
+                f"push_to_hub {self.push_to_hub}, hub_model_id {self.hub_model_id!r}, hub_private_repo "
+                f"{self.hub_private_repo}; set push_to_hub and a hub_model_id, owner/name, or leave all out"
+            )
+        if self.hub_model_id is None:
+            return
+        if not _HUB_ID.fullmatch(self.hub_model_id):
+            raise RopeExtendError(
+                f"recipe: hub_model_id must be owner/name, of letters, digits, '-', '_' and '.', got "
+                f"{self.hub_model_id!r}"
+            )
+        if is_private(self.model) or Path(self.model).exists():
+            raise RopeExtendError(
+                f"recipe: push_to_hub needs a base model that others can load, and {self.model!r} is a local "
+                "path; name the base model by its hub id, or leave push_to_hub out"
+            )
 
     def _check_groups(self) -> None:
         group = self.shifted_sparse

@@ -49,7 +49,8 @@ _OLD_OPTIONS = "levers"
 MAY_CHANGE = frozenset({
     "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
     "eval_lengths", "eval_documents", "eval_split", "tensorboard", "trackers", "peak_flops",
-    "output_dir", "gradient_checkpointing", "offload_checkpoints", "expandable_segments",
+    "output_dir", "gradient_checkpointing", "offload_checkpoints", "expandable_segments", "push_to_hub",
+    "hub_model_id", "hub_private_repo",
 })  # fmt: skip
 """Fields of the recipe that do not change what a step computes, so they may change when a run resumes."""
 VERSION = "transformers"

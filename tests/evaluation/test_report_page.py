@@ -15,9 +15,9 @@ import pytest
 
 from rope_extend.report.chart import Chart, Curve, Point
 from rope_extend.report.colours import look
-from rope_extend.report.html import Code, HeatMap, page
+from rope_extend.report.html import HeatMap, page
 from rope_extend.report.svg import NARROW, WIDE, can_be_logarithmic, drawings
-from rope_extend.report.tables import Section
+from rope_extend.report.tables import Code, Section
 from rope_extend.report.ticks import length_ticks, value_range, value_ticks
 
 LENGTHS = (128, 256, 512, 1024)

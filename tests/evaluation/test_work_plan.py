@@ -21,7 +21,7 @@ from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.evaluation.work_plan import Costs, Extent, default_trials
 
 COSTS = Costs(
-    rows=3, document=10, cropped_rows=1, cropped_document=8, prompt_rows=3, prompt=2, prompt_length=8192
+    rows=3, document=10, cropped_rows=1, cropped_document=8, prompt_rows=3, prompt=2, prompt_lengths=(8192,)
 )
 WHOLE = Extent(documents=4, cropped=True, trials=4)
 
@@ -148,7 +148,7 @@ def test_a_budget_is_kept_when_an_evaluation_resumes(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another estimate must not change what is measured."""
-    costs = [Costs(2, 10, 1, 10, 2, 1, 32)]
+    costs = [Costs(2, 10, 1, 10, 2, 1, (32,))]
     monkeypatch.setattr(module, "evaluation_costs", lambda *_: costs[-1])
     config = EvaluationConfig(
         model=str(work / "model"), data=str(work / "data"), methods=("none", "yarn"), lengths=(16, 64),
@@ -158,7 +158,7 @@ def test_a_budget_is_kept_when_an_evaluation_resumes(
         patch.setattr(module, "write_report", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             evaluate(config, progress=False)
-    costs.append(Costs(2, 1, 1, 1, 2, 1, 32))  # now everything would fit
+    costs.append(Costs(2, 1, 1, 1, 2, 1, (32,)))  # now everything would fit
     rows = evaluate(config, resume=True, progress=False)
     assert [row.label for row in rows] == ["none", "yarn"]
     assert [row.result.documents for row in rows] == [2, 2]

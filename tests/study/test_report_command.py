@@ -130,6 +130,27 @@ def test_the_plan_needs_no_data(work: Path, tmp_path: Path, capsys: pytest.Captu
     assert lines[2].startswith("in all, about ")
 
 
+def test_the_plan_keeps_to_the_budget(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an estimate of one second for each window: three rows, the cropped one needs three windows."""
+    monkeypatch.setattr(Study, "_seconds", lambda self, tokens: 1.0)
+    command = "report {model} --target-length 64 --methods none,yarn --documents 2 --plan"
+    command += " --depths 1 --trials 1"
+    run(f"{command} --budget 1h", work, tmp_path)
+    shown = capsys.readouterr().out
+    assert "in all, about 13 s" in shown
+    assert "left for --resume" not in shown
+    run(f"{command} --budget 7s", work, tmp_path)  # a document of each row, 5 s, and two of three prompts
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "within the budget of 7 s: 5 of 9 measurements; left for --resume: yarn: 1 prompts, none: 1 "
+        "documents, none, cropped to 32: 1 documents, yarn: 1 documents"
+    )
+    with pytest.raises(SystemExit):
+        run(f"{command} --budget 0.5s", work, tmp_path)
+    assert "is too short: the first of 9 measurements" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
