@@ -75,9 +75,11 @@ class AttentionCall:
     def with_full_mask(self) -> AttentionCall:
         """The call with a mask of all queries and keys, unless attention is causal or takes no such mask."""
         mask, pairs = self.mask, (self.query.shape[2], self.key.shape[2])
-        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == 1 < pairs[0]:
+        if pairs[0] == 1:
+            return self
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[2] == 1:
             return replace(self, mask=mask.expand(-1, -1, pairs[0], -1))  # one row for all queries
-        if mask is not None or self.is_causal or pairs[0] == 1 or not is_dense(self.implementation):
+        if mask is not None or self.is_causal or not is_dense(self.implementation):
             return self
         shown = (True, torch.bool) if takes_boolean_mask(self.implementation) else (0.0, self.query.dtype)
         mask = torch.tensor(shown[0], dtype=shown[1], device=self.query.device)

@@ -365,7 +365,7 @@ class AttentionHandler:
         """Forward pre-hook of an attention module: find the forward that its cos and sin belong to."""
         if getattr(module, HANDLER, None) is self:
             named = kwargs.get("position_embeddings")  # the usual name; a search costs time
-            forward = None if named is None else marked_forward(named)
+            forward = getattr(named[0], _FORWARD, None) if type(named) is tuple and named else None
             if forward is None:
                 forward = marked_forward((args, kwargs))
             self._running.frames.append(_Frame(is_decoder=False, module=module, forward=forward))
@@ -454,7 +454,7 @@ class AttentionHandler:
                 f"{self.encoding} cannot use this {type(past).__name__}: its {seen} tokens were "
                 f"cached without the encoding, so their keys are already rotated; start from an empty cache"
             )
-        if past.rope_extend_encoding != self.encoding:
+        if not _equal(past.rope_extend_encoding, self.encoding):
             raise PatchError(
                 f"{self.encoding} cannot use this {type(past).__name__}: it was filled under "
                 f"{past.rope_extend_encoding}; start from an empty cache"
@@ -475,9 +475,9 @@ class AttentionHandler:
 
     def _filled(self, past: Cache) -> bool:
         """Whether a cache was filled under this encoding, for the same sizes and trained window."""
-        if not isinstance(past, _Tracked) or past.rope_extend_encoding != self.encoding:
+        if not isinstance(past, _Tracked) or not _equal(past.rope_extend_encoding, self.encoding):
             return False
-        return past.rope_extend_shape == self.shape
+        return _equal(past.rope_extend_shape, self.shape)
 
     def begin_whole_rows(self, position_ids: Tensor) -> Forward:
         """`begin`, for an encoding that chooses one table per row; see `RotationHandler`."""
@@ -572,6 +572,11 @@ def marked_forward(arguments: Any) -> Forward | None:
         if found is not None:
             return found
     return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two encodings or shapes are equal; at once if they are the same object."""
+    return one is other or bool(one == other)
 
 
 def _rows(position_ids: Tensor) -> Tensor:

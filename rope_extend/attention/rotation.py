@@ -67,6 +67,8 @@ class _Forward(Forward):
     shape: RopeShape
     normalised: bool
     """Whether the model normalises queries and keys after rotating them, so that a factor has no effect."""
+    length: int | None = None
+    """The length that sets the table, if it is known: of one query without decay."""
     segments: list[_Segment] = field(init=False)
     scale: Tensor | None = field(init=False)
 
@@ -75,10 +77,10 @@ class _Forward(Forward):
         self.segments = self._cut() if self.encoding.rotates_in_attention else []
 
     def _cut(self) -> list[_Segment]:
+        if self.length is not None:
+            return [_Segment(0, 1, (self.length,), (0,))]
         lengths = self.encoding.table_length(self.shape, self.queries + 1)
         decay = self.encoding.decay(self.shape)
-        if lengths.shape == (1, 1) and decay is None:  # a step of decoding is as slow as its operations
-            return [_Segment(0, 1, (int(lengths),), (0,))]
         centres = torch.zeros_like(self.queries)
         if decay is not None:
             block = _decay_block(decay)
@@ -167,6 +169,8 @@ class RotationHandler(AttentionHandler):
         self.shape = shape
         self._normalised = normalised
         self._latest: tuple[Any, Tensor] | None = None  # see `_of_position`
+        self._lengths: tuple[int, list[int]] = (0, [])  # see `_table_length`
+        self._decays = encoding.decay(shape) is not None
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Act inside the attention of a decoder; for a schedule with one table per row, only find the caches.
@@ -182,10 +186,22 @@ class RotationHandler(AttentionHandler):
 
     def new_forward(self, queries: Tensor, keys: Tensor) -> _Forward:
         """A forward, cut into segments where its tables change."""
-        forward = _Forward(queries, keys, self.encoding, self.shape, self._normalised)
+        length = None if self._decays or queries.numel() > 1 else self._table_length(int(queries))
+        forward = _Forward(queries, keys, self.encoding, self.shape, self._normalised, length)
         if forward.scale is not None and self.share != 1:
             forward.scale = 1 + self.share * (forward.scale - 1)
         return forward
+
+    def _table_length(self, position: int) -> int:
+        """The length that sets the table of a query; those of the next few positions are computed with it."""
+        first, lengths = self._lengths
+        if not first <= position < first + len(lengths):
+            first = position // POSITIONS * POSITIONS
+            with torch.device("cpu"):
+                block = torch.arange(first + 1, first + 1 + POSITIONS)
+                lengths = self.encoding.table_length(self.shape, block).tolist()
+            self._lengths = first, lengths
+        return lengths[position - first]
 
     def begin_whole_rows(self, position_ids: Tensor) -> Forward:
         """`begin`, for schedules with one table per row: refuse a cache that was filled under other tables.
@@ -230,7 +246,7 @@ class RotationHandler(AttentionHandler):
             call = replace(call, query=call.query * scale)
         if not forward.segments:
             return call.own(call.query, call.key, call.value, call.mask)
-        if call.query.shape[2] == 1 and self.encoding.decay(self.shape) is None:
+        if call.query.shape[2] == 1 and not self._decays:
             layer = layer_with(
                 call.query, call.key, call.value, forward.past, getattr(call.module, "layer_idx", None)
             )
