@@ -14,7 +14,7 @@ from method_numbers import factors, numbers
 
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.encodings import Encoding, encoding_class, encoding_names
+from rope_extend.encodings import Encoding, Learned, RopeEncoding, encoding_class, encoding_names
 from rope_extend.plots.gallery import MODEL, ROTARY, linked
 from rope_extend.plots.method_pictures import SHOWN, caption, draw_method, example, target_of
 from rope_extend.report.tables import markdown_table
@@ -70,15 +70,6 @@ Use it: {use}
 def page(name: str, by_hand: str) -> str:
     """The page of a method, with the sections that are written by hand."""
     cls = encoding_class(name)
-    shape = (
-        f"For {ROTARY.dim} rotated channels per head, base {ROTARY.theta:,.0f} and a trained window of "
-        f"{ROTARY.trained_length:,} tokens, extended to {target_of(name):,}"
-    )
-    if cls.replaces_rotation and not hasattr(cls, "inv_freq"):
-        shape = (
-            f"For {MODEL.heads} heads, {MODEL.hidden_size} hidden channels and a trained window of "
-            f"{MODEL.trained_length:,} tokens; learned parameters have their first values"
-        )
     return PAGE.format(
         name=name,
         text=_text(cls),
@@ -86,7 +77,7 @@ def page(name: str, by_hand: str) -> str:
         caption=caption(name),
         by_hand=by_hand.strip(),
         parameters=_parameters(cls),
-        shape=f"{shape}:",
+        shape=_shape(name),
         numbers="\n\n".join([markdown_table(numbers(name)).strip(), *factors(name)]),
         support=_support(name),
         source=linked(cls.paper),
@@ -98,6 +89,18 @@ def by_hand(text: str) -> str:
     """The sections of a page that are written by hand."""
     found = re.search(r"^## Formula\n.*?(?=^## Parameters|\Z)", text, re.MULTILINE | re.DOTALL)
     return found[0] if found else NEW
+
+
+def _shape(name: str) -> str:
+    """The model of the numbers, in words."""
+    window = f"a trained window of {ROTARY.trained_length:,} tokens, extended to {target_of(name):,}"
+    encoding = example(name)
+    if isinstance(encoding, RopeEncoding):
+        return f"For {ROTARY.dim} rotated channels per head, base {ROTARY.theta:,.0f} and {window}:"
+    first = "; learned parameters have their first values" if encoding.initial(MODEL) else ""
+    if isinstance(encoding, Learned):
+        first = "; the table has a row for each token of the trained window"
+    return f"For {MODEL.heads} heads, {MODEL.hidden_size} channels of an embedding and {window}{first}:"
 
 
 def _use(name: str) -> str:
@@ -123,9 +126,7 @@ def _parameters(cls: type[Encoding]) -> str:
     for field in cls._fields():
         default = "follows from the target length"
         if field.default is not MISSING:
-            default = (
-                "none given" if field.default is None else f"`{field.default}`".replace("0.0625", "1/16")
-            )
+            default = {None: "none", 1 / 16: "1/16"}.get(field.default, f"`{field.default}`")
         elif field.default_factory is not MISSING:
             default = "plain RoPE"
         elif field.name == "long_factor":

@@ -97,7 +97,7 @@ def page(pictures: str) -> str:
         f"window {TARGET:,}. `rope-extend plot encodings --output DIR` draws the pictures.",
     ]
     for exhibit in EXHIBITS:
-        names = ", ".join(f"`{name}`" for name in exhibit.methods)
+        names = ", ".join(f"[`{name}`](methods/{name}.md)" for name in exhibit.methods)
         links = ", ".join(linked(paper) for paper in exhibit.papers)
         parts += [
             f"## {exhibit.title}",

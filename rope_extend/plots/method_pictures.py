@@ -217,7 +217,7 @@ def _draw_vectors(encoding: Encoding, path: Path) -> Path:
 
 
 def _draw_rows(encoding: Encoding, path: Path) -> Path:
-    """The row of the table that each position gets, under each rule, found by what the encoding returns."""
+    """The row of the learned table that each position gets, under two rules."""
     figure, (axes,) = new_panels("learned: the row of each position", height=3.2)
     rows = ROTARY.trained_length
     counting = {"table": torch.arange(rows, dtype=torch.float32)[:, None]}
@@ -233,7 +233,7 @@ def _draw_rows(encoding: Encoding, path: Path) -> Path:
 
 
 def _draw_features(encoding: Encoding, path: Path) -> Path:
-    """The feature map."""
+    """The feature of a channel of a query or key, by its value."""
     assert isinstance(encoding, KernelEncoding)
     figure, (axes,) = new_panels(f"{encoding}: the feature map", height=3.2)
     x = torch.linspace(-4, 4, 161)

@@ -12,7 +12,9 @@ import pytest
 import torch
 import write_methods
 from matplotlib.figure import Figure
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from rope_extend.attention.kernel import linear_attention
 from rope_extend.encodings import (
     AbsoluteEncoding,
     BiasEncoding,
@@ -169,8 +171,18 @@ def test_the_features_are_those_of_the_code(name: str) -> None:
     assert encoding.features(torch.tensor(x)).tolist() == pytest.approx(
         [found["feature"](each) for each in x], rel=FLOAT32
     )
-    table = encoding.inner.inv_freq(ROTARY).tolist()
-    assert table == pytest.approx([found["frequency"](i) for i in range(ROTARY.dim // 2)], rel=FLOAT64)
+    table = encoding.inner.inv_freq(ROTARY)
+    assert table.tolist() == pytest.approx(
+        [found["frequency"](i) for i in range(ROTARY.dim // 2)], rel=FLOAT64
+    )
+    tokens = 6
+    q, k, v = torch.randn(3, tokens, ROTARY.dim, generator=torch.Generator().manual_seed(0)).double()
+    features = [encoding.features(states).double()[None, None] for states in (q, k)]
+    angles = torch.outer(torch.arange(tokens), table).repeat(1, 2)[None]
+    turned = apply_rotary_pos_emb(*features, angles.cos(), angles.sin())
+    ours, _ = linear_attention(*(each.float() for each in (*features, *turned, v[None, None])), None)
+    expected = [found["output"](m, q.tolist(), k.tolist(), v.tolist()) for m in range(tokens)]
+    torch.testing.assert_close(ours[0, 0], torch.tensor(expected), rtol=0, atol=FLOAT32)
 
 
 @pytest.mark.parametrize("name", encoding_names())
