@@ -94,7 +94,7 @@ def _short_texts(results: Results) -> Iterator[str]:
 
 def _cost(results: Results) -> Iterator[str]:
     took, where = format_duration(seconds(results.lines)), " and ".join(machines(results.lines))
-    yield f"All of this took {took} of computing on {where}."
+    yield f"All measurements so far took {took} of computing on {where}."
 
 
 def _failed(results: Results) -> Iterator[str]:
