@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots import curves, gallery, style
+from rope_extend.plots import curves, gallery, retrieval_maps, style
 from rope_extend.plots.contents import contents, differences, written
 
 ROOT = Path(__file__).parents[2]
@@ -94,7 +94,8 @@ def test_every_picture_says_what_it_shows_and_is_compared() -> None:
     pictures = {path for path in DOCS.rglob("*") if path.suffix in (".png", ".svg")}
     assert {path.parent.relative_to(DOCS).as_posix() for path in pictures} == set(COMPARED)
     own = {path.stem for path in DOCS.glob("*.png")}
-    assert own == {"perplexity", "training_free", "interpolation_curve"}  # each has a test below
+    named = {"perplexity", "training_free", "training_free_passkeys", "interpolation_curve"}
+    assert own == named  # each has a test below
     for path in pictures - OLD:
         assert written(path), path
 
@@ -150,6 +151,37 @@ def test_the_picture_of_methods_without_training_is_that_of_the_table(
     rows = [row for row in rows_of_table(page) if row.label in shown[0]["texts"]]
     assert len(rows) >= 6
     compare_with_table(shown, rows, figures, tmp_path)
+
+
+def test_the_picture_of_passkeys_is_that_of_the_table(figures: list[Figure], tmp_path: Path) -> None:
+    """Shares and their intervals, in whole percent on the page."""
+    page = (DOCS / "training_free.md").read_text("utf-8").split("Passkeys found, of 20 prompts")[1]
+    head, _, *lines = re.search(r"^\|\s+\|.*\n(?:\|.*\n)+", page, re.MULTILINE)[0].splitlines()  # type: ignore[index]
+    lengths = [1024 * int(cell[:-1]) if "k" in cell else int(cell) for cell in head.replace("|", " ").split()]
+    shown, rows = written(DOCS / "training_free_passkeys.png"), []
+    for line in lines:
+        label = line.split("|")[1].strip()
+        shares = [[int(n) / 100 for n in each] for each in re.findall(r"(\d+)% \((\d+)–(\d+)\)", line)]
+        rates = {
+            n: SimpleNamespace(mean=a, low=b, high=c) for n, (a, b, c) in zip(lengths, shares, strict=True)
+        }
+        if label in shown[0]["texts"]:
+            rows.append(
+                SimpleNamespace(
+                    label=label, method=label, adapter=None, trained_length=256, crop=None, tasks=["passkey"],
+                    lengths=lambda task, found=rates: list(found),
+                    rate=lambda task, length, found=rates: found[length],
+                )
+            )  # fmt: skip
+    assert len(rows) >= 6
+    retrieval_maps.plot_accuracy(rows, "passkey", tmp_path / "a.png", title=shown[0]["texts"][0])
+    (drawn,) = contents(figures[0])
+    assert drawn["texts"] == shown[0]["texts"]
+    for kind in ("lines", "strokes"):
+        assert len(drawn[kind]) == len(shown[0][kind]) >= 6
+        for ours, theirs in zip(drawn[kind], shown[0][kind], strict=True):
+            assert ours[0] == theirs[0]
+            assert ours[1:] == [pytest.approx(numbers, abs=0.51) for numbers in theirs[1:]]
 
 
 def compare_with_table(
