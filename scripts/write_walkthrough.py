@@ -87,7 +87,7 @@ STEPS = (
         'MODEL=$(python -c "from rope_extend.data.bundled import MODEL_DIR; print(MODEL_DIR)")',
     ),
     Step(
-        "Four steps of LoRA at 2k, to show the way. The demonstration takes 36:",
+        "Four steps of LoRA at 2k, to show the way. The demonstration takes 18:",
         "rope-extend finetune --model $MODEL --data demo:finetuning --target-length 2k --steps 4 "
         "--warmup-steps 1 --learning-rate 1e-3 --gradient-accumulation 1 --output-dir runs/yarn",
     ),

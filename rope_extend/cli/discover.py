@@ -209,7 +209,11 @@ def demo_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--methods", type=method_list, metavar="NAME,NAME",
-        help="methods to compare (default: none,linear,ntk,yarn)",
+        help="methods to measure without training (default: none,yarn)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tune", type=method_list, metavar="NAME,NAME",
+        help="methods to fine-tune (default: yarn,short_original(yarn))",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, metavar="N", help="LoRA steps of each method")
     parser.add_argument(
@@ -218,15 +222,16 @@ def demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def demo(arguments: argparse.Namespace) -> None:
-    """Extend the bundled model 8x, and measure perplexity before and after a short LoRA run.
+    """Extend the bundled model 8x, and measure perplexity and passkeys before and after a short LoRA run.
 
     Needs no network and no GPU. After an interruption, the same command resumes.
     """
-    from rope_extend.demo.run import METHODS, run_demo
+    from rope_extend.demo.run import METHODS, TUNED, run_demo
 
     run_demo(
         arguments.output,
         methods=arguments.methods or METHODS,
+        tuned=arguments.tune or TUNED,
         steps=arguments.steps,
         overwrite=arguments.overwrite,
     )

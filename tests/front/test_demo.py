@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,11 +32,23 @@ def test_a_short_demo_writes_its_report_and_resumes(
     shown = capsys.readouterr().out
     assert shown.count("$ rope-extend finetune") == 3
     assert shown.count("$ rope-extend evaluate") == 1
+    assert shown.count("$ rope-extend card") == 3
     labels = [row.label for row in read_results(tmp_path)]
     assert labels == [
-        "none", "none, cropped to 256", "yarn", "none + LoRA at 2k", "yarn + LoRA", "none + LoRA at 256",
+        "none", "none, cropped to 256", "yarn", "yarn + LoRA", "short_original + LoRA", "none + LoRA at 256",
         "none + LoRA at 256, cropped to 256",
     ]  # fmt: skip
+    assert shown.count(", texts of 256 tokens: perplexity") == 3  # what the runs cost, said in the output
+    runs = tmp_path / "runs"
+    for name, mixed in {"yarn": False, "short_original-yarn": True, "control": False}.items():
+        assert Recipe.from_yaml(runs / name / "recipe.yaml").mixed_windows == mixed
+        card = (runs / name / "README.md").read_text()
+        assert "Not measured yet" not in card
+        assert "| yarn + LoRA" in card
+    table = (tmp_path / "table.md").read_text()
+    assert re.search(r"Retrieval, passkey:\n\n\| +\| +256 \| +2k \|", table)
+    assert "Sample 1: " in table
+    assert table.count("rope-extend finetune") == 3
     adapter = (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns
     main(arguments)
     assert "already in" in capsys.readouterr().out
@@ -54,14 +67,16 @@ def test_results_of_another_demonstration_are_not_reused(
     monkeypatch.setattr(demo, "read_results", lambda _: rows)
     monkeypatch.setattr(demo, "read_state", lambda path: SimpleNamespace(step=int(path.name[5:])))
     monkeypatch.setattr(demo, "_show", lambda *_: None)
-    assert run_demo(tmp_path, methods=["yarn"], steps=2) == rows
-    assert run_demo(tmp_path, methods=["none", "resonance(yarn)"], steps=2) == rows
+    assert run_demo(tmp_path, methods=["yarn"], tuned=["yarn"], steps=2) == rows
+    assert run_demo(tmp_path, methods=["none", "resonance(yarn)"], tuned=["yarn"], steps=2) == rows
     with pytest.raises(RopeExtendError, match=r"with no linear\. .*--overwrite"):
-        run_demo(tmp_path, methods=["yarn", "linear"])
+        run_demo(tmp_path, methods=["yarn", "linear"], tuned=["yarn"])
+    with pytest.raises(RopeExtendError, match=r"with no LoRA run of short_original\(yarn\)\. "):
+        run_demo(tmp_path, methods=["yarn"], steps=2)
     with pytest.raises(RopeExtendError, match=r"with runs of 2 steps \(yarn\)"):
-        run_demo(tmp_path, methods=["yarn"], steps=3)
+        run_demo(tmp_path, methods=["yarn"], tuned=["yarn"], steps=3)
     with pytest.raises(RopeExtendError, match=r"with runs of 2 steps \(yarn\)"):
-        run_demo(tmp_path, methods=["yarn"])  # the recipe has more
+        run_demo(tmp_path, methods=["yarn"], tuned=["yarn"])  # the recipe has more
 
 
 @pytest.mark.usefixtures("private_cache")
@@ -91,6 +106,8 @@ def test_the_recipe_matches_the_bundled_model() -> None:
 def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(RopeExtendError, match="Did you mean 'yarn'"):
         run_demo(tmp_path / "demo", methods=["yran"])
+    with pytest.raises(RopeExtendError, match="Did you mean 'yarn'"):
+        run_demo(tmp_path / "demo", tuned=["yran"])
     assert not (tmp_path / "demo").exists()
 
 
