@@ -157,5 +157,5 @@ def test_the_rows_of_a_method_are_those_of_the_pages() -> None:
     assert rows[0] in shown
     assert "| none, cropped to 256" in shown
     assert "| self_extend" not in shown
-    assert "short_original(yarn)" in site_measured.measured("yarn")
-    assert "no row" in site_measured.measured("ntk_mixed")
+    assert "| short_original(yarn)" in site_measured.measured("yarn")
+    assert "no row" in site_measured.measured("no_such_method")
