@@ -20,7 +20,7 @@ from rope_extend.checkpoint.peft_models import remove_adapter
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.encodings import RopeShape, rotary_method
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.commands import command_words, commands_part
+from rope_extend.evaluation.commands import command_words, commands_part, how_it_was_made
 from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
@@ -132,12 +132,12 @@ def run_demo(
         samples=1,
     )
     _print_step(len(runs) + 1, len(runs) + 2, "perplexity, passkeys and a sample, before and after")
-    commands.append(["evaluate", *command_words(replace(config, output=str(output)))])
+    written = replace(config, output=str(output))
+    commands.append(["evaluate", *command_words(written)])
     _print_command(commands[-1])
     rows = evaluate(config)
-    write_report(
-        rows, output, trained_length=trained, title=TITLE, overwrite=True, made_by=[commands_part(commands)]
-    )
+    made_by = [commands_part(commands), *how_it_was_made("evaluate", written)[1:]]
+    write_report(rows, output, trained_length=trained, title=TITLE, overwrite=True, made_by=made_by)
     _print_step(len(runs) + 2, len(runs) + 2, "the model card of each run, with these results")
     for adapter in adapters:
         _print_command(["card", adapter, "--results", str(output)])

@@ -35,7 +35,7 @@ def how_it_was_made(command: str, config: ModelConfig) -> list[Code]:
     words = ["settings.yaml"] if by_file else command_words(config)
     return [
         commands_part([[command, *words]]),
-        Code("Its settings", f"# The same as a file, for: rope-extend {command} settings.yaml\n{file}"),
+        Code("The same settings as a file", f"# rope-extend {command} settings.yaml\n{file}"),
     ]
 
 

@@ -70,5 +70,5 @@ def _part(rows: Sequence[EvaluationRow], number: int) -> Code:
         sample = row.samples[number]
         seen = "" if sample.tokens == most else f" (sees {sample.tokens:,} tokens)"
         texts.append((f"{row.label}{seen}", sample.generated))
-    body = "\n\n".join(f"=== {head}\n{text.strip(chr(10))}" for head, text in texts)
+    body = "\n\n".join(f"=== {head}\n{text.strip(chr(10)) or '(only line breaks)'}" for head, text in texts)
     return Code(f"Sample {number + 1}: {first.document}, continued by each row", body)
