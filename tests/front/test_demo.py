@@ -16,6 +16,7 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.demo import run as demo
 from rope_extend.demo.run import DOCUMENTS, RECIPE, finetune_once, run_demo
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import checkpoints, read_state
@@ -115,7 +116,8 @@ def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("private_cache")
 def test_the_demo_shows_what_it_claims(tmp_path: Path) -> None:
     """The project's promise, on the whole demonstration."""
-    rows = {row.label: row.result for row in run_demo(tmp_path)}
+    measured = run_demo(tmp_path)
+    rows = {row.label: row.result for row in measured}
     plain, trained, longest = rows["none"], 256, 2048
     assert plain.documents == DOCUMENTS
     assert plain.beyond(trained) >= 3 * plain.within(trained)
@@ -127,3 +129,9 @@ def test_the_demo_shows_what_it_claims(tmp_path: Path) -> None:
     # More context helps: better than the same tokens of training spent in the old window.
     control = rows["none + LoRA at 256, cropped to 256"]
     assert tuned.ppl[longest] < control.ppl[longest]
+    # A short run keeps passkeys of the old window. After 36 steps, fewer than half are found.
+    by_label = {change.row.label: change for change in regressions(measured)}
+    found = by_label["yarn + LoRA"].retrieval["passkey"]
+    assert found.second.mean >= 0.7
+    # Short texts in training keep more of the perplexity.
+    assert by_label["short_original + LoRA"].after < by_label["yarn + LoRA"].after
