@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -215,14 +217,10 @@ def _chunks(text: Text, size: int) -> Tensor:
             for group in groups
             for q, k in group
         ]
-        stacked = [torch.cat(states) for states in zip(*parts, strict=True)]
-        output, sums = partial_attention(*stacked, causal=False, scale=text.scale)
-        output, sums = (part.reshape(-1, batch, *part.shape[1:]) for part in (output, sums))
-        found, end = [], 0
-        for group in groups:
-            which, end = slice(end, end + len(group)), end + len(group)
-            found.append((group[0][0][0] - first, _of_all(output[which], sums[which])))
-        result = _with(result, begin - first, sorted(found, key=lambda each: each[0]))
+        found = _of_groups(parts, [len(group) for group in groups], text.scale)
+        starts = [group[0][0][0] - first for group in groups]
+        rows_of = sorted(zip(starts, found, strict=True), key=lambda each: each[0])
+        result = _with(result, begin - first, rows_of)
     return result[0]
 
 
@@ -280,12 +278,18 @@ def _far_chunks(begin: int, total: int, size: int) -> Iterable[list[list[Rectang
     yield from calls.values()
 
 
-def _of_all(output: Tensor, sums: Tensor) -> Result:
-    """Attention to several sets of keys, from that to each: `[sets, ..., value_dim]` and `[sets, ...]`."""
-    if len(sums) == 1:
-        return output[0], sums[0]
-    weights = sums.softmax(dim=0)[..., None]
-    return (output.to(sums.dtype) * weights).sum(dim=0), sums.logsumexp(dim=0)
+def _of_groups(parts: Iterable[Sequence[Tensor]], sizes: Sequence[int], scale: float) -> list[Result]:
+    """Attention of each group of parts, with all parts in one call; those of a group have the same queries.
+
+    Args:
+        parts: queries, keys and values of each part, of equal sizes; those of a group follow each other.
+        sizes: the number of parts of each group.
+        scale: the factor on the products of queries and keys.
+    """
+    stacked = [torch.cat(states) for states in zip(*parts, strict=True)]
+    output, sums = partial_attention(*stacked, causal=False, scale=scale)
+    results = iter(zip(output.chunk(sum(sizes)), sums.chunk(sum(sizes)), strict=True))
+    return [reduce(lambda ours, other: merge(*ours, *other), islice(results, size)) for size in sizes]
 
 
 def _with(result: Result, start: int, found: Iterable[tuple[int, Result]]) -> Result:
