@@ -30,7 +30,7 @@ HEAD = """\
 <!-- written by scripts/make_results.py -->
 
 {source}. The model was trained on {trained} tokens.
-Weights in {dtype}, on {machine}. {precision}
+Weights in {dtype}, on {machine}.{precision}
 
     make results
 
