@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.commands import commands_part
 from rope_extend.files import replacing_directory
 from rope_extend.report.html import Part, page
 from rope_extend.report.tables import Line, Section, number, public_name
@@ -127,9 +128,11 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
         title, lead = f"Training report: {directory.resolve().name}", _lead(recipe, trained_length)
         text = [f"# {title}", lead, *(section.markdown() for section in sections)]
         text += [f"![{description}]({name})" for name, description in pictures.items()]
+        made_by = commands_part([["finetune", str(directory / "recipe.yaml")]])
+        text.append(made_by.markdown())
         (partial / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
         (partial / "report.html").write_text(
-            page(title, [lead], [*charts, *sections], versions()), encoding="utf-8"
+            page(title, [lead], [*charts, *sections, made_by], versions()), encoding="utf-8"
         )
     return final
 

@@ -287,6 +287,9 @@ def test_the_report_has_the_measurements(run: Path) -> None:
     assert any("MFU" in name for name in rows)
     html = (run / "report" / "report.html").read_text()
     assert html.count('<figure class="chart">') == 2
+    for shown_in in (text, html):  # by the name of the recipe, because the run lies elsewhere
+        assert "rope-extend finetune recipe.yaml" in shown_in
+        assert str(run) not in shown_in
     assert not re.search(r'(src|href)="(?!data:|#)', html)
     assert "after step 4" in html
     card = (run / "README.md").read_text()
