@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from results_lines import TRAINING, Line, ordered, recipe_settings, torch_dtype
+from results_rows import longest_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint.info import info
@@ -84,7 +85,9 @@ def check_model(lines: Sequence[Line], model: str, file: Path) -> None:
 
 
 def is_trained(lines: Sequence[Line], run: str, recipe: Recipe) -> bool:
-    """Whether the lines have the last step of a LoRA run with the same recipe, model and training text.
+    """Whether the lines have all of a LoRA run with the same recipe, model and training text.
+
+    All is its last step, and its perplexity on each text that plain RoPE was measured on.
 
     Args:
         lines: lines that were read from a file.
@@ -97,6 +100,12 @@ def is_trained(lines: Sequence[Line], run: str, recipe: Recipe) -> bool:
     )  # fmt: skip
     stored = next(last, None)
     if not stored or stored["recipe"] != recipe_settings(recipe):
+        return False
+    measured = [line for line in lines if line["kind"] == PERPLEXITY]
+    longest = max((longest_of(line) for line in measured), default=0)
+    measured = [line for line in measured if longest_of(line) == longest]
+    texts = {line["result"]["data"] for line in measured if line["label"] == "none"}
+    if not texts <= {line["result"]["data"] for line in measured if Path(line["adapter"] or "").name == run}:
         return False
     lm = pretrained(AutoModelForCausalLM, recipe.model, dtype=torch_dtype(stored["dtype"]))
     text = load_training_data(

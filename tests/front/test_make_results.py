@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -391,6 +392,16 @@ def test_stages_are_measured_once_and_written(
     assert [json.loads(line) for line in file.read_text().splitlines()] == [
         json.loads(line) for line in before.splitlines()
     ]
+    # A run whose perplexity is not on the page is trained again, and so is one with other settings.
+    found = results_lines.read_lines(file)
+    recipe = Recipe.from_yaml(
+        make_results.CONFIGS / "lora.yaml",
+        {"model": str(tmp_path / "elsewhere" / "model"), "data": str(tmp_path / "elsewhere" / "data")},
+    )
+    assert results_recorded.is_trained(found, "yarn", recipe)
+    unmeasured = [line for line in found if not line.get("adapter")]
+    assert not results_recorded.is_trained(unmeasured, "yarn", recipe)
+    assert not results_recorded.is_trained(found, "yarn", replace(recipe, learning_rate=1e-5))
 
 
 def _with(words: list[str], name: str, value: Path) -> list[str]:
