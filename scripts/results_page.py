@@ -336,7 +336,7 @@ def _lora_plan() -> str:
 
 def _missing(results: Results) -> Iterator[str]:
     """What the page should have, and has not."""
-    said = [f"- Perplexity of {label}: {count} books of {_books(results)} so far."
+    said = [f"- Perplexity of {label}: {books_text(count)} of {_books(results)} so far."
             for label, count in results.collected.partial.items()]  # fmt: skip
     for text, there in (
         (

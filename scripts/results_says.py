@@ -12,6 +12,9 @@ from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.report.tables import number
 from rope_extend.units import format_duration, format_length
 
+FEW_BOOKS = 5
+"""Below this number, resampled books give intervals that are too narrow."""
+
 
 def says(results: Results) -> list[str]:
     """The sentences, as far as something is measured."""
@@ -55,6 +58,8 @@ def _ties(results: Results, gains: list[Comparison]) -> Iterator[str]:
     if books == 1:
         yield "This is one book, which gives no intervals: another book may have another order."
         return
+    if books < FEW_BOOKS:
+        yield f"Intervals over {books} books are little more than the range of these books."
     best = gains[0].second
     changes = {gain.second.label: compare(best, gain.second).differences[-1] for gain in gains[1:]}
     ties = [f"`{label}`" for label, change in changes.items() if change.low is not None and change.low <= 0]

@@ -159,6 +159,7 @@ def test_sentences_claim_no_more_than_the_intervals() -> None:
         "This is 2.5 % better (95 %: -9.5 to +5.1 %), so no difference is shown, than the same text" in said
     )
     assert "2 books do not show that it is better than `ntk`." in said
+    assert "Intervals over 2 books are little more than the range of these books." in said
     assert "Worse than cropping" in said  # `ntk` is worse on both books
     assert "`yarn` (" not in said
 
