@@ -131,8 +131,9 @@ def test_the_report_begins_with_the_verdicts(tmp_path: Path) -> None:
     write_report(rows(2.9), tmp_path, trained_length=TRAINED)
     page = (tmp_path / "report.html").read_text()
     headings = re.findall(r"<h2 id=[^>]*>([^<]*)</h2>", page)
-    assert headings[:4] == [
-        "In short", "Perplexity divided by that of none, cropped to 32", "Perplexity by length", "Perplexity",
+    assert headings[:5] == [
+        "In short", "Perplexity divided by that of none, cropped to 32", "Perplexity by length",
+        "Loss by position", "Perplexity",
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
     # Without the control nothing is promised.
