@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,8 +42,8 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> Collected:
     """Put finished cells together.
 
     Rows are compared on the same documents, which are known by their tokens: two files of one name in two
-    folders are two documents. The number of documents is the one that fills most of the table:
-    documents times the rows that have all of them.
+    folders are two documents. Those that most rows have come first, and their number is the one that fills
+    most of the table: documents times the rows that have all of them.
 
     Args:
         cells: the values of finished cells.
@@ -56,7 +57,10 @@ def collect(cells: Iterable[Values], labels: Sequence[str]) -> Collected:
             row = row_of_cell(dict(values))
             measured.setdefault(row.label, {})[row.result.data] = row
             names.setdefault(row.result.data, values["document"])
-    documents = list(dict.fromkeys(data for by_document in measured.values() for data in by_document))
+    rows_of = Counter(data for label in labels for data in measured.get(label, {}))
+    documents = sorted(
+        names, key=lambda data: -rows_of[data]
+    )  # stable: equal ones stay in the order of cells
     answered = retrieved([values for values in cells if values["kind"] == RETRIEVAL], labels)
     complete = {
         count: [label for label in labels if measured.get(label, {}).keys() >= {*documents[:count]}]

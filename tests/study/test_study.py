@@ -307,6 +307,20 @@ def test_rows_are_compared_on_the_documents_that_fill_the_table() -> None:
     assert (nothing.rows, nothing.documents) == ([], [])
 
 
+@pytest.mark.parametrize("added", ["0", "z"])
+def test_a_document_of_few_rows_empties_no_table(added: str) -> None:
+    """Whatever its name is, and wherever it is among the cells."""
+    cells = [values(label, document, 1.0) for document in "ab" for label in ("none", "ntk", "yarn", "linear")]
+    few = [values("none", added, 1.0)]
+    found = collect(
+        sorted([*cells, *few], key=lambda one: one["document"]), ["none", "ntk", "yarn", "linear"]
+    )
+    assert ([each.label for each in found.rows], found.documents) == (
+        ["none", "ntk", "yarn", "linear"], ["a", "b"],
+    )  # fmt: skip
+    assert found.partial == {}
+
+
 def test_documents_of_one_file_name_are_two() -> None:
     first, second = (
         {**values("none", data, sums), "document": "text.txt"} for data, sums in (("a", 1.0), ("b", 2.0))
