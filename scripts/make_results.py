@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from results_lines import Line, lines_of, read_lines, write_lines
 from results_page import in_readme, page, readme_table
-from results_recorded import check_model, is_trained, merged, restore
+from results_recorded import check_model, is_measured, is_trained, merged, plain_cells, restore
 from results_rows import Results, results_of
 from smollm2 import SOURCE, checkpoint
 
@@ -39,7 +39,7 @@ from rope_extend.searching.run_search import search
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import LOG
 from rope_extend.searching.search_result import SUMMARY
-from rope_extend.study.cells import CellStore
+from rope_extend.study.cells import Cell, CellStore
 from rope_extend.study.run_study import Share, Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
@@ -78,6 +78,7 @@ class Run:
         changes: fields of every study that differ from the YAML files.
         share: which part of the cells this process measures.
         recorded: lines of the page, which count as measured if they are of the same model, text and settings.
+        stages: the stages of this run, in order.
     """
 
     directory: Path
@@ -87,12 +88,17 @@ class Run:
     changes: dict[str, Any]
     share: Share
     recorded: Sequence[Line] = ()
+    stages: Sequence[str] = ()
+
+    def config(self, name: str, **changes: Any) -> StudyConfig:
+        """The settings of the study of a stage."""
+        data = None if name in OF_PROMPTS else list(self.data)
+        values = {"model": self.model, "data": data, **self.changes, **changes}
+        return StudyConfig.from_yaml(CONFIGS / f"{name}.yaml", values)
 
     def study(self, name: str, **changes: Any) -> None:
         """Measure what is missing of a stage."""
-        file = CONFIGS / f"{name}.yaml"
-        values = {"model": self.model, "data": list(self.data), **self.changes, **changes}
-        study = Study(StudyConfig.from_yaml(file, values))
+        study = Study(self.config(name, **changes))
         store = CellStore(self.directory)
         study.run(
             self.directory, share=self.share, before=lambda cells: _say(restore(self.recorded, cells, store))
@@ -106,14 +112,28 @@ class Run:
         }  # fmt: skip
         return Recipe.from_yaml(CONFIGS / "lora.yaml", changes)
 
-    def train(self, methods: Sequence[str]) -> None:
-        """Train what is missing of the LoRA runs; the first share does it."""
+    def measured_later(self, stage: str) -> list[Cell]:
+        """What an adapter is measured on from a stage of this run on, as cells of plain RoPE."""
+        later = self.stages[self.stages.index(stage) :]
+        names = ["trained", *(name for name in later if name in OF_PROMPTS)]
+        configs = [self.config(name, methods=["none"], cropped=False) for name in names]
+        return [cell for config in configs for cell in plain_cells(config)]
+
+    def train(self, stage: str, methods: Sequence[str]) -> None:
+        """Train what is missing of the LoRA runs of a stage; the first share does it.
+
+        A run counts as finished if the page has its last step, and a line for all that it is measured on.
+        """
         if self.training_data is None or self.share.index:
             return
         for method in methods:
             recipe = self.recipe(method)
             there = Path(recipe.output_dir).exists()
-            if not there and is_trained(self.recorded, method, recipe):
+            if (
+                not there
+                and is_trained(self.recorded, method, recipe)
+                and is_measured(self.recorded, method, self.measured_later(stage))
+            ):
                 print(f"LoRA, {method}: its lines are on the page; delete them to train it again", flush=True)
             else:
                 finetune_once(recipe)
@@ -142,16 +162,16 @@ class Run:
     def stage(self, name: str) -> None:
         """One of `STAGES`."""
         if name == "lora":
-            self.train(LORA_RUNS[:3])
+            self.train(name, LORA_RUNS[:3])
         elif name == "trained":
             self.trained()
-        elif name == "passkeys" or name == "tasks":
-            self.study(name, data=None, adapters=self.adapters())
+        elif name in OF_PROMPTS:
+            self.study(name, adapters=self.adapters())
         elif name in FIXED_LENGTHS:
             lengths = FIXED_LENGTHS[name]
             self.study(name, target_length=lengths[-1], lengths=lengths, task_lengths=None)
         elif name == "lora_ntk":
-            self.train(LORA_RUNS[3:])
+            self.train(name, LORA_RUNS[3:])
             self.trained()
         elif name == "searched":
             self.searched()
@@ -163,6 +183,8 @@ STAGES = (
     "untrained", "precision", "lora", "trained", "passkeys", "string", "tasks", "lora_ntk", "searched",
 )  # fmt: skip
 """All stages, the most important first."""
+OF_PROMPTS = ("passkeys", "tasks")
+"""Stages that measure answers to prompts alone."""
 QUICK_STAGES = ("untrained", "passkeys")
 """The stages of `--quick`."""
 
@@ -297,7 +319,7 @@ def main(words: list[str] | None = None) -> None:
     model = arguments.model or str(checkpoint(arguments.run / "model"))
     check_model(recorded, model, file)
     check_settings(arguments.run, settings_of(model, arguments.data, changes))
-    run = Run(arguments.run, model, arguments.data, arguments.training_data, changes, share, recorded)
+    run = Run(arguments.run, model, arguments.data, arguments.training_data, changes, share, recorded, stages)
     for number, stage in enumerate(stages, start=1):
         started = time.perf_counter()
         print(f"\n[{number}/{len(stages)}] {stage}", flush=True)

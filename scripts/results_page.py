@@ -18,7 +18,7 @@ from rope_extend.evaluation.controls import against_cropped, regressions
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import ppl
 from rope_extend.report.tables import markdown_table, number
-from rope_extend.study.cells import PERPLEXITY
+from rope_extend.study.cells import PERPLEXITY, RETRIEVAL
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length
 
@@ -338,26 +338,39 @@ def _missing(results: Results) -> Iterator[str]:
     """What the page should have, and has not."""
     said = [f"- Perplexity of {label}: {books_text(count)} of {_books(results)} so far."
             for label, count in results.collected.partial.items()]  # fmt: skip
-    for text, there in (
-        (
-            f"LoRA runs (`yarn`, `linear`, direct), of {_lora_plan()} each.",
-            any(row.adapter for row in results.rows),
-        ),
-        (
-            f"`string`, at 12k tokens. {_reach_of_string(results)}",
-            any(line["label"] == "string" for line in results.of_kind(PERPLEXITY)),
-        ),
-        ("Passkeys.", any("passkey" in each.tasks for each in results.collected.retrieval)),
-        (
-            "Tasks in the style of RULER.",
-            any("multi_key" in each.tasks for each in results.collected.retrieval),
-        ),
-        ("A searched table.", bool(results.of_kind(SEARCH))),
-        ("32k tokens, which need a GPU.", results.longest >= 32_768),
-    ):
-        said += [] if there else [f"- Not measured: {text}"]
+    said += [f"- Not measured: {text}" for text in _not_measured(results)]
     if said:
         yield _section("What is missing", "\n".join(said))
+
+
+def _not_measured(results: Results) -> Iterator[str]:
+    """Stages of which there is no line, and prompts that a LoRA run has not answered."""
+    measured = results.of_kind(PERPLEXITY)
+    runs = {Path(line["adapter"]).name: line["label"] for line in measured if line["adapter"]}
+    if names := ", ".join(name for run, name in LORA_NAMES.items() if run not in runs):
+        yield f"LoRA runs ({names}), of {_lora_plan()} each."
+    if not any(line["label"] == "string" for line in measured):
+        yield f"`string`, at 12k tokens. {_reach_of_string(results)}"
+    answered: dict[str, set[str]] = {}
+    for line in results.of_kind(RETRIEVAL):
+        run = Path(line["adapter"] or "").name
+        for cell in line["cells"]:
+            answered.setdefault(cell["task"], set()).add(run)
+    if "passkey" not in answered:
+        yield "Passkeys."
+    if "multi_key" not in answered:
+        yield "Tasks in the style of RULER."
+    for task, by in answered.items():
+        if labels := ", ".join(f"`{label}`" for run, label in runs.items() if run not in by):
+            yield f"{task} of {labels}."
+    if not results.of_kind(SEARCH):
+        yield "A searched table."
+    if results.longest < 32_768:
+        yield "32k tokens, which need a GPU."
+
+
+LORA_NAMES = {"yarn": "`yarn`", "linear": "`linear`", "none": "direct"}
+"""LoRA runs that every page should have."""
 
 
 def _books(results: Results) -> int:

@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from results_lines import TRAINING, Line, ordered, recipe_settings, torch_dtype
-from results_rows import longest_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint.info import info
+from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.identity import Identity, check_same, model_identity
 from rope_extend.models.loading import pretrained
 from rope_extend.report.tables import public_name
 from rope_extend.study.cells import PERPLEXITY, RETRIEVAL, Cell, CellStore
+from rope_extend.study.run_study import Study
+from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.training_data import load_training_data
 
@@ -85,9 +87,7 @@ def check_model(lines: Sequence[Line], model: str, file: Path) -> None:
 
 
 def is_trained(lines: Sequence[Line], run: str, recipe: Recipe) -> bool:
-    """Whether the lines have all of a LoRA run with the same recipe, model and training text.
-
-    All is its last step, and its perplexity on each text that plain RoPE was measured on.
+    """Whether the lines have the last step of a LoRA run with the same recipe, model and training text.
 
     Args:
         lines: lines that were read from a file.
@@ -101,12 +101,6 @@ def is_trained(lines: Sequence[Line], run: str, recipe: Recipe) -> bool:
     stored = next(last, None)
     if not stored or stored["recipe"] != recipe_settings(recipe):
         return False
-    measured = [line for line in lines if line["kind"] == PERPLEXITY]
-    longest = max((longest_of(line) for line in measured), default=0)
-    measured = [line for line in measured if longest_of(line) == longest]
-    texts = {line["result"]["data"] for line in measured if line["label"] == "none"}
-    if not texts <= {line["result"]["data"] for line in measured if Path(line["adapter"] or "").name == run}:
-        return False
     lm = pretrained(AutoModelForCausalLM, recipe.model, dtype=torch_dtype(stored["dtype"]))
     text = load_training_data(
         recipe,
@@ -114,6 +108,39 @@ def is_trained(lines: Sequence[Line], run: str, recipe: Recipe) -> bool:
         trained_length=info(recipe.model).shape.trained_length,
     )
     return bool(stored["weights"] == model_identity(lm)["weights"] and stored["data"] == text.fingerprint)
+
+
+def plain_cells(config: StudyConfig) -> list[Cell]:
+    """The cells of plain RoPE of a study."""
+    study = Study(config)
+    lm = study.candidates.load_options.load(study.candidates.name)
+    return [cell for cell in study.cells(lm) if cell.row.method == PLAIN and cell.row.crop is None]
+
+
+def is_measured(lines: Sequence[Line], run: str, cells: Sequence[Cell]) -> bool:
+    """Whether the lines have the adapter of a LoRA run on the text or prompt of each of these cells.
+
+    Args:
+        lines: lines that were read from a file.
+        run: name of the run.
+        cells: cells of plain RoPE. Those of the adapter depend on the same, but for `OF_A_ROW`.
+    """
+    found = {
+        _target(line["identity"])
+        for line in lines
+        if _is_measured(line) and Path(line["adapter"] or "").name == run
+    }
+    return bool(cells) and all(_target(cell.identity) in found for cell in cells)
+
+
+OF_A_ROW = ("encoding", "shape", "adapter")
+"""What a measurement depends on that is of its row, not of the model, the text or the prompt."""
+
+
+def _target(identity: Identity) -> str:
+    """All that a measurement depends on but its row, as text."""
+    kept = {name: value for name, value in identity.items() if name not in OF_A_ROW}
+    return json.dumps(kept, sort_keys=True)
 
 
 def _key(label: str, identity: Identity) -> str:

@@ -29,7 +29,7 @@ from rope_extend.plots.contents import written
 from rope_extend.plots.curves import plot_ratio
 from rope_extend.report.tables import number
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.study.cells import Cell, binned
+from rope_extend.study.cells import Cell, StudyRow, binned
 from rope_extend.study.run_study import Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
@@ -370,6 +370,7 @@ def test_stages_are_measured_once_and_written(
     text = page.read_text()
     assert "## After one LoRA run each" in text
     # Nothing is measured again, and the page alone is the same.
+    measure = Study._measure
     monkeypatch.setattr("rope_extend.study.run_study.Study._measure", lambda *_: pytest.fail("measured"))
     make_results.main([*small, "--stages", "untrained,lora,trained"])
     page.unlink()
@@ -393,16 +394,22 @@ def test_stages_are_measured_once_and_written(
     assert [json.loads(line) for line in file.read_text().splitlines()] == [
         json.loads(line) for line in before.splitlines()
     ]
-    # A run whose perplexity is not on the page is trained again, and so is one with other settings.
+    # A run with other settings is trained again, and so is one without a line for a text of this command.
     found = results_lines.read_lines(file)
-    recipe = Recipe.from_yaml(
-        make_results.CONFIGS / "lora.yaml",
-        {"model": str(tmp_path / "elsewhere" / "model"), "data": str(tmp_path / "elsewhere" / "data")},
-    )
+    changes = {name: str(tmp_path / "elsewhere" / name) for name in ("model", "data")}
+    recipe = Recipe.from_yaml(make_results.CONFIGS / "lora.yaml", changes)
     assert results_recorded.is_trained(found, "yarn", recipe)
-    unmeasured = [line for line in found if not line.get("adapter")]
-    assert not results_recorded.is_trained(unmeasured, "yarn", recipe)
     assert not results_recorded.is_trained(found, "yarn", replace(recipe, learning_rate=1e-5))
+    trained: list[str] = []
+    monkeypatch.setattr(make_results, "finetune_once", lambda recipe: trained.append(recipe.method))
+    monkeypatch.setattr(Study, "_measure", measure)
+    other = tmp_path / "other"
+    other.mkdir()
+    book = sorted((tmp_path / "elsewhere" / "data").iterdir())[0]
+    (other / "a.txt").write_text(book.read_text()[100:])
+    again = _with(_with(small, "data", other), "run", tmp_path / "run again")
+    make_results.main([*again, "--stages", "lora"])
+    assert trained == ["yarn", "none"]
 
 
 def _with(words: list[str], name: str, value: Path) -> list[str]:
@@ -472,6 +479,39 @@ def test_an_adapter_that_was_trained_again_replaces_its_lines() -> None:
     own = [line("yarn + LoRA", "new"), {**step, "step": 2}]
     kept = [recorded[1], own[0], recorded[3], own[1], search]
     assert results_recorded.merged(own, recorded) == kept
+
+
+def test_a_lora_run_is_finished_with_a_line_for_every_text_and_prompt() -> None:
+    """Lines of other texts do not count, and no lines at all do not either."""
+    model = {"weights": "w", "dtype": "torch.float32"}
+    texts = [{**model, "kind": "perplexity", "lengths": [32, 64], "data": data} for data in "ab"]
+    targets = [*texts, {**model, "kind": "retrieval", "prompt": "p"}]
+    plain = StudyRow("none", method="none")
+    cells = [Cell("", plain, 0, 0, 1.0, {**each, "encoding": None, "shape": None}) for each in targets]
+    found = [
+        {
+            "kind": each["kind"], "label": "yarn + LoRA", "adapter": "lora/yarn",
+            "identity": {**each, "encoding": {"name": "yarn"}, "shape": {"dim": 8}, "adapter": {"a": "d"}},
+        }
+        for each in targets
+    ]  # fmt: skip
+    assert results_recorded.is_measured(found, "yarn", cells)
+    assert results_recorded.is_measured(found[:2], "yarn", cells[:2])
+    for some in ([], found[1:], found[:2], [{**line, "adapter": None} for line in found]):
+        assert not results_recorded.is_measured(some, "yarn", cells)
+    assert not results_recorded.is_measured(found, "linear", cells)
+    assert not results_recorded.is_measured(found, "yarn", [])
+
+
+def test_what_a_lora_run_lacks_is_said() -> None:
+    """Also of a run that is left out of the table, because it has one of two books."""
+    found = [
+        line for line in lines() if (line.get("label"), line.get("document")) != ("yarn + LoRA", "bb.txt")
+    ]
+    text = results_page.page(results_rows.results_of(found), "A model")
+    assert "- Perplexity of yarn + LoRA: one book of 2 so far." in text
+    assert "- Not measured: LoRA runs (`linear`, direct), of 20 steps" in text
+    assert "- Not measured: passkey of `yarn + LoRA`." in text
 
 
 def test_mistakes_are_refused(small: list[str], tmp_path: Path) -> None:
