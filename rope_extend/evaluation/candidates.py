@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +22,9 @@ from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
-from rope_extend.evaluation.labels import distinct_labels, distinct_names
+from rope_extend.evaluation.labels import distinct_labels, distinct_names, public_names
 from rope_extend.evaluation.results import Subject
+from rope_extend.method_names import method_names
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import one_error
 from rope_extend.patching import current_patch, patch_model
@@ -90,6 +91,7 @@ class Candidates:
                     f"the adapter in {adapter} belongs to another model than {config.model!r}: it was "
                     f"trained on {record.shape}, and the model has {shape}; give the adapter's base model"
                 )
+        method_labels(encodings)  # refuses a saved encoding that is given twice
         return cls(config.model, load_options, empty, model_info, lengths, encodings, records)
 
     @property
@@ -106,6 +108,11 @@ class Candidates:
     def plain_methods(self) -> list[str]:
         """The methods that give plain RoPE."""
         return [method for method in self.encodings if self._is_plain(method)]
+
+    @property
+    def method_labels(self) -> dict[str, str]:
+        """The label of each method's row."""
+        return method_labels(self.encodings)
 
     def _is_plain(self, method: str) -> bool:
         return method == PLAIN or (method == AS_IS and self.info.encoding == PLAIN)
@@ -138,8 +145,9 @@ class Candidates:
             PatchError: the method changes nothing.
         """
         changed_to = encoding(PLAIN) if method == PLAIN else self.encodings[method]
+        label = self.method_labels.get(method, method)
         if changed_to is None:
-            yield Candidate(method, None, lm)
+            yield Candidate(label, None, lm)
             return
         target = None if method == PLAIN else self.longest
         with patch_model(lm, changed_to, trained_length=self.trained_length, target_length=target) as patch:
@@ -148,7 +156,7 @@ class Candidates:
                     f"{method} leaves the rotary tables of {self.name} unchanged; leave it out of "
                     f"methods, or use {AS_IS}"
                 )
-            yield Candidate(method, None, lm)
+            yield Candidate(label, None, lm)
 
     @contextmanager
     def tuned(self, lm: Any, adapter: str) -> Iterator[Candidate]:
@@ -229,6 +237,20 @@ def method_encoding(method: str, shape: RopeShape, longest: int) -> Encoding | N
             f"{shape.trained_length} tokens; add a longer one, or use only the methods {AS_IS} and {PLAIN}"
         )
     return named.for_target(shape, longest)
+
+
+def method_labels(methods: Collection[str]) -> dict[str, str]:
+    """Labels of untrained rows: the name of the method, or the end of the path of a saved encoding.
+
+    Raises:
+        RopeExtendError: the same path is given twice.
+    """
+    shown = public_names([*methods, *method_names(), PLAIN, AS_IS])  # a path gets no label of a method
+    labels = {method: shown[method] for method in methods}
+    twice = [method for method, label in labels.items() if [*labels.values()].count(label) > 1]
+    if twice:
+        raise RopeExtendError(f"{' and '.join(twice)} are the same path; give each method once")
+    return labels
 
 
 def adapter_labels(records: Mapping[str, Record]) -> dict[str, str]:

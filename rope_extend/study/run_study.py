@@ -151,7 +151,7 @@ class Study:
 
     def _rows(self) -> list[StudyRow]:
         candidates = self.candidates
-        rows = [StudyRow(method, method=method) for method in candidates.encodings]
+        rows = [StudyRow(label, method=method) for method, label in candidates.method_labels.items()]
         rows += [
             StudyRow(label, adapter=adapter) for adapter, label in adapter_labels(candidates.records).items()
         ]

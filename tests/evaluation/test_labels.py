@@ -12,7 +12,7 @@ from test_saved_runs import FIRST, retrieved
 
 from rope_extend.encodings import encoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.candidates import adapter_labels
+from rope_extend.evaluation.candidates import adapter_labels, method_labels
 from rope_extend.evaluation.labels import distinct_names
 from rope_extend.evaluation.perplexity_report import read_runs, write_report
 from rope_extend.evaluation.retrieval_report import read_retrievals, write_retrieval
@@ -49,6 +49,15 @@ def test_names_have_as_many_parts_as_are_needed() -> None:
     assert distinct_names(["/x", "/a/x"]) == ["/x", "a/x"]
     assert distinct_names(["/a/x", "/a/x/", "/a/x/results.jsonl"]) == ["x", "x", "x"]
     assert distinct_names(["/a/x/results.jsonl", "/a/x/older.jsonl"]) == ["x", "older.jsonl"]
+
+
+def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_directory() -> None:
+    here, methods = Path.cwd(), ["none", "/a/found", "/b/found", "/home/jane/yarn", "~/other", "found/x"]
+    labels = ["none", "a/found", "b/found", "jane/yarn", "other", "found/x"]
+    assert [*method_labels([*methods, f"{here}/y"]).values()] == [*labels, "y"]
+    assert [*method_labels(["../x", "../../x", "C:\\y\\x"]).values()] == ["x", "x-2", "y/x"]
+    with pytest.raises(RopeExtendError, match="give each method once"):
+        method_labels(["a/found", f"{here}/a/found"])
 
 
 @pytest.mark.usefixtures("blank_pictures")
