@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -43,6 +44,7 @@ from rope_extend.models.loading import default_dtype, empty_model, one_error, pr
 from rope_extend.models.processes import PATIENCE
 from rope_extend.models.view import layer_types_except_full_attention, window_of
 from rope_extend.patching import Patch, current_patch
+from rope_extend.report.tables import is_private
 from rope_extend.training.launch import check_launch, check_variables
 from rope_extend.training.loop import FinetuneInterrupted, RunData, TrainingRun
 from rope_extend.training.lora import extended, left_out, lora_config
@@ -155,6 +157,7 @@ def finetune(
         FinetuneInterrupted: Ctrl-C or SIGTERM, after the current step and a checkpoint.
     """
     expand_segments(recipe.expandable_segments)
+    _check_publishable(recipe, model)
     directory = Path(recipe.output_dir)
     checkpoint = _starting_point(directory, recipe, resume, overwrite)
     accelerator = _accelerator(recipe, directory)
@@ -220,11 +223,11 @@ def finetune(
                     add_training_report(directory, trained_length=shape.trained_length)
                 logger.info("saved the adapter and its record in %s", directory)
             accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                _publish(recipe, directory)
         except BaseException:
             patch.remove()
             raise
-    if accelerator.is_main_process:
-        _publish(recipe, directory)
     return FinetuneResult(
         directory,
         run.state.step,
@@ -239,6 +242,22 @@ def finetune(
     )
 
 
+def _check_publishable(recipe: Recipe, model: Any | None) -> None:
+    """Refuse a loaded model whose adapter could not be uploaded; the recipe itself checks its own `model`.
+
+    Raises:
+        RopeExtendError: the model was loaded from a local path, which the adapter would name as its base.
+    """
+    if recipe.hub_model_id is None or model is None:
+        return
+    for name in (model.config.name_or_path, model.name_or_path):
+        if name and (is_private(name) or Path(name).exists()):
+            raise RopeExtendError(
+                "push_to_hub needs a base model that others can load, and this model was loaded from "
+                f"{name!r}, a local path; load it by its hub id, or leave push_to_hub out"
+            )
+
+
 def _publish(recipe: Recipe, directory: Path) -> None:
     """Upload a finished run, if the recipe says so.
 
@@ -247,13 +266,16 @@ def _publish(recipe: Recipe, directory: Path) -> None:
     """
     if recipe.hub_model_id is None:
         return
+    private = ["--private"] if recipe.hub_private_repo else []
+    push = shlex.join(["rope-extend", "push", str(directory), recipe.hub_model_id, *private])
+    saved = f"the run is finished and saved in {directory}"
     try:
         address = push_to_hub(directory, recipe.hub_model_id, private=recipe.hub_private_repo or None)
     except RopeExtendError as error:
-        raise RopeExtendError(
-            f"the run is finished and saved in {directory}, but it is not on the hub: {error}. Push it: "
-            f"rope-extend push {directory} {recipe.hub_model_id}"
-        ) from error
+        raise RopeExtendError(f"{saved}, but it is not on the hub: {error}. Push it: {push}") from error
+    except KeyboardInterrupt:
+        logger.warning("%s, but the upload was interrupted. Push it: %s", saved, push)
+        raise
     logger.info("uploaded: %s", address)
 
 
@@ -267,12 +289,14 @@ def plan(recipe: Recipe, *, limit_memory: int | None = None, elsewhere: bool = F
         elsewhere: the run will use a GPU of another machine, even if this one has a GPU.
 
     Raises:
-        RopeExtendError: the recipe does not work with its model, or the model's family does not run on the
-            meta device.
+        RopeExtendError: the recipe does not work with its model, the package of a tracker is missing on the
+            machine that is planned for, or the model's family does not run on the meta device.
     """
     expand_segments(recipe.expandable_segments)  # as the run does, before anything asks the device
     device = LoadOptions().torch_device
     absent = limit_memory is not None and (elsewhere or device.type == "cpu")
+    if not absent:
+        check_trackers(recipe.tracked_by)
     planned_gpu = torch.device("cuda") if absent else None  # it has no index, unlike those of this machine
     dtype = torch.bfloat16 if planned_gpu and recipe.dtype == "auto" else _dtype(recipe, device)
     shape, reach = _check_model(recipe, None, dtype, Sharding())

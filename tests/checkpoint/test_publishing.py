@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
+from rope_extend.patching import current_patch
 
 
 class Hub:
@@ -188,19 +190,40 @@ def test_a_finished_run_is_uploaded(work: Path, hub: Path, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("private_cache", "no_plan")
 def test_a_run_that_cannot_be_uploaded_stays_on_disk(
-    work: Path, hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Path,
+    hub: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """The model is as it was before, and the message is the command that uploads the run."""
+
     def refuses(self: Hub, **_: Any) -> None:
         raise ConnectionError("no network")
 
-    recipe = recipe_of(work, tmp_path, push_to_hub=True, hub_model_id="owner/name")
+    def interrupted(self: Hub, **_: Any) -> None:
+        raise KeyboardInterrupt
+
+    settings = {"push_to_hub": True, "hub_model_id": "owner/name", "hub_private_repo": True}
+    recipe = recipe_of(work, tmp_path / "my runs", **settings)
     model = AutoModelForCausalLM.from_pretrained(work / "model")
-    model.config._name_or_path = model.name_or_path = "owner/base"
     tokenizer = AutoTokenizer.from_pretrained(work / "model")
-    monkeypatch.setattr(Hub, "upload_folder", refuses)
-    with pytest.raises(RopeExtendError, match=r"is finished and saved in .*rope-extend push \S+ owner/name"):
+    with pytest.raises(RopeExtendError, match=r"this model was loaded from .*, a local path; load it by its"):
         rx.finetune(recipe, model=model, tokenizer=tokenizer)
-    assert (tmp_path / "run" / "adapter_model.safetensors").exists()
+    assert not Hub.calls
+    model.config._name_or_path = model.name_or_path = "owner/base"
+    weights = {*model.state_dict()}
+    monkeypatch.setattr(Hub, "upload_folder", refuses)
+    push = f"rope-extend push '{tmp_path / 'my runs' / 'run'}' owner/name --private"
+    with pytest.raises(RopeExtendError, match=rf"is finished and saved in .*Push it: {re.escape(push)}$"):
+        rx.finetune(recipe, model=model, tokenizer=tokenizer)
+    assert current_patch(model) is None
+    assert {*model.state_dict()} == weights
+    monkeypatch.setattr(Hub, "upload_folder", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rx.finetune(recipe, model=model, tokenizer=tokenizer, resume=True)
+    assert f"the upload was interrupted. Push it: {push}" in caplog.text
+    assert (tmp_path / "my runs" / "run" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
