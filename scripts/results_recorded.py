@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from results_lines import TRAINING, Line, ordered, recipe_settings, torch_dtype
+from results_lines import SEARCH, TRAINING, Line, ordered, recipe_settings, torch_dtype
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint.info import info
@@ -46,20 +47,22 @@ def restore(lines: Sequence[Line], cells: Sequence[Cell], store: CellStore) -> i
 def merged(own: Sequence[Line], recorded: Sequence[Line]) -> list[Line]:
     """The lines of a run, and recorded lines of what the run has not measured itself.
 
-    A run that has trained an adapter again replaces all lines of the one before.
+    A run that has measured a row again replaces its line on the same text or prompt, also if the row is
+    another one by now. A run that has trained an adapter or searched a table again replaces all lines of it.
     """
-    keys = {_key(line["label"], line["identity"]) for line in own if _is_measured(line)}
+    taken = {_place(line) for line in own}
     adapters = {line["label"] for line in own if line.get("adapter")}
-    others = {(line["kind"], _name(line)) for line in own if not _is_measured(line)}
-    kept = []
-    for line in recorded:
-        if _is_measured(line):
-            replaced = line["label"] in adapters and bool(line.get("adapter"))
-            is_open = _key(line["label"], line["identity"]) not in keys and not replaced
-        else:
-            is_open = (line["kind"], _name(line)) not in others
-        kept += [line] if is_open else []
-    return ordered([*own, *kept])
+    tables = {_table(line) for line in recorded if line["kind"] == SEARCH}
+    searched = {line["name"] for line in own if line["kind"] == SEARCH and _table(line) not in tables}
+
+    def is_replaced(line: Line) -> bool:
+        if not _is_measured(line):
+            return False
+        return line["label"] in searched or bool(line["label"] in adapters and line.get("adapter"))
+
+    steps = {line["run"] for line in own if line["kind"] == TRAINING}
+    kept = [line for line in recorded if _place(line) not in taken and not is_replaced(line)]
+    return ordered([*own, *(line for line in kept if line["kind"] != TRAINING or line["run"] not in steps)])
 
 
 def check_model(lines: Sequence[Line], model: str, file: Path) -> None:
@@ -151,6 +154,21 @@ def _is_measured(line: Line) -> bool:
     return line["kind"] in (PERPLEXITY, RETRIEVAL)
 
 
-def _name(line: Line) -> str:
-    """The name of a LoRA run or of a search."""
-    return str(line["run"] if line["kind"] == TRAINING else line["name"])
+def _place(line: Line) -> tuple[Any, ...]:
+    """What a line is the result of: a row on a text or prompt, a step of a LoRA run, or a search."""
+    kind = line["kind"]
+    if kind == TRAINING:
+        return kind, line["run"], line["step"]
+    if kind == SEARCH:
+        return kind, line["name"]
+    if kind == PERPLEXITY:
+        result = line["result"]
+        return kind, line["label"], result["data"], tuple(map(int, result["ppl"])), line["dtype"]
+    (cell,) = line["cells"]
+    prompt = cell["task"], cell["length"], cell["depth"], line["trial"], cell["data"]
+    return kind, line["label"], *prompt, line["dtype"]
+
+
+def _table(line: Line) -> str:
+    """The name of a search and what it found, as text."""
+    return json.dumps([line[name] for name in ("name", "divisors", "attention_factor")])

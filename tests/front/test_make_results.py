@@ -463,12 +463,17 @@ def _figures(line: dict[str, Any]) -> dict[str, Any]:
     return {name: line["result"][name] for name in ("ppl", "document_nll", "data")} | {"label": line["label"]}
 
 
+def race(divisor: float) -> dict[str, Any]:
+    found = {"divisors": [1.0, divisor], "attention_factor": 1.0}
+    return {"kind": "search", "name": "race", "label": "ntk", "cost": {"forward_tokens": 5}, **found}
+
+
 def test_an_adapter_that_was_trained_again_replaces_its_lines() -> None:
     def line(label: str, weights: str) -> dict[str, Any]:
         return {**perplexity_line(label, "a.txt", 2.0), "identity": {"adapter": {"a": weights}}}
 
     step = {"kind": "training", "run": "yarn", "step": 1}
-    search = {"kind": "search", "name": "race"}
+    search = race(2.0)
     recorded = [
         line("yarn + LoRA", "old"),
         line("linear + LoRA", "old"),
@@ -479,6 +484,32 @@ def test_an_adapter_that_was_trained_again_replaces_its_lines() -> None:
     own = [line("yarn + LoRA", "new"), {**step, "step": 2}]
     kept = [recorded[1], own[0], recorded[3], own[1], search]
     assert results_recorded.merged(own, recorded) == kept
+
+
+def test_a_row_that_was_measured_again_replaces_its_line() -> None:
+    """Also if its encoding is another one by now; lines of other texts, lengths and dtypes stay."""
+
+    def line(label: str, document: str, level: float, **encoding: Any) -> dict[str, Any]:
+        found = perplexity_line(label, document, level)
+        return {**found, "identity": {"encoding": {"name": label, **encoding}}}
+
+    stay = [line("none", "a.txt", 3.0), line("yarn", "b.txt", 1.9), line("yarn", "a.txt", 1.9)]
+    stay[-1]["dtype"] = "float32"
+    old = [line("yarn", "a.txt", 1.9), passkey_line("yarn", 0.5, 0.0)]
+    new = [line("yarn", "a.txt", 1.8, beta_fast=64), passkey_line("yarn", 0.5, 1.0)]
+    found = results_recorded.merged(new, [*stay, *old])
+    assert all(each in found for each in (*stay, *new))
+    assert len(found) == len(stay) + len(new)
+    results_rows.results_of(results_recorded.merged(new[:1], [*stay[:2], *old]))
+
+
+def test_a_table_that_was_searched_again_replaces_all_lines_of_it() -> None:
+    recorded = [perplexity_line("race", name, 1.9) for name in ("a.txt", "b.txt")]
+    recorded += [perplexity_line("none", "a.txt", 3.0), race(2.0)]
+    own = [perplexity_line("race", "c.txt", 1.8), race(2.1)]
+    assert results_recorded.merged(own, recorded) == [recorded[2], *own]
+    same = results_recorded.merged([own[0], race(2.0)], recorded)  # the table that the lines are of
+    assert len(same) == 5
 
 
 def test_a_lora_run_is_finished_with_a_line_for_every_text_and_prompt() -> None:
