@@ -104,6 +104,11 @@ class _Tracked:
         forget(self)
         super().reset()  # type: ignore[misc]
 
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        super().crop(*args, **kwargs)  # type: ignore[misc]
+        cache: Any = self
+        self.rope_extend_positions = self.rope_extend_positions[:, : held_tokens(cache)]
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._select_rows(beam_idx)
@@ -443,11 +448,18 @@ class AttentionHandler:
         seen = held_tokens(past)
         if seen == 0:
             return queries[:, :0]
-        if isinstance(past, _Tracked) and past.rope_extend_positions.shape[1] < seen:
+        known = past.rope_extend_positions.shape[1] if isinstance(past, _Tracked) else seen
+        if known < seen:
             raise PatchError(
                 f"{self.encoding} cannot use this {type(past).__name__}: it has positions for "
-                f"{past.rope_extend_positions.shape[1]} of its {seen} tokens, as when its layers are "
+                f"{known} of its {seen} tokens, as when its layers are "
                 f"shared with a copy.copy that went on; use copy.deepcopy, and start from an empty cache"
+            )
+        if known > seen:
+            raise PatchError(
+                f"{self.encoding} cannot use this {type(past).__name__}: it was filled with {known} tokens "
+                f"and holds {seen}, so the positions of its keys are not known; remove tokens by its crop, "
+                f"or compress keys under a method that rotates them before they are cached, such as yarn"
             )
         if not isinstance(past, _Tracked):
             raise PatchError(
@@ -465,7 +477,7 @@ class AttentionHandler:
                 f"{past.rope_extend_shape}, but the model is patched for {self.shape}; start "
                 f"from an empty cache"
             )
-        positions = past.rope_extend_positions[:, :seen].to(queries.device)  # fewer after a crop
+        positions = past.rope_extend_positions.to(queries.device)
         if 1 < positions.shape[0] != queries.shape[0] > 1:
             raise PatchError(
                 f"{self.encoding}: the cache holds {positions.shape[0]} rows and the input "

@@ -186,7 +186,8 @@ class RotationHandler(AttentionHandler):
 
     def new_forward(self, queries: Tensor, keys: Tensor) -> _Forward:
         """A forward, cut into segments where its tables change."""
-        length = None if self._decays or queries.numel() > 1 else self._table_length(int(queries))
+        one = self.encoding.rotates_in_attention and not self._decays and queries.numel() == 1
+        length = self._table_length(int(queries)) if one else None
         forward = _Forward(queries, keys, self.encoding, self.shape, self._normalised, length)
         if forward.scale is not None and self.share != 1:
             forward.scale = 1 + self.share * (forward.scale - 1)

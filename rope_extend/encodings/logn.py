@@ -50,4 +50,5 @@ def log_n_scale(shape: RopeShape, position_ids: Tensor) -> Tensor:
             "log-n scaling needs a model trained on 2 or more tokens, this one has a window of 1; turn it "
             "off, or use another method"
         )
-    return (torch.log1p(position_ids.to(torch.float64)) / math.log(shape.trained_length)).clamp(min=1)
+    seen = position_ids.to(torch.float64).clamp(min=0)  # padding may have negative positions
+    return (torch.log1p(seen) / math.log(shape.trained_length)).clamp(min=1)

@@ -296,3 +296,42 @@ def test_a_shallow_copy_of_a_cache_is_refused_once_the_other_went_on() -> None:
         model(**data.part(40, 41), past_key_values=cache)
         with pytest.raises(PatchError, match=r"has positions for 40 of its 41 tokens.*copy\.deepcopy"):
             model(**data.part(41, 42), past_key_values=other)
+
+
+@pytest.mark.parametrize("name", ["dynamic_yarn", "alibi"])
+@torch.no_grad()
+def test_a_cache_with_keys_removed_from_its_middle_is_refused(name: str) -> None:
+    """As programs do that compress a cache: which positions its keys have cannot be known."""
+    model, ids = llama(head_dim=16), tokens(1, 40)
+    with patched(model, name):
+        cache = model(ids, use_cache=True).past_key_values
+        for layer in cache.layers:
+            layer.keys, layer.values = (
+                torch.cat([each[:, :, :4], each[:, :, 20:]], dim=2) for each in (layer.keys, layer.values)
+            )
+        with pytest.raises(
+            PatchError, match=r"filled with 40 tokens and holds 24.*remove tokens by its crop"
+        ):
+            model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[40]]))
+
+
+LOGN = {"name": "logn", "inner": {"name": "yarn", "factor": 4}}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_padding_may_have_negative_positions(implementation: str) -> None:
+    model, ids, padding = llama(head_dim=16), tokens(1, 40), 5
+    model.set_attn_implementation(implementation)
+    mask = (torch.arange(40) >= padding).long()[None]
+    with rx.patch_model(model, rx.Encoding.from_dict(LOGN)):
+        padded = logits(model, ids, attention_mask=mask, position_ids=torch.arange(40)[None] - padding)
+        same(padded[:, padding:], logits(model, ids[:, padding:]))
+
+
+@torch.no_grad()
+def test_a_forward_of_one_token_is_exported_where_the_table_is_static() -> None:
+    model, ids = llama(head_dim=16), tokens(1, 1)
+    with rx.patch_model(model, rx.Encoding.from_dict(LOGN)):
+        exported = torch.export.export(model, (ids,), {"use_cache": False}, strict=False).module()
+        same(exported(ids, use_cache=False).logits, logits(model, ids))

@@ -56,8 +56,9 @@ class RopeEncoding(Encoding):
     def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
         """The length that sets the table of a query, int64 `[...]`.
 
-        `lengths` `[...]` is the number of tokens up to and including each query. Queries with equal results
-        share one table, and keys are rotated once for each table.
+        `lengths` `[...]` is the number of tokens up to and including each query. Each result depends on its
+        own element alone: lengths of later queries are asked for in advance. Queries with equal results share
+        one table, and keys are rotated once for each table.
         """
         return torch.full_like(lengths, shape.trained_length)
 
