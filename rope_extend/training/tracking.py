@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
+from accelerate.utils import LoggerType
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.loading import one_error
@@ -29,7 +30,8 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in LOGGER_TYPE_TO_CLASS:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
             raise RopeExtendError(f"no tracker is named {name!r}; use one of {known}")
-        if not filter_trackers([name], "."):
+        # `filter_trackers` would log the absence, which fails before the accelerator exists.
+        if name in LoggerType and LoggerType(name) not in get_available_trackers():
             package = _PACKAGES.get(name, name)
             raise RopeExtendError(
                 f"recipe: the package of the tracker {name} is missing; pip install '{package}'"

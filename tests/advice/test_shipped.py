@@ -30,7 +30,9 @@ def test_every_recipe_has_a_model_and_its_memory() -> None:
     assert shipped_names() == sorted(MODELS)
     for recipe in shipped_recipes():
         assert tuple(recipe.memory) == SIZES, recipe.name
-        assert Recipe.from_yaml(shipped_path(recipe.name)).output_dir == f"runs/{recipe.name}"
+        loaded = Recipe.from_yaml(shipped_path(recipe.name))
+        assert loaded.output_dir == f"runs/{recipe.name}"
+        assert loaded.tracked_by == (), "its package is optional"
 
 
 def figures(name: str, directory: Path, sizes: tuple[int, ...]) -> None:

@@ -7,13 +7,15 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import tracking
+from accelerate import PartialState, tracking
 from accelerate.tracking import GeneralTracker
 from cases import TRAINED, tiny_llama
 from covering import few
@@ -27,9 +29,10 @@ from rope_extend.data.packing import packed
 from rope_extend.loss import NextTokenLoss
 from rope_extend.plots import training_curves as plots
 from rope_extend.report.tables import number
-from rope_extend.training.finetune import Recipe, finetune
+from rope_extend.training.finetune import Recipe, finetune, plan
 from rope_extend.training.lora import lora_config
 from rope_extend.training.run_report import RunLog, write_training_report
+from rope_extend.training.tracking import check_trackers
 from rope_extend.training.training_data import check_split
 from rope_extend.training.utilisation import (
     device_peak,
@@ -108,6 +111,46 @@ def test_a_tracker_without_its_package_is_refused_before_anything_is_written(
     monkeypatch.setattr(tracking, "_available_trackers", [])
     with pytest.raises(RopeExtendError, match=r"tracker tensorboard is missing.*rope_extend\[tensorboard\]"):
         finetune(replace(recipe, tensorboard=True))
+    assert not Path(recipe.output_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("tensorboard", r"rope_extend\[tensorboard\]"), ("wandb", "wandb")]
+)
+def test_a_missing_tracker_is_named_before_an_accelerator_exists(
+    name: str, package: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then accelerate cannot log, and its own check logs."""
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    message = rf"tracker {name} is missing; pip install '{package}'"
+    with pytest.raises(RopeExtendError, match=message):
+        check_trackers([name])
+    with pytest.raises(RopeExtendError, match=message):
+        plan(replace(recipe, trackers=(name,)))
+    with pytest.raises(RopeExtendError, match="cannot estimate"):  # planned for another machine
+        plan(replace(recipe, trackers=(name,)), limit_memory=10**9, elsewhere=True)
+
+
+@pytest.mark.slow
+def test_a_missing_tracker_is_one_error_at_the_command_line(recipe: Recipe) -> None:
+    """In a process of its own, because accelerate looks for packages once, when it is imported."""
+    file = Path(recipe.output_dir).with_suffix(".yaml")
+    file.write_text(recipe.to_yaml())
+    code = (
+        "import sys\nsys.modules['tensorboard'] = sys.modules['tensorboardX'] = sys.modules['wandb'] = None\n"
+        "from rope_extend.cli.main import main\n"
+        "for flags in (['--tensorboard'], ['--trackers', 'wandb'], ['--tensorboard', '--plan']):\n"
+        f"    try:\n        main(['finetune', {str(file)!r}, *flags])\n"
+        "    except SystemExit as error:\n        print(error.code)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "2", "2"]
+    assert "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if "tracker" in line]
+    assert [re.findall(r"'(.*)'", line) for line in errors] == [
+        ["rope_extend[tensorboard]"], ["wandb"], ["rope_extend[tensorboard]"],
+    ]  # fmt: skip
     assert not Path(recipe.output_dir).exists()
 
 
