@@ -81,7 +81,9 @@ class Advice:
         commands: the commands that follow, in order; those that measure if nothing is to be done.
         criteria: what to reach before it can be called a success; empty if nothing is to be done.
         notes: what to know in addition.
-        serving: how the chosen engine serves the result; None if none was chosen, or nothing changes.
+        serving: how the chosen engine serves the result, of the training if there is one; None if none was
+            chosen, or nothing changes.
+        untrained_serving: the same of `untrained_method`, where it comes before a training.
     """
 
     model: str
@@ -101,6 +103,7 @@ class Advice:
     criteria: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     serving: Serving | None = None
+    untrained_serving: Serving | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -348,6 +351,7 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
         question.model, question.model_type, question.window, question.target,
         UNTRAINED if untrained else TRAIN, reason, trained, factor, "yarn", untrained, fields, memory, amount,
         commands, CRITERIA, tuple(notes), question.serve("yarn", fields["output_dir"]),
+        question.serve(untrained, None) if untrained else None,
     )  # fmt: skip
 
 

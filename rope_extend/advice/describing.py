@@ -33,7 +33,7 @@ def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
     yield _row("you want", f"{format_length(advice.target_length)} tokens")
     yield _row("verdict", f"{advice.verdict}. {advice.reason}")
     if advice.untrained_method and advice.recipe:
-        yield _row("untrained", f"{advice.untrained_method}: its factor follows the length of the text")
+        yield _row("untrained", f"{advice.untrained_method}: {_UNTRAINED_WHY[advice.untrained_method]}")
     if advice.method:
         yield _row("method", f"{advice.method}: {_WHY}")
     if advice.memory:
@@ -49,8 +49,10 @@ def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
             yield "  (first write the recipe: add --output recipe.yaml to this command)"
         for command in advice.commands:
             yield f"  {command}"
+    if advice.untrained_serving:
+        yield from _serving(advice.untrained_serving, ", if it is good enough without training")
     if advice.serving:
-        yield from _serving(advice.serving)
+        yield from _serving(advice.serving, ", after the training" if advice.untrained_serving else "")
     if advice.criteria:
         yield "\nit is a success if"
         for criterion in advice.criteria:
@@ -58,6 +60,10 @@ def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
 
 
 _WHY = "fast channels stay as they are and slow ones are interpolated (2309.00071); all engines can run it"
+_UNTRAINED_WHY = {
+    "dynamic_yarn": "its factor follows the length of the text",
+    "yarn": "it has one factor for texts of all lengths, so short ones become somewhat worse",
+}
 
 
 def _row(name: str, text: str) -> str:
@@ -86,8 +92,8 @@ def _hours(work: Work) -> str:
     return f"{spans}. Calculated for {least} to {most} % of the GPU's peak; not measured"
 
 
-def _serving(serving: Serving) -> Iterator[str]:
-    yield f"\nserve with {serving.engine} ({serving.reason}):"
+def _serving(serving: Serving, when: str = "") -> Iterator[str]:
+    yield f"\nserve with {serving.engine}{when} ({serving.reason}):"
     if not serving.steps:
         yield "  it cannot run this encoding; choose another engine, or another method"
         return

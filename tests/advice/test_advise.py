@@ -214,8 +214,26 @@ def test_up_to_twice_the_window_an_untrained_method_comes_first(tmp_path: Path) 
     advice = advise(model, "16k")
     assert (advice.verdict, advice.untrained_method) == (advising.UNTRAINED, "dynamic_yarn")
     assert "none,dynamic_yarn" in advice.commands[0]
-    # An engine without rope_extend cannot follow the length.
-    assert advise(model, "16k", engine="sglang").untrained_method == "yarn"
+    assert "its factor follows the length" in describe(advice)
+
+
+def test_the_untrained_method_of_an_engine_is_described_and_served_too(tmp_path: Path) -> None:
+    """An engine without rope_extend cannot follow the length, and the verdict comes before the training."""
+    model = small(tmp_path, "smollm2-1.7b", num_hidden_layers=1)
+    advice = advise(model, "16k", engine="sglang")
+    assert (advice.verdict, advice.untrained_method) == (advising.UNTRAINED, "yarn")
+    text = describe(advice)
+    assert "its factor follows the length" not in text
+    assert "one factor for texts of all lengths" in text
+    untrained, trained = advice.untrained_serving, advice.serving
+    assert untrained is not None
+    assert trained is not None
+    assert untrained.config == trained.config
+    before, after = text.split("serve with sglang, after the training")
+    assert "serve with sglang, if it is good enough without training" in before
+    assert all(step.line in before for step in untrained.steps)
+    assert all(step.line in after for step in trained.steps)
+    assert not any("runs/" in step.line for step in untrained.steps)
 
 
 @pytest.mark.parametrize("engine", TARGETS)
