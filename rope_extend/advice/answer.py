@@ -17,9 +17,10 @@ from rope_extend.advice.gpus import Gpu, find_gpu
 from rope_extend.advice.recipe_text import recipe_text
 from rope_extend.advice.serving import Extension, Serving, serving
 from rope_extend.advice.windows import Window, window_of_config
+from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
-from rope_extend.encodings import RopeShape, method_named
+from rope_extend.encodings import Encoding, RopeShape, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST
 from rope_extend.models.families import adapter_for
@@ -84,6 +85,7 @@ class Advice:
         serving: how the chosen engine serves the result, of the training if there is one; None if none was
             chosen, or nothing changes.
         untrained_serving: the same of `untrained_method`, where it comes before a training.
+        engines: the engines that compute `method` for this family without rope_extend, as far as we know.
     """
 
     model: str
@@ -104,6 +106,7 @@ class Advice:
     notes: tuple[str, ...] = ()
     serving: Serving | None = None
     untrained_serving: Serving | None = None
+    engines: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -154,11 +157,24 @@ class _Question:
     def factor(self) -> float:
         return self.target / self.shape.trained_length
 
+    def encoding(self, method: str) -> Encoding:
+        """The encoding of a method for the target."""
+        return method_named(method).for_target(self.shape, self.target)
+
+    def engines(self, method: str) -> tuple[str, ...]:
+        """The engines that compute a method without rope_extend, as far as we know."""
+        encoding, options = self.encoding(method), {"target_length": self.target}
+        return tuple(
+            target
+            for target in TARGETS
+            if support(encoding, self.shape, target, self.model_type, **options).possible
+        )
+
     def serve(self, method: str, run: str | None) -> Serving | None:
         """How the engine serves a method; None if no engine was chosen."""
         if self.engine is None:
             return None
-        encoding = method_named(method).for_target(self.shape, self.target)
+        encoding = self.encoding(method)
         extension = Extension(
             self.model, self.model_type, encoding, self.shape, self.target, method, run, self.stated
         )
@@ -296,7 +312,7 @@ def _by_the_makers(question: _Question) -> Advice:
         question.model, question.model_type, question.window, question.target, STANZA, reason,
         trained_length=stanza.original, factor=factor, method="yarn", untrained_method="yarn",
         commands=_measuring(question, ["none", "yarn"]), criteria=CRITERIA, notes=notes,
-        serving=question.serve("yarn", None),
+        serving=question.serve("yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 
 
@@ -351,7 +367,7 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
         question.model, question.model_type, question.window, question.target,
         UNTRAINED if untrained else TRAIN, reason, trained, factor, "yarn", untrained, fields, memory, amount,
         commands, CRITERIA, tuple(notes), question.serve("yarn", fields["output_dir"]),
-        question.serve(untrained, None) if untrained else None,
+        question.serve(untrained, None) if untrained else None, question.engines("yarn"),
     )  # fmt: skip
 
 

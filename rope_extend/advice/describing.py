@@ -35,7 +35,8 @@ def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
     if advice.untrained_method and advice.recipe:
         yield _row("untrained", f"{advice.untrained_method}: {_UNTRAINED_WHY[advice.untrained_method]}")
     if advice.method:
-        yield _row("method", f"{advice.method}: {_WHY}")
+        served = f"; {_listed(advice.engines)} can run it" if advice.engines else ""
+        yield _row("method", f"{advice.method}: {_WHY}{served}")
     if advice.memory:
         yield _row("memory", _memory(advice.memory))
     if advice.work:
@@ -59,11 +60,15 @@ def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
             yield fill(criterion, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
 
 
-_WHY = "fast channels stay as they are and slow ones are interpolated (2309.00071); all engines can run it"
+_WHY = "fast channels stay as they are and slow ones are interpolated (2309.00071)"
 _UNTRAINED_WHY = {
     "dynamic_yarn": "its factor follows the length of the text",
     "yarn": "it has one factor for texts of all lengths, so short ones become somewhat worse",
 }
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _row(name: str, text: str) -> str:
@@ -95,7 +100,7 @@ def _hours(work: Work) -> str:
 def _serving(serving: Serving, when: str = "") -> Iterator[str]:
     yield f"\nserve with {serving.engine}{when} ({serving.reason}):"
     if not serving.steps:
-        yield "  it cannot run this encoding; choose another engine, or another method"
+        yield "  so there are no steps for it; choose another engine, or another method"
         return
     if any(step.language == "python" for step in serving.steps):
         yield "  >>> import rope_extend as rx"

@@ -138,6 +138,8 @@ def test_llama_3_8b_to_32k(llama3: Advice, tmp_path: Path) -> None:
     assert llama3.serving is not None
     assert llama3.serving.steps[-1].line.endswith(f"--max-model-len {recipe.target_length}")
     assert llama3.serving.config["rope_parameters"]["factor"] == llama3.factor
+    assert llama3.engines == TARGETS
+    assert "transformers, vllm, sglang and llama.cpp can run it" in " ".join(describe(llama3).split())
 
 
 def test_hours_follow_from_the_operations_of_the_model(llama3: Advice) -> None:
@@ -257,7 +259,11 @@ def test_an_engine_that_cannot_run_a_family_is_named_with_the_reason(tmp_path: P
     advice = advise(small(tmp_path, "gemma3-1b", num_hidden_layers=6), "64k", engine="vllm")
     assert advice.serving is not None
     assert not advice.serving.possible
-    assert advice.serving.reason in " ".join(describe(advice).split())
+    text = " ".join(describe(advice).split())
+    assert advice.serving.reason in text
+    assert advice.engines == ("transformers",)
+    assert "(2309.00071); transformers can run it" in text
+    assert "cannot run" not in text  # that we do not know it is no reason to say so
 
 
 @pytest.mark.parametrize(
