@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results_lines import Line, lines_of, read_lines, write_lines
+from results_lines import Line, is_measured_line, lines_of, read_lines, write_lines
 from results_page import in_readme, page, readme_table
 from results_recorded import check_model, is_measured, is_trained, merged, plain_cells, restore
 from results_rows import Results, results_of
@@ -237,9 +237,12 @@ def check_settings(directory: Path, settings: dict[str, Any]) -> None:
 
 
 def write(lines: Sequence[Line], docs: Path) -> None:
-    """Write the page, its lines and its picture."""
+    """Write the lines, and as soon as one is measured, the page and its pictures."""
     results = results_of(lines)
     write_lines(lines, docs / "results" / "results.jsonl")
+    if not any(map(is_measured_line, lines)):
+        print("nothing is measured yet, so there is no page: run another stage", flush=True)
+        return
     write_text(docs / "results.md", page(results, SOURCE))
     readme = docs.parent / "README.md"
     if results.rows and readme.exists():
@@ -303,7 +306,13 @@ def main(words: list[str] | None = None) -> None:
     file = docs / "results" / "results.jsonl"
     recorded = read_lines(file)
     if arguments.page:
-        write(merged(lines_of(arguments.run), recorded), docs)
+        found = merged(lines_of(arguments.run), recorded)
+        if not any(map(is_measured_line, found)):
+            raise RopeExtendError(
+                f"there are no results in {str(arguments.run)!r} or {str(file)!r} to make a page of; measure "
+                "first, without --page"
+            )
+        write(found, docs)
         return
     if not arguments.data:
         raise RopeExtendError(
@@ -326,7 +335,7 @@ def main(words: list[str] | None = None) -> None:
         run.stage(stage)
         write(merged(lines_of(arguments.run), recorded), docs)
         took = format_duration(time.perf_counter() - started)
-        print(f"{stage}: {took}; written: {docs / 'results.md'}", flush=True)
+        print(f"{stage}: {took}; written: {docs}", flush=True)
 
 
 if __name__ == "__main__":

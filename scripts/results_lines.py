@@ -10,15 +10,35 @@ from typing import Any
 import torch
 import yaml
 
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.files import write_text
 from rope_extend.report.tables import public_name
-from rope_extend.study.cells import FOLDER, PERPLEXITY, RETRIEVAL
+from rope_extend.study.cells import FOLDER, PERPLEXITY, RETRIEVAL, row_of_cell
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import MAY_CHANGE, checkpoints, read_state
 
 Line = dict[str, Any]
 
 TRAINING, SEARCH = "training", "search"
+DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError)
+"""What reading values raises if some of them are missing or of another type."""
+NEEDED = {
+    PERPLEXITY: (
+        "label",
+        "dtype",
+        "adapter",
+        "trained_length",
+        "document",
+        "result",
+        "cpu_seconds",
+        "seconds",
+    ),
+    RETRIEVAL: ("label", "dtype", "adapter", "trained_length", "trial", "cells", "cpu_seconds", "seconds"),
+    TRAINING: ("run", "method", "step", "tokens", "seconds", "perplexity"),
+    SEARCH: ("name", "label", "divisors", "attention_factor", "cost"),
+}
+"""Values that a line of each kind has."""
 
 
 def lines_of(run: Path) -> list[Line]:
@@ -31,6 +51,11 @@ def lines_of(run: Path) -> list[Line]:
     return ordered([*(cell for cell in cells if cell), *_training(run), *_searches(run)])
 
 
+def is_measured_line(line: Line) -> bool:
+    """Whether a line is of a cell: the perplexity on a text, or the answer to a prompt."""
+    return line["kind"] in (PERPLEXITY, RETRIEVAL)
+
+
 def ordered(lines: Sequence[Line]) -> list[Line]:
     """Lines in a stable order: perplexity, retrieval, training, searches."""
     return sorted(lines, key=_order)
@@ -39,10 +64,12 @@ def ordered(lines: Sequence[Line]) -> list[Line]:
 def _cell(path: Path) -> Line | None:
     """The line of a cell; None if the file is damaged, or is none of ours."""
     values = _object(path.read_text(encoding="utf-8", errors="replace"))
-    if values.get("kind") not in (PERPLEXITY, RETRIEVAL) or not isinstance(values.get("identity"), dict):
+    identity = values.get("identity")
+    if values.get("kind") not in (PERPLEXITY, RETRIEVAL) or not isinstance(identity, dict):
         return None
-    identity = values["identity"]
-    values["dtype"] = str(identity["dtype"]).removeprefix("torch.")
+    values["dtype"] = str(identity.get("dtype")).removeprefix("torch.")
+    if _fault(values):
+        return None
     values["label"] = public_name(values["label"])  # a searched table is named by its directory
     values["model"] = public_name(values["model"])
     values["adapter"] = public_name(values["adapter"]) if values["adapter"] else None
@@ -76,7 +103,7 @@ def _order(values: Line) -> tuple[Any, ...]:
 def _training(run: Path) -> Iterator[Line]:
     """Each step with a perplexity, of each LoRA run."""
     for file in sorted(run.glob("lora/*/metrics.jsonl")):
-        recipe = yaml.safe_load(file.with_name("recipe.yaml").read_text(encoding="utf-8"))
+        method = _method(file.with_name("recipe.yaml"))
         identity = _training_identity(file.parent)
         seconds = tokens = 0.0
         for text in file.read_text(encoding="utf-8").splitlines():
@@ -84,10 +111,24 @@ def _training(run: Path) -> Iterator[Line]:
             seconds, tokens = values.get("seconds", seconds), values.get("tokens", tokens)
             if "perplexity" in values:
                 yield {
-                    "kind": TRAINING, "run": file.parent.name, "method": recipe["method"],
+                    "kind": TRAINING, "run": file.parent.name, "method": method,
                     "step": values["step"], "tokens": int(tokens), "seconds": seconds,
                     "perplexity": values["perplexity"], "identity": identity,
                 }  # fmt: skip
+
+
+def _method(recipe: Path) -> str:
+    """The method of a LoRA run, from its file.
+
+    Raises:
+        RopeExtendError: the file is missing or damaged.
+    """
+    try:
+        return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["method"])
+    except (OSError, yaml.YAMLError, *DAMAGED) as error:
+        raise RopeExtendError(
+            f"{str(recipe)!r} is missing or damaged; delete its directory to train again"
+        ) from error
 
 
 def _training_identity(run: Path) -> dict[str, Any] | None:
@@ -119,14 +160,21 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def _searches(run: Path) -> Iterator[Line]:
     for file in sorted(run.glob("*/search.json")):
-        values = json.loads(file.read_text(encoding="utf-8"))
-        best = values["rows"][0]
-        yield {
-            "kind": SEARCH, "name": file.parent.name, "strategy": values["config"]["strategy"],
-            "label": best["label"], "score": best["score"], "divisors": best["divisors"],
-            "attention_factor": best["attention_factor"], "cost": values["cost"],
-            "rows": [{"label": row["label"], "score": row["score"]} for row in values["rows"]],
-        }  # fmt: skip
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            best = values["rows"][0]
+            line = {
+                "kind": SEARCH, "name": file.parent.name, "strategy": values["config"]["strategy"],
+                "label": best["label"], "score": best["score"], "divisors": best["divisors"],
+                "attention_factor": best["attention_factor"], "cost": values["cost"],
+                "rows": [{"label": row["label"], "score": row["score"]} for row in values["rows"]],
+            }  # fmt: skip
+        except DAMAGED as error:
+            raise RopeExtendError(
+                f"{str(file)!r} is damaged: it holds no result of a search; delete its directory to search "
+                "again"
+            ) from error
+        yield line
 
 
 def write_lines(lines: Sequence[Line], path: Path) -> None:
@@ -136,7 +184,37 @@ def write_lines(lines: Sequence[Line], path: Path) -> None:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """Read what `write_lines` wrote; no lines if there is no file."""
+    """Read what `write_lines` wrote; no lines if there is no file.
+
+    Raises:
+        RopeExtendError: a line is damaged; the message names the file and the line.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = []
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        values = _object(text.decode(errors="replace"))
+        if fault := _fault(values):
+            raise RopeExtendError(
+                f"line {number} of {str(path)!r} is damaged: {fault}; restore the file from its repository, "
+                "or delete the line to measure it again"
+            )
+        found.append(values)
+    return found
+
+
+def _fault(values: Line) -> str:
+    """What is wrong with the values of a line; empty if the page can be made of it."""
+    kind = values.get("kind")
+    if not isinstance(kind, str) or kind not in NEEDED:
+        return "it is no line of a result"
+    if missing := [name for name in NEEDED[kind] if name not in values]:
+        return f"it has no {', '.join(missing)}"
+    try:
+        if kind == PERPLEXITY:
+            row_of_cell(values)
+        elif kind == RETRIEVAL:
+            (_,) = RetrievalResult.from_dict(values).cells
+    except DAMAGED as error:
+        return f"its values are not those of a result ({error!r})"
+    return ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from results_lines import SEARCH, TRAINING, Line, ordered, recipe_settings, torch_dtype
+from results_lines import SEARCH, TRAINING, Line, is_measured_line, ordered, recipe_settings, torch_dtype
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint.info import info
@@ -15,7 +15,7 @@ from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.identity import Identity, check_same, model_identity
 from rope_extend.models.loading import pretrained
 from rope_extend.report.tables import public_name
-from rope_extend.study.cells import PERPLEXITY, RETRIEVAL, Cell, CellStore
+from rope_extend.study.cells import PERPLEXITY, Cell, CellStore
 from rope_extend.study.run_study import Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
@@ -33,7 +33,7 @@ def restore(lines: Sequence[Line], cells: Sequence[Cell], store: CellStore) -> i
         cells: all cells of a study.
         store: the finished cells of the study.
     """
-    recorded = {_key(line["label"], line["identity"]): line for line in lines if _is_measured(line)}
+    recorded = {_key(line["label"], line["identity"]): line for line in lines if is_measured_line(line)}
     restored = 0
     for cell in cells:
         line = recorded.get(_key(cell.row.label, cell.identity))
@@ -56,7 +56,7 @@ def merged(own: Sequence[Line], recorded: Sequence[Line]) -> list[Line]:
     searched = {line["name"] for line in own if line["kind"] == SEARCH and _table(line) not in tables}
 
     def is_replaced(line: Line) -> bool:
-        if not _is_measured(line):
+        if not is_measured_line(line):
             return False
         return line["label"] in searched or bool(line["label"] in adapters and line.get("adapter"))
 
@@ -76,7 +76,7 @@ def check_model(lines: Sequence[Line], model: str, file: Path) -> None:
     Raises:
         RopeExtendError: the lines are of another model, or do not say of which.
     """
-    measured = [line for line in lines if _is_measured(line)]
+    measured = [line for line in lines if is_measured_line(line)]
     if not measured:
         return
     what, advice = f"{str(file)!r} holds results", "give another directory for the page: --docs DIRECTORY"
@@ -131,7 +131,7 @@ def is_measured(lines: Sequence[Line], run: str, cells: Sequence[Cell]) -> bool:
     found = {
         _target(line["identity"])
         for line in lines
-        if _is_measured(line) and Path(line["adapter"] or "").name == run
+        if is_measured_line(line) and Path(line["adapter"] or "").name == run
     }
     return bool(cells) and all(_target(cell.identity) in found for cell in cells)
 
@@ -148,10 +148,6 @@ def _target(identity: Identity) -> str:
 
 def _key(label: str, identity: Identity) -> str:
     return json.dumps([public_name(label), identity], sort_keys=True)
-
-
-def _is_measured(line: Line) -> bool:
-    return line["kind"] in (PERPLEXITY, RETRIEVAL)
 
 
 def _place(line: Line) -> tuple[Any, ...]:

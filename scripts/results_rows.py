@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from results_lines import TRAINING, Line
+from results_lines import TRAINING, Line, is_measured_line
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison
@@ -44,7 +44,8 @@ class Results:
 
     @property
     def trained(self) -> int:
-        found = self.lines[0]["trained_length"]
+        """The trained window in tokens, which every measured line has."""
+        found = next(line["trained_length"] for line in self.lines if is_measured_line(line))
         assert isinstance(found, int)
         return found
 
@@ -86,7 +87,7 @@ def _check_same(lines: Sequence[Line]) -> None:
     prompts: dict[str, Any] = {}
     found: dict[tuple[str, str], Any] = {}
     for line in lines:
-        bits = line.get("identity", {}).get("weights")
+        bits = (line.get("identity") or {}).get("weights")
         if weights.setdefault(line["dtype"], bits) != bits:
             raise RopeExtendError(
                 f"the lines hold results of two models, with the weights {weights[line['dtype']]} and "

@@ -240,6 +240,54 @@ def test_files_that_are_cut_or_foreign_are_left_out(tmp_path: Path) -> None:
     )
 
 
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    good = perplexity_line("none", "a.txt", 3.0)
+    results_lines.write_lines([good, *lines()[-3:], {**race(2.0)}], file)
+    assert len(results_lines.read_lines(file)) == 5
+    text = json.dumps(good)
+    for damaged, fault in (
+        (text[:200], "it is no line of a result"),
+        ("<<<<<<< HEAD", "it is no line of a result"),
+        ("", "it is no line of a result"),
+        ("3", "it is no line of a result"),
+        ('{"kind": ["perplexity"]}', "it is no line of a result"),
+        ('{"kind": "training", "run": "yarn"}', "it has no method, step, tokens, seconds, perplexity"),
+        (
+            json.dumps({**good, "result": {**good["result"], "ppl": 3}}),
+            "its values are not those of a result",
+        ),
+        (json.dumps({**passkey_line("none", 0.5, 1.0), "cells": []}), "its values are not those of a result"),
+    ):
+        file.write_text(f"{text}\n{damaged}\n{text}\n")
+        with pytest.raises(RopeExtendError, match=f"line 2 of '.*results.jsonl' is damaged: {fault}"):
+            results_lines.read_lines(file)
+
+
+def test_damaged_files_of_a_run_are_named(tmp_path: Path) -> None:
+    (tmp_path / "race").mkdir()
+    (tmp_path / "race" / "search.json").write_text('{"rows": [')
+    with pytest.raises(RopeExtendError, match=r"search\.json' is damaged"):
+        results_lines.lines_of(tmp_path)
+    shutil.rmtree(tmp_path / "race")
+    (tmp_path / "lora" / "yarn").mkdir(parents=True)
+    (tmp_path / "lora" / "yarn" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(RopeExtendError, match=r"recipe\.yaml' is missing or damaged"):
+        results_lines.lines_of(tmp_path)
+
+
+def test_there_is_no_page_of_nothing(tmp_path: Path) -> None:
+    """Lines of training alone are kept; the page begins with the first measurement."""
+    words = ["--page", "--run", str(tmp_path / "run"), "--docs", str(tmp_path / "docs")]
+    with pytest.raises(RopeExtendError, match=r"there are no results in .*; measure first"):
+        make_results.main(words)
+    assert not (tmp_path / "docs").exists()
+    make_results.write(lines()[-3:], tmp_path / "docs")
+    file = tmp_path / "docs" / "results" / "results.jsonl"
+    assert len(results_lines.read_lines(file)) == 3
+    assert not (tmp_path / "docs" / "results.md").exists()
+
+
 def test_cells_of_different_prompts_or_weights_are_not_mixed() -> None:
     for changed, message in (
         (
@@ -418,6 +466,7 @@ def _with(words: list[str], name: str, value: Path) -> list[str]:
     return [*words[:place], str(value), *words[place + 1 :]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plan", "blank_pictures")
 def test_a_clone_measures_what_the_page_lacks(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
