@@ -163,11 +163,11 @@ class _Question:
 
     def engines(self, method: str) -> tuple[str, ...]:
         """The engines that compute a method without rope_extend, as far as we know."""
-        encoding, options = self.encoding(method), {"target_length": self.target}
+        encoding = self.encoding(method)
         return tuple(
             target
             for target in TARGETS
-            if support(encoding, self.shape, target, self.model_type, **options).possible
+            if support(encoding, self.shape, target, self.model_type, target_length=self.target).possible
         )
 
     def serve(self, method: str, run: str | None) -> Serving | None:
