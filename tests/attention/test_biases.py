@@ -429,7 +429,7 @@ def test_a_foreign_cache_is_refused() -> None:
         model(**data.part(10, 20), past_key_values=cache)
 
 
-@by_method(BIASES)
+@by_method(BIASES, every=2)
 def test_gradients_under_checkpointing_are_the_same(encoding: BiasEncoding) -> None:
     found = []
     for checkpointing in (False, True):
@@ -442,7 +442,7 @@ def test_gradients_under_checkpointing_are_the_same(encoding: BiasEncoding) -> N
         torch.testing.assert_close(found[1][name], plain, rtol=1e-4, atol=1e-5)
 
 
-@by_method(BIASES, turn=1)
+@by_method(BIASES, turn=1, every=2)
 def test_dropout_is_drawn_again_alike_in_the_backward_pass(encoding: BiasEncoding) -> None:
     losses, gradients = [], []
     for checkpointing in (False, True):
@@ -461,7 +461,7 @@ def test_dropout_is_drawn_again_alike_in_the_backward_pass(encoding: BiasEncodin
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-@by_method(BIASES, turn=2)
+@by_method(BIASES, turn=2, every=2)
 def test_bfloat16_rounds_as_plain_attention_does(encoding: BiasEncoding) -> None:
     for implementation in ("sdpa", "eager"):
         errors = []

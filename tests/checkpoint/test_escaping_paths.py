@@ -137,6 +137,7 @@ def test_a_directory_may_itself_be_a_link(directory: Path) -> None:
     assert read_record(directory).encoding.name == "linear"
 
 
+@pytest.mark.slow
 @each()
 def test_a_checkpoint_in_the_hub_s_cache_is_read_by_path_and_by_name(
     directory: Path, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -105,6 +105,7 @@ def test_another_curriculum_is_another_run(recipe: Recipe) -> None:
         finetune(replace(recipe, curriculum=None), resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_its_longest_blocks_logs_a_warning(
     recipe: Recipe, caplog: pytest.LogCaptureFixture
 ) -> None:

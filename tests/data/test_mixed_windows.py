@@ -227,6 +227,7 @@ def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_with_mixed_windows_trains_and_resumes(
     recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

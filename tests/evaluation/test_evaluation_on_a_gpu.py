@@ -192,6 +192,7 @@ def test_decoding_builds_no_plan_for_each_token() -> None:
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.slow
 def test_chunks_are_timed_with_the_kernel_that_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = flops.Rates(linear=1e9, attention=1e9, chunked=1e8, segments=5e7, biased=2e7)
     monkeypatch.setattr(forward_plan, "measured_rates", lambda model, device: rates)

@@ -346,6 +346,7 @@ def test_pages_are_complete_and_fit_a_phone(rows: list[EvaluationRow], tmp_path:
         assert "http" not in text
 
 
+@pytest.mark.slow
 def test_the_page_needs_no_other_file(rows: list[EvaluationRow], tmp_path: Path) -> None:
     odd = row("<b>odd & 1</b>", "yarn", 2.0)
     write_report([*rows, odd], tmp_path, trained_length=TRAINED, title="A <title>")
@@ -476,6 +477,7 @@ def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_pa
     assert not any("dashed" in text.get_text() for text in drawn[1].axes.texts)  # nothing to distinguish
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [plots.plot_perplexity, plots.plot_loss_by_position])
 @pytest.mark.parametrize("count", [1, 6, 14])
 def test_names_overlap_neither_each_other_nor_the_lines(draw, count: int, drawn, tmp_path: Path) -> None:

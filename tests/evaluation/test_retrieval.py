@@ -284,6 +284,7 @@ def test_a_batch_says_what_single_rows_say(bundled: PreTrainedModel) -> None:
         assert len(set(together)) > 1
 
 
+@pytest.mark.slow
 def test_a_row_s_own_length_is_read_without_a_cache(bundled: PreTrainedModel) -> None:
     prompt = written([DEMO], [300], depths=1, trials=1)[0]
     row = encode(TOKENIZER, prompt.text, False)
@@ -515,6 +516,7 @@ def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
         read_retrieval(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_pictures_show_the_rates(tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[Any] = []
     original = Canvas.save

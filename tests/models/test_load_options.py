@@ -222,6 +222,7 @@ def test_an_adapter_in_place_of_a_model_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
 def test_an_adapter_on_a_model_with_layers_elsewhere(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -280,6 +280,7 @@ def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_anneals_by_its_steps_and_evaluates_the_encoding_alone(
     recipe: Recipe, work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

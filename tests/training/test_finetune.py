@@ -431,6 +431,7 @@ def test_a_run_that_died_resumes_from_its_last_checkpoint(
     assert [line["step"] for line in metrics(recipe.output_dir)] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_the_last_two_checkpoints_are_kept_and_an_older_one_can_be_chosen(
     recipe: Recipe, finished: Path
 ) -> None:
@@ -445,6 +446,7 @@ def test_the_last_two_checkpoints_are_kept_and_an_older_one_can_be_chosen(
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-6", "step-8"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_extended_but_not_with_a_changed_recipe(recipe: Recipe, finished: Path) -> None:
     finetune(replace(recipe, steps=3))
     with pytest.raises(
@@ -495,6 +497,7 @@ def test_newer_checkpoints_stay_until_the_first_new_one_is_saved(
     assert_same(weights(finetune(recipe, resume=True).output_dir), weights(finished))
 
 
+@pytest.mark.slow
 def test_metrics_belong_to_the_checkpoints_that_are_there(
     recipe: Recipe, work: Path, at_step: AtStep
 ) -> None:
@@ -692,6 +695,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_survives_an_interrupti
     assert_same(weights(recipe.output_dir), weights(other.output_dir))
 
 
+@pytest.mark.slow
 def test_too_many_skipped_steps_in_a_row_end_the_run_also_across_an_interruption(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:

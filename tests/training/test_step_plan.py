@@ -422,6 +422,7 @@ def test_a_resumed_run_keeps_its_memory_options(
         assert torch.equal(value, other), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_plan")
 def test_memory_options_do_not_change_the_training(tiny: Recipe) -> None:
     undropped = replace(tiny, lora_dropout=0.0)

@@ -157,6 +157,7 @@ def test_a_named_layer_that_cannot_be_trained_is_refused() -> None:
     assert all("self_attn.q_proj" in name for name in trained)
 
 
+@pytest.mark.slow
 def test_a_run_says_in_one_line_what_it_leaves_out(
     work: Path, tmp_path: Path, private_cache: None, caplog: pytest.LogCaptureFixture
 ) -> None:
