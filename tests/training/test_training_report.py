@@ -309,6 +309,7 @@ def cells(markdown: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+@pytest.mark.slow
 def test_the_report_has_the_measurements(run: Path) -> None:
     assert sorted(path.name for path in (run / "report").iterdir()) == [
         "perplexity.png", "report.html", "report.md", "training.png",
@@ -331,7 +332,7 @@ def test_the_report_has_the_measurements(run: Path) -> None:
     html = (run / "report" / "report.html").read_text()
     assert html.count('<figure class="chart">') == 2
     for shown_in in (text, html):  # by the name of the recipe, because the run lies elsewhere
-        assert "rope-extend finetune recipe.yaml" in shown_in
+        assert "rope-extend finetune recipe.yaml --output-dir run-again" in shown_in
         assert str(run) not in shown_in
     assert not re.search(r'(src|href)="(?!data:|#)', html)
     assert "after step 4" in html
