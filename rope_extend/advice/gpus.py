@@ -70,6 +70,11 @@ def find_gpu(text: str) -> Gpu:
     return Gpu(f"{memory / 1e9:g} GB", memory)
 
 
+def gpu_words() -> list[str]:
+    """The names of the known GPUs without spaces, as one writes them at a command line, such as `rtx-4090`."""
+    return [gpu.name.lower().replace(" ", "-") for gpu in GPUS]
+
+
 def gpus_with(memory: int) -> list[Gpu]:
     """The known GPUs with exactly this memory, in bytes."""
     return [gpu for gpu in GPUS if gpu.memory == memory]

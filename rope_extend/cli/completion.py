@@ -9,14 +9,18 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rope_extend.advice.gpus import gpu_words
 from rope_extend.advice.shipped import find_recipe, shipped_names
-from rope_extend.cli.arguments import methods, one_method
+from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.cli.advise import gpu
+from rope_extend.cli.arguments import export_target, methods, one_method
 from rope_extend.cli.recipes import recipe_name
 from rope_extend.method_names import method_names
 
 SHELLS = ("bash", "zsh", "fish")
 _TYPES: Mapping[object, Callable[[], Sequence[str]]] = {
     methods: method_names, one_method: method_names, recipe_name: shipped_names, find_recipe: shipped_names,
+    export_target: lambda: TARGETS, gpu: gpu_words,
 }  # fmt: skip
 """The values of arguments of a type."""
 _FLAGS = {"--method": one_method, "--methods": methods}

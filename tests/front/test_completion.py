@@ -54,6 +54,9 @@ def test_every_flag_of_every_command_is_known() -> None:
         ("rope-extend generate m --method none,self", []),
         ("rope-extend plot heat", ["heat-map"]),
         ("rope-extend plot perplexity --over", ["--overwrite"]),
+        ("rope-extend advise x --engine v", ["vllm"]),
+        ("rope-extend export x --to s", ["sglang"]),
+        ("rope-extend advise x --gpu rtx-4", ["rtx-4090"]),
         ("rope-extend info ./some", []),  # bash completes the path
     ],
 )
@@ -66,6 +69,16 @@ def test_bash_completes(line: str, expected: list[str], scripts: dict[str, str])
     done = subprocess.run(["bash", "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == expected
     assert done.stderr == ""
+
+
+def test_every_offered_value_is_accepted() -> None:
+    for name in COMMANDS:
+        parser = command_parser(name)
+        offered = words_of(parser).choices
+        for action in parser._actions:
+            for flag in action.option_strings:
+                for word in offered.get(flag, ()):
+                    parser._get_value(action, word)
 
 
 def test_the_other_shells_have_the_same_words(scripts: dict[str, str]) -> None:
