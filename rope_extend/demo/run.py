@@ -6,7 +6,8 @@ import math
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def run_demo(
         print(f"\nThese results were already in {output}. To run the demo again, add --overwrite.")
         return rows
     if overwrite:
+        (output / RESULTS).unlink(missing_ok=True)  # first: they are of the runs that are removed now
         shutil.rmtree(output / "runs", ignore_errors=True)
 
     shared: dict[str, object] = {"model": str(MODEL_DIR)} | ({} if steps is None else {"steps": steps})
@@ -135,7 +137,8 @@ def run_demo(
     written = replace(config, output=str(output))
     commands.append(["evaluate", *command_words(written)])
     _print_command(commands[-1])
-    rows = evaluate(config)
+    with _says_how_to_resume():
+        rows = evaluate(config)
     made_by = [commands_part(commands), *how_it_was_made("evaluate", written)[1:]]
     write_report(rows, output, trained_length=trained, title=TITLE, overwrite=True, made_by=made_by)
     _print_step(len(runs) + 2, len(runs) + 2, "the model card of each run, with these results")
@@ -182,15 +185,22 @@ def finetune_once(recipe: Recipe, model: Any | None = None, tokenizer: Any | Non
         if state.step == recipe.steps:
             print(f"  already done: {directory}")
             return
-    try:
+    with _says_how_to_resume():
         result = finetune(
             recipe, model=model, tokenizer=tokenizer, resume=(directory / "recipe.yaml").exists()
         )
-    except FinetuneInterrupted:
-        print("\nThe same command resumes from here.")
-        raise
     result.patch.remove()
     remove_adapter(result.model)
+
+
+@contextmanager
+def _says_how_to_resume() -> Iterator[None]:
+    """If the block is interrupted, say which command continues."""
+    try:
+        yield
+    except (FinetuneInterrupted, KeyboardInterrupt):
+        print("\nThe same command resumes from here; leave --overwrite out if you gave it.")
+        raise
 
 
 def _check_results(

@@ -80,6 +80,25 @@ def test_results_of_another_demonstration_are_not_reused(
         run_demo(tmp_path, methods=["yarn"], tuned=["yarn"])  # the recipe has more
 
 
+def test_old_results_are_gone_once_a_demonstration_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the command that resumes would show them as those of the new runs."""
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "results.jsonl").touch()
+    (tmp_path / "runs" / "yarn").mkdir(parents=True)
+    monkeypatch.setattr(demo, "finetune_once", lambda *_: None)
+    monkeypatch.setattr(demo, "pretrained", lambda *_, **__: None)
+    monkeypatch.setattr(demo, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(tmp_path, tuned=["yarn"], overwrite=True)
+    assert [*tmp_path.iterdir()] == []
+    assert "The same command resumes from here; leave --overwrite out" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("private_cache")
 def test_a_run_of_fewer_steps_is_not_taken_for_done(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
