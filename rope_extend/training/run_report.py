@@ -128,7 +128,9 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
         title, lead = f"Training report: {directory.resolve().name}", _lead(recipe, trained_length)
         text = [f"# {title}", lead, *(section.markdown() for section in sections)]
         text += [f"![{description}]({name})" for name, description in pictures.items()]
-        made_by = commands_part([["finetune", str(directory / "recipe.yaml")]])
+        # Another directory, because a command refuses one that holds a run.
+        again = directory.resolve().with_name(f"{directory.resolve().name}-again")
+        made_by = commands_part([["finetune", str(directory / "recipe.yaml"), "--output-dir", str(again)]])
         text.append(made_by.markdown())
         (partial / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
         (partial / "report.html").write_text(
