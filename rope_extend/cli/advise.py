@@ -97,4 +97,6 @@ def advise(arguments: argparse.Namespace) -> None:
     if written:
         print(f"\nwritten: {written}")
     elif file is not None:
-        print(f"\nnothing is written to {file}: no training is needed")
+        print(
+            f"\nnothing is written to {file}: there is no recipe, because the verdict is {advice.verdict!r}"
+        )

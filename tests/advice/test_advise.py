@@ -288,6 +288,30 @@ def test_every_known_gpu_has_a_peak() -> None:
     assert all(peak_flops(gpu.name) for gpu in GPUS)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h1000", "Did you mean 'h100'"),
+        ("h100-80gb", "Did you mean 'h100'"),
+        ("H10080GB", "Did you mean 'h100'"),
+        ("h100 80", "Did you mean 'h100'"),
+        ("4090-24gb", "Did you mean 'rtx-4090'"),
+        ("l40s-48gb", "Did you mean 'l40s'"),
+        ("a100-80", "Did you mean 'a100-80gb'"),
+        ("a100", "40 or 80 GB"),
+        ("2xh100", "one GPU is planned for, got '2xh100'; give 'h100'"),
+        ("8 x A100 80GB", "give 'A100 80GB'"),
+        ("h100 x2", "give 'h100'"),
+        ("2x24GB", "give '24GB'"),
+        ("rtx 4080", "no GPU is known as 'rtx 4080'"),
+        ("24", "24GB"),
+    ],
+)
+def test_an_unknown_gpu_is_refused_with_what_was_meant(text: str, message: str) -> None:
+    with pytest.raises(rx.RopeExtendError, match=message):
+        find_gpu(text)
+
+
 @given(st.text(max_size=12))
 def test_any_other_gpu_is_refused_in_one_way(text: str) -> None:
     """Never by another kind of error."""
@@ -299,8 +323,6 @@ def test_any_other_gpu_is_refused_in_one_way(text: str) -> None:
     ("arguments", "message"),
     [
         ({"gpu": "h1000"}, "Did you mean 'h100'"),
-        ({"gpu": "a100"}, "40 or 80 GB"),
-        ({"gpu": "24"}, "24GB"),
         ({"engine": "ollama"}, "engine must be one of"),
         ({"hours": 5.0}, "name a GPU"),
         ({"hours": 0.0, "gpu": "h100"}, "above 0"),
@@ -385,6 +407,21 @@ def test_the_commands_name_the_file_of_the_recipe(tmp_path: Path, capsys: pytest
     main([*line, "--overwrite"])
     text = capsys.readouterr().out
     assert all(f"  {command}\n" in text for command in commands)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"), [("mistral-7b-v0.1", advising.LOCAL), ("qwen25-7b-instruct", advising.STANZA)]
+)
+def test_the_verdict_says_why_no_recipe_is_written(
+    name: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An extension that is impossible is not one that needs no training."""
+    file = tmp_path / "recipe.yaml"
+    main(["advise", str(write_config(tmp_path, name)), "--target-length", "64k", "--output", str(file)])
+    assert not file.exists()
+    text = capsys.readouterr().out
+    assert f"nothing is written to {file}: there is no recipe, because the verdict is {verdict!r}" in text
+    assert "no training is needed" not in text
 
 
 def test_an_adapter_is_refused_with_what_to_give(tmp_path: Path) -> None:
