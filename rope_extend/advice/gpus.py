@@ -53,15 +53,19 @@ def find_gpu(text: str) -> Gpu:
     Raises:
         RopeExtendError: neither a known name nor a size.
     """
-    wanted = _key(text)
-    matches = [gpu for gpu in GPUS if wanted in (_key(gpu.name), _key(gpu.name).removeprefix("rtx"))]
-    if not matches and wanted == "a100":
-        raise RopeExtendError("a GPU called 'A100' has 40 or 80 GB; write a100-40gb or a100-80gb")
+    matches = _named(text)
     if matches:
         return matches[0]
-    if not re.match(r"\s*\d", text):
-        near = difflib.get_close_matches(wanted, map(_key, _MEMORY), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+    if _key(text) == "a100":
+        raise RopeExtendError("a GPU called 'A100' has 40 or 80 GB; write a100-40gb or a100-80gb")
+    if one := _one_of_several(text):
+        raise RopeExtendError(
+            f"one GPU is planned for, got {text!r}; give {one!r}. docs/many_gpus.md says how to train on "
+            "several"
+        )
+    near = _nearest(text)
+    if near or not re.match(r"\s*\d", text):
+        hint = f" Did you mean {near!r}?" if near else ""
         raise RopeExtendError(
             f"no GPU is known as {text!r}.{hint} Known: {', '.join(_MEMORY)}. Of another, give its memory, "
             "such as 24GB"
@@ -71,13 +75,48 @@ def find_gpu(text: str) -> Gpu:
 
 
 def gpu_words() -> list[str]:
-    """The names of the known GPUs without spaces, as one writes them at a command line, such as `rtx-4090`."""
-    return [gpu.name.lower().replace(" ", "-") for gpu in GPUS]
+    """The names of the known GPUs as one writes them at a command line, such as `rtx-4090`."""
+    return [_word(gpu) for gpu in GPUS]
 
 
 def gpus_with(memory: int) -> list[Gpu]:
     """The known GPUs with exactly this memory, in bytes."""
     return [gpu for gpu in GPUS if gpu.memory == memory]
+
+
+def _named(text: str) -> list[Gpu]:
+    """The known GPUs with a name, which may leave out RTX."""
+    return [gpu for gpu in GPUS if _key(text) in (_key(gpu.name), _key(gpu.name).removeprefix("rtx"))]
+
+
+def _one_of_several(text: str) -> str:
+    """The name or memory in a text such as `2xh100`; empty if there is no count of GPUs."""
+    found = re.fullmatch(r"\s*\d+\s*[x×*]\s*(\S.*)|(.+?)\s*[x×*]\s*\d+\s*", text, re.IGNORECASE)
+    one = (found[1] or found[2]).strip() if found else ""
+    known = _named(one) or _key(one) == "a100" or re.fullmatch(r"[\d.]+\s*[gt]i?b", one, re.IGNORECASE)
+    return one if known else ""
+
+
+def _nearest(text: str) -> str:
+    """The known GPU that a text seems to mean, as one writes it; empty if there is none.
+
+    A module and a memory after the name are left out first, as in `h100-sxm-80gb`: only the A100 has two
+    memories. Otherwise the first letter must agree: V100 and H100 are both right names.
+    """
+    wanted = _key(text)
+    words = {_key(gpu.name): _word(gpu) for gpu in GPUS}
+    words = {**{key.removeprefix("rtx"): word for key, word in words.items()}, **words}
+    started = [key for key in words if re.fullmatch(rf"{key}(sxm\d?)?([1-9]\d*(gi?b?)?)?", wanted)]
+    if started:
+        return words[max(started, key=len)]
+    if wanted[:1].isdigit():  # a memory
+        return ""
+    near = difflib.get_close_matches(wanted, [key for key in words if key[0] == wanted[:1]], n=1)
+    return words[near[0]] if near else ""
+
+
+def _word(gpu: Gpu) -> str:
+    return gpu.name.lower().replace(" ", "-")
 
 
 def _key(name: str) -> str:

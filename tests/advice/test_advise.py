@@ -295,6 +295,8 @@ def test_every_known_gpu_has_a_peak() -> None:
         ("h100-80gb", "Did you mean 'h100'"),
         ("H10080GB", "Did you mean 'h100'"),
         ("h100 80", "Did you mean 'h100'"),
+        ("h100 SXM5 80GB", "Did you mean 'h100'"),
+        ("v100", "'v100'. Known"),
         ("4090-24gb", "Did you mean 'rtx-4090'"),
         ("l40s-48gb", "Did you mean 'l40s'"),
         ("a100-80", "Did you mean 'a100-80gb'"),
