@@ -185,6 +185,13 @@ class Parser(argparse.ArgumentParser):
         """Print the mistake and exit with 2."""
         _fail(f"{message}\nSee `{self.prog} --help`.", self.prog)
 
+    def parse_in_any_order(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse words whose flags may also stand between the positional arguments."""
+        below = any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+        if below or not {"-h", "--help", "--"}.isdisjoint(words):  # argparse mixes none of these
+            return self.parse_args(words)
+        return self.parse_intermixed_args(words)
+
     def flags(self) -> set[str]:
         """All flags of this parser and of the parsers below it."""
         flags = set(self._option_string_actions)
@@ -225,7 +232,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         _fail(f"invalid choice of command: {name!r}.{hint} Commands: {', '.join(COMMANDS)}")
     parser = command_parser(name)
     _check_flags(parser, rest)
-    return parser.parse_args(rest)
+    return parser.parse_in_any_order(rest)
 
 
 def command_parser(name: str) -> Parser:

@@ -107,6 +107,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(name in text for name in MODELS)
     main(["recipes", "copy", "phi2_3b_16k_yarn", "--output", str(tmp_path / "phi.yaml")])
     assert "written" in capsys.readouterr().out
+    for number, words in enumerate((  # flags may stand between the words
+        ["copy", "--output", "FILE", "phi2_3b_16k_yarn"],
+        ["--output", "FILE", "copy", "--model", "owner/name", "phi2_3b_16k_yarn"],
+        ["copy", "--overwrite", "phi2_3b_16k_yarn", "--output", "FILE"],
+    )):  # fmt: skip
+        file = tmp_path / f"{number}.yaml"
+        main(["recipes", *(str(file) if word == "FILE" else word for word in words)])
+        assert file.is_file()
+    capsys.readouterr()
     main(["recipes", "show", "phi2_3b_16k_yarn"])
     assert capsys.readouterr().out == shipped_path("phi2_3b_16k_yarn").read_text(encoding="utf-8")
     for line, message in (
