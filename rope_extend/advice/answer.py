@@ -34,6 +34,7 @@ LOCAL = "local attention"
 STANZA = "recommended by its makers"
 UNTRAINED = "try without training first"
 TRAIN = "train"
+DOES_NOT_FIT = "does not fit"
 DEFAULT_GPU = "80GB"
 UNTRAINED_FACTOR = 2.0
 """Up to this factor an untrained method is worth a test first.
@@ -76,11 +77,12 @@ class Advice:
         factor: target divided by pretrained window; None if nothing is to be done.
         method: the method to use, and to train with; None if nothing is to be done.
         untrained_method: the method to try first without training; None if there is none.
-        recipe: fields of a fine-tuning recipe; empty if no training is needed.
-        memory: what a step of the recipe needs; None without a recipe.
+        recipe: fields of a fine-tuning recipe; empty if no training is needed, or none fits the GPU.
+        memory: what a step of the recipe needs; if none fits, with every memory option and weights of 4 bits;
+            None if no training is needed.
         work: tokens, operations and hours of the recipe; None without one, or if they cannot be counted.
         commands: the commands that follow, in order; those that measure if nothing is to be done.
-        criteria: what to reach before it can be called a success; empty if nothing is to be done.
+        criteria: what to reach before it can be called a success; empty if there is nothing to measure.
         notes: what to know in addition.
         serving: how the chosen engine serves the result, of the training if there is one; None if none was
             chosen, or nothing changes.
@@ -327,9 +329,11 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
             "This checkpoint is quantised. Its weights are counted by the size of its files, so the memory "
             "is too low if they are not here yet."
         )
-    fields, memory, amount = _within(fields, memory, gpu, hours, trained, notes)
+    amount = None
+    if memory.fits:
+        fields, memory, amount = _within(fields, memory, gpu, hours, trained, notes)
     notes += _notes(question, memory)
-    if not memory.evaluates:
+    if memory.fits and not memory.evaluates:
         fields = {key: value for key, value in fields.items() if not key.startswith("eval_")}
         notes.append(
             "The evaluation at the target length does not fit next to the training. Evaluate after it."
@@ -342,33 +346,57 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
     untrained = None
     if factor <= UNTRAINED_FACTOR:
         untrained = "dynamic_yarn" if question.engine in (None, "transformers") else "yarn"
-    if untrained:
-        reason = (
-            f"The target is {factor:g} times the pretrained window of {format_length(trained)}. At up to "
-            f"{UNTRAINED_FACTOR:g} times, {untrained} without training may be enough. Measure it; if it "
-            "fails the criteria, train."
-        )
+    verdict, reason = UNTRAINED if untrained else TRAIN, _why(question, untrained)
+    commands = _measuring(question, ["none", untrained]) if untrained else ()
+    run: str | None = fields["output_dir"]
+    if memory.fits:
+        commands += (f"{_FINETUNE} --plan", _FINETUNE, *_measuring(question, ["none"], run))
     else:
-        reason = (
-            f"The target is {factor:g} times the pretrained window of {format_length(trained)}. Beyond "
-            f"{UNTRAINED_FACTOR:g} times, untrained methods lose to the same model cropped to its old "
-            "window: on our bundled model at 4 times, dynamic_yarn by 2 % and yarn by 14 %."
-        )
-    if not memory.fits:
-        longest = f"{memory.longest_block:,} tokens" if memory.longest_block else "none"
-        notes.append(f"This does not fit. The longest block that fits is {longest}. Use a larger GPU.")
-    commands = (
-        *(_measuring(question, ["none", untrained]) if untrained else ()),
-        f"{_FINETUNE} --plan",
-        _FINETUNE,
-        *_measuring(question, ["none"], fields["output_dir"]),
-    )
+        fields, run = {}, None
+        misfit = _misfit(question, memory, gpu)
+        verdict, reason = (verdict, f"{reason} {misfit}") if untrained else (DOES_NOT_FIT, misfit)
+    untrained_serving = question.serve(untrained, None) if untrained else None
     return Advice(
-        question.model, question.model_type, question.window, question.target,
-        UNTRAINED if untrained else TRAIN, reason, trained, factor, "yarn", untrained, fields, memory, amount,
-        commands, CRITERIA, tuple(notes), question.serve("yarn", fields["output_dir"]),
-        question.serve(untrained, None) if untrained else None, question.engines("yarn"),
+        question.model, question.model_type, question.window, question.target, verdict, reason, trained,
+        factor, "yarn", untrained, fields, memory, amount, commands, CRITERIA if commands else (),
+        tuple(notes), question.serve("yarn", run) if run else None, untrained_serving,
+        question.engines("yarn"),
     )  # fmt: skip
+
+
+def _why(question: _Question, untrained: str | None) -> str:
+    """Why to train, or to try a method without training first."""
+    trained = format_length(question.shape.trained_length)
+    target = f"The target is {question.factor:g} times the pretrained window of {trained}."
+    if untrained:
+        return (
+            f"{target} At up to {UNTRAINED_FACTOR:g} times, {untrained} without training may be enough. "
+            "Measure it; if it fails the criteria, train."
+        )
+    return (
+        f"{target} Beyond {UNTRAINED_FACTOR:g} times, untrained methods lose to the same model cropped to "
+        "its old window: on our bundled model at 4 times, dynamic_yarn by 2 % and yarn by 14 %."
+    )
+
+
+def _misfit(question: _Question, memory: Memory, gpu: Gpu) -> str:
+    """That no recipe fits the GPU, why, and what to do."""
+    longest = (
+        f"The longest block that fits has {memory.longest_block:,} tokens."
+        if memory.longest_block
+        else "No block fits."
+    )
+    short = (
+        f"Shorter ones are no way out: {memory.no_short_blocks}."
+        if memory.no_short_blocks
+        else f"Blocks of {format_length(question.shape.trained_length)} with positions from the whole target "
+        "window do not fit either."
+    )
+    return (
+        f"A step of training does not fit {gpu.name}, so there is no recipe: with all memory options, it "
+        f"needs {format_bytes(memory.needed)} of {format_bytes(memory.available)}. {longest} {short} Use a "
+        "larger GPU."
+    )
 
 
 def _fields(question: _Question, data: str | None) -> dict[str, Any]:
@@ -434,9 +462,9 @@ def _notes(question: _Question, memory: Memory) -> list[str]:
             f"{format_length(question.window.tokens)} tokens. rope_extend replaces it: the factor counts "
             f"from {format_length(question.shape.trained_length)} tokens. We have not measured such a model."
         )
-    if memory.host:
+    if memory.fits and memory.host:
         notes.append(f"Host memory is used as well: {format_bytes(memory.host)}.")
-    if "4 bits" in memory.options:
+    if memory.fits and "4 bits" in memory.options:
         notes.append(
             "Weights of 4 bits need pip install 'rope_extend[quantize]'. They are slower, and the hours do "
             "not count that."

@@ -32,7 +32,7 @@ def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
     yield _row("reads today", f"{format_length(window.tokens)} tokens: {window.source}")
     yield _row("you want", f"{format_length(advice.target_length)} tokens")
     yield _row("verdict", f"{advice.verdict}. {advice.reason}")
-    if advice.untrained_method and advice.recipe:
+    if advice.untrained_method and advice.memory:
         yield _row("untrained", f"{advice.untrained_method}: {_UNTRAINED_WHY[advice.untrained_method]}")
     if advice.method:
         served = f"; {_listed(advice.engines)} can run it" if advice.engines else ""

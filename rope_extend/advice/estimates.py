@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Memory:
         evaluates: whether the evaluation at the target length fits as well.
         recomputes: whether layers are recomputed in the backward pass.
         longest_block: if the step does not fit: the longest block that does, in tokens.
+        no_short_blocks: if the step does not fit: why short blocks with positions from the whole target
+            window are not an answer; None if they do not fit either.
     """
 
     gpu: str
@@ -44,6 +46,7 @@ class Memory:
     evaluates: bool
     recomputes: bool
     longest_block: int | None = None
+    no_short_blocks: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ def fit(fields: Mapping[str, Any], trained_length: int, gpu: Gpu) -> tuple[dict[
         trained_length: the pretrained window in tokens.
         gpu: the GPU.
 
+    Returns:
+        The fields and their memory. If nothing fits: the given fields, and the memory of the step with all
+        options and weights of 4 bits.
+
     Raises:
         RopeExtendError: the recipe does not work with its model.
     """
@@ -94,10 +101,10 @@ def fit(fields: Mapping[str, Any], trained_length: int, gpu: Gpu) -> tuple[dict[
     for attempt in attempts:
         try:
             estimate = plan(Recipe.from_dict(attempt), limit_memory=gpu.memory, elsewhere=True)
-        except RopeExtendError:
+        except RopeExtendError as error:
             if first is None:
                 raise
-            break  # PoSE does not suit this model; what was said of long blocks remains true
+            return dict(fields), replace(first, no_short_blocks=str(error))
         for step in (estimate.chosen, estimate.quantized):
             if step is not None and estimate.fits(step):
                 if step.quantized:

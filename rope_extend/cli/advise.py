@@ -97,6 +97,7 @@ def advise(arguments: argparse.Namespace) -> None:
     if written:
         print(f"\nwritten: {written}")
     elif file is not None:
-        print(
-            f"\nnothing is written to {file}: there is no recipe, because the verdict is {advice.verdict!r}"
+        why = (
+            "because no step fits the GPU" if advice.memory else f"because the verdict is {advice.verdict!r}"
         )
+        print(f"\nnothing is written to {file}: there is no recipe, {why}")

@@ -18,6 +18,7 @@ import rope_extend as rx
 from rope_extend.advice import answer as advising
 from rope_extend.advice.answer import Advice, advise
 from rope_extend.advice.describing import describe
+from rope_extend.advice.estimates import Memory
 from rope_extend.advice.gpus import GPUS, UTILISATION, find_gpu
 from rope_extend.advice.windows import window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -186,12 +187,47 @@ def test_what_does_not_fit_gets_less_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_fits_in_no_way_is_said(tmp_path: Path) -> None:
-    advice = advise(small(tmp_path, "smollm2-1.7b"), "32k", gpu="2MB")
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("smollm2-1.7b", "positions from the whole target window do not fit either"),
+     ("gemma2-9b", "layers of type sliding_attention attend to 4096 tokens")],
+)  # fmt: skip
+def test_what_fits_in_no_way_is_said(name: str, why: str, tmp_path: Path) -> None:
+    advice = advise(small(tmp_path, name), "32k", gpu="2MB")
     assert advice.memory is not None
     assert not advice.memory.fits
-    assert any("does not fit" in note for note in advice.notes)
-    assert "does not fit" in describe(advice)
+    assert advice.verdict == advising.DOES_NOT_FIT
+    assert why in advice.reason
+
+
+@pytest.mark.parametrize(("target", "verdict"), [("32k", "does not fit"), ("16k", advising.UNTRAINED)])
+def test_a_training_that_does_not_fit_gets_no_recipe(
+    target: str,
+    verdict: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither hours nor the commands of a training that cannot run; a test without one stays possible."""
+    memory = Memory(
+        "24 GB", 24 * 10**9, 99 * 10**9, 7 * 10**9, "all, weights in 4 bits", fits=False, evaluates=True,
+        recomputes=True, longest_block=12_096, no_short_blocks="its layers are local",
+    )  # fmt: skip
+    monkeypatch.setattr(advising, "fit", lambda fields, *_: (dict(fields), memory))
+    file = tmp_path / "recipe.yaml"
+    line = ["advise", str(write_config(tmp_path, "smollm2-1.7b")), "--target-length", target, "--gpu", "24GB"]
+    main([*line, "--engine", "vllm", "--json"])
+    advice = json.loads(capsys.readouterr().out)
+    assert advice["verdict"] == verdict
+    assert not advice["recipe"]
+    assert advice["work"] is advice["serving"] is None
+    assert not any("finetune" in command or "runs/" in command for command in advice["commands"])
+    assert bool(advice["commands"]) == bool(advice["criteria"]) == (verdict == advising.UNTRAINED)
+    for part in ("99.0 GB of 24.0 GB", "12,096 tokens", "its layers are local", "larger GPU"):
+        assert part in advice["reason"]
+    main([*line, "--output", str(file)])
+    assert not file.exists()
+    assert "there is no recipe, because no step fits the GPU" in capsys.readouterr().out
 
 
 @pytest.mark.slow
