@@ -36,9 +36,8 @@ from rope_extend.evaluation.work_plan import (
     DOCUMENTS,
     PROMPTS,
     SAMPLES,
-    Extent,
+    asked_for,
     evaluation_costs,
-    left_out,
     passkey_lengths,
     read_extent,
     whole_extent,
@@ -98,6 +97,7 @@ def evaluate(
     connected = processes(config.load_options().torch_device)
     if connected:  # no process changes the directory before all have checked it
         connected.wait_for_everyone()
+    made_by = how_it_was_made("evaluate", config)
     # Checks the config.
     evaluation = _Evaluation(config, None, output / UNFINISHED, progress, resume=resume)
     measured = evaluation.rows()
@@ -116,7 +116,7 @@ def evaluate(
             trained_length=trained_length,
             overwrite=overwrite or resume,
             lead=missing if evaluation.left_out else (),
-            made_by=how_it_was_made("evaluate", config),
+            made_by=made_by,
         )
         remove_unfinished(output)
     return rows
@@ -260,16 +260,16 @@ class _Evaluation:
             )
         self.task = Passkey(template=template_for(candidates.name))
         extent = whole_extent(config, candidates, len(self.documents))
-        self.cropped, self.trials = extent.cropped, extent.trials
-        self.control_method = [PLAIN] if self.cropped and not candidates.plain_methods else []
         self.left_out: list[str] = []
-        self.extent: Extent | None = None
+        self.extent, self.asked = extent, asked_for(config, candidates, extent)
         self.clock, self.last_line = Clock([]), time.monotonic()
         passkey_lengths(config, candidates)  # refuses lengths that no row is extended to
-        self._plan_work(extent, resume)
-        self.prompts = self._prompts() if self.trials else []
+        self._plan_work(resume)
+        self.documents = self.documents[: self.extent.documents]
+        self.control_method = [PLAIN] if self.extent.cropped and not candidates.plain_methods else []
+        self.prompts = self._prompts() if self.extent.trials else []
 
-    def _plan_work(self, whole: Extent, resume: bool) -> None:
+    def _plan_work(self, resume: bool) -> None:
         """Estimate the time of everything, and leave out what the budget does not allow."""
         config = self.config
         if config.budget is not None and (self.plan is None or self.connected):
@@ -279,22 +279,19 @@ class _Evaluation:
             return
         longest = max(map(len, self.documents))
         costs = evaluation_costs(config, self.candidates, self.plan, self.lengths, longest)
-        extent = whole
         if config.budget is not None:
-            kept = read_extent(self.finished) if resume and self.finished else None
-            extent = self.extent = kept or costs.within(whole, config.budget)[0]
-            self.left_out = left_out(whole, extent)
-            self.documents = self.documents[: extent.documents]
-            self.cropped, self.trials = extent.cropped, extent.trials
-            self.control_method = self.control_method if self.cropped else []
+            whole = self.extent
+            kept = read_extent(self.finished, self.asked) if resume and self.finished else None
+            self.extent = kept or costs.within(whole, config.budget)[0]
+            self.left_out = costs.left_out(whole, self.extent)
             for said in self.left_out:
                 logger.warning("left out, because of the budget: %s", said)
-        logger.info("%s", costs.text(extent))
-        self.clock = Clock(costs.pieces(extent))
+        logger.info("%s", costs.text(self.extent))
+        self.clock = Clock(costs.pieces(self.extent))
 
     def _prompts(self) -> list[Prompt]:
         """The passkeys; none at a length that the task does not fit, with a warning."""
-        options = PromptOptions(depths=DEPTHS, trials=self.trials)
+        options = PromptOptions(depths=DEPTHS, trials=self.extent.trials)
         prompts: list[Prompt] = []
         for length in passkey_lengths(self.config, self.candidates):
             try:
@@ -308,8 +305,8 @@ class _Evaluation:
     def rows(self) -> Iterator[EvaluationRow]:
         """Load the weights, and yield each row when it is measured."""
         candidates = self.candidates
-        if self.extent is not None and self.finished is not None:
-            write_extent(self.finished, self.extent)
+        if self.config.budget is not None and self.finished is not None:
+            write_extent(self.finished, self.extent, self.asked)
         reserve = self.plan.activations if self.plan else 0
         lm = candidates.load_options.load(candidates.name, reserve=reserve)
         for candidate in candidates.models(lm, [*candidates.encodings, *self.control_method]):
@@ -322,7 +319,7 @@ class _Evaluation:
             subject = candidates.subject(candidate)
             result = self._perplexity(candidate, subject, self.lengths, protocol, settings)
             yield self._completed(candidate, EvaluationRow.of(subject, result))
-            if self.cropped and candidates.uses_plain_rope(candidate):
+            if self.extent.cropped and candidates.uses_plain_rope(candidate):
                 yield self._with_samples(candidate, self._control(candidate))
 
     def _control(self, candidate: Candidate) -> EvaluationRow:
@@ -384,16 +381,17 @@ class _Evaluation:
 
     def _with_samples(self, candidate: Candidate, row: EvaluationRow) -> EvaluationRow:
         """The row with its continuations of documents, in the main process."""
-        if not self.config.samples or not is_main_process():
+        if not self.extent.samples or not is_main_process():
             return row
-        started, count = time.perf_counter(), self.config.samples
+        started = time.perf_counter()
         try:
             samples = continuations(
                 candidate.model,
                 self.tokenizer,
-                self.documents[:count],
+                self.documents,
                 self.lengths[-1],
                 self.candidates.trained_length if row.result.cropped else None,
+                most=self.extent.samples,
             )
         except RopeExtendError as error:
             if error.__cause__ is None or not is_out_of_memory(error.__cause__):

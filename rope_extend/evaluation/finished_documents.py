@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,11 +28,12 @@ LOSSES_OF_DOCUMENT = "[0-9][0-9][0-9][0-9][0-9]*.npz"
 class FinishedDocuments:
     """A directory with the losses of finished documents, and the identity of the measurement.
 
-    Nothing is written before the first document is finished.
+    Nothing is written before the first document is finished. A measurement of more or fewer documents uses
+    those that it shares with the earlier one, if these are the first ones of both.
 
     Args:
         directory: where the files are.
-        identity: everything that the losses depend on.
+        identity: everything that the losses depend on; `data` is the fingerprint of each document.
 
     Raises:
         RopeExtendError: the directory holds losses of another measurement, or of an unknown one.
@@ -39,10 +42,17 @@ class FinishedDocuments:
     def __init__(self, directory: Path, identity: Identity) -> None:
         self.directory, self.identity = directory, identity
         path = directory / MEASUREMENT
-        if path.exists() or any(directory.glob(LOSSES_OF_DOCUMENT)):
+        self.is_known = path.exists()
+        if self.is_known or any(directory.glob(LOSSES_OF_DOCUMENT)):
+            stored, shared = read_identity(path), identity
+            documents = identity.get("data", [])
+            if isinstance(stored, dict) and isinstance(there := stored.get("data"), list):
+                self.is_known = len(there) >= len(documents)
+                count = min(len(there), len(documents))
+                stored, shared = _with_documents(stored, count), _with_documents(identity, count)
             check_same(
-                read_identity(path),
-                identity,
+                stored,
+                shared,
                 what=f"{str(directory)!r} holds losses",
                 advice="use another directory, or delete this one to start again",
             )
@@ -60,12 +70,18 @@ class FinishedDocuments:
 
     def write(self, number: int, losses: Sequence[Losses], seconds: float) -> None:
         """Keep a document's losses by pass, float32 `[targets]` each."""
-        path = self.directory / MEASUREMENT
-        if not path.exists():
+        if not self.is_known:
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_json(path, self.identity)
+            write_json(self.directory / MEASUREMENT, self.identity)
+            self.is_known = True
         arrays = {f"losses_{n}": array for n, array in enumerate(losses)}
         write_arrays(self._path(number), {**arrays, "seconds": np.float64(seconds)})
 
     def _path(self, number: int) -> Path:
         return self.directory / f"{number:05d}.npz"
+
+
+def _with_documents(identity: Identity, count: int) -> Identity:
+    """An identity with one digest for its first documents."""
+    digest = hashlib.sha256(json.dumps(identity["data"][:count]).encode()).hexdigest()
+    return {**identity, "data": digest[:16]}

@@ -144,7 +144,7 @@ def perplexity(
     _check_vocabulary(texts, lm)
     groups = _length_groups(rule, model, sizes)
     passes = [_passes(rule, text, groups, tokens) for text in texts]
-    key = {"data": fingerprint(texts), "protocol": protocol, **tokens, "lengths": sizes}
+    key = {"data": [fingerprint([text]) for text in texts], "protocol": protocol, **tokens, "lengths": sizes}
 
     tallies = [_Tally(rule, group) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
@@ -198,7 +198,7 @@ def perplexity(
         window=tokens.get("window"),
         documents=len(candidates) if rule.joined else len(texts),
         dropped_documents=0 if rule.joined else len(candidates) - len(texts),
-        data=str(key["data"]),
+        data=fingerprint(texts),
         passes=len(groups),
         forward_tokens=_tokens(passes),
         seconds=max(seconds),

@@ -24,21 +24,24 @@ def continuations(
     documents: Sequence[Document],
     length: int,
     crop: int | None = None,
+    *,
+    most: int | None = None,
 ) -> tuple[Sample, ...]:
     """How a model continues the beginnings of documents, so that each fills a window.
 
     Args:
         model: a causal language model, patched or not.
         tokenizer: its tokenizer.
-        documents: the documents.
+        documents: the documents. Those of a single token have no beginning to continue, and are left out.
         length: tokens of the beginning and its continuation.
         crop: number of the last of these tokens that the model sees; None for all.
+        most: number of documents that are continued; None for all.
 
     Raises:
         RopeExtendError: a window does not fit into memory.
     """
     samples = []
-    for document in documents:
+    for document in [each for each in documents if len(each) > 1][:most]:
         window = document.input_ids[:length].tolist()
         new = min(NEW_TOKENS, min(len(window), crop or length) // 2)
         ids, written = window[:-new], window[-new:]
@@ -63,12 +66,17 @@ def _part(rows: Sequence[EvaluationRow], number: int) -> Code:
     first = rows[0].samples[number]
     most = max(row.samples[number].tokens for row in rows)
     texts = [
-        (f"{first.document}, the end of the first {most:,} tokens", first.before),
+        (f"{' '.join(first.document.split())}, the end of the first {most:,} tokens", first.before),
         ("how it goes on", first.written),
     ]
     for row in rows:
         sample = row.samples[number]
         seen = "" if sample.tokens == most else f" (sees {sample.tokens:,} tokens)"
         texts.append((f"{row.label}{seen}", sample.generated))
-    body = "\n\n".join(f"=== {head}\n{text.strip(chr(10)) or '(only line breaks)'}" for head, text in texts)
-    return Code(f"Sample {number + 1}: {first.document}, continued by each row", body)
+    body = "\n\n".join(f"=== {head}\n{_shown(text)}" for head, text in texts)
+    return Code(f"Sample {number + 1}, continued by each row", body)
+
+
+def _shown(text: str) -> str:
+    """A text without line breaks around it, or that there is none."""
+    return text.strip("\n") or ("(only line breaks)" if text else "(nothing)")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rope_extend.config import AUTO
 from rope_extend.errors import RopeExtendError
@@ -32,12 +33,14 @@ class Extent:
     Attributes:
         documents: number of documents.
         cropped: whether the control row with a cropped context is measured.
-        trials: passkeys at each depth within the trained window; 0 for none.
+        trials: passkeys at each depth of each length; 0 for none.
+        samples: number of documents that each row continues, those with a cropped context too.
     """
 
     documents: int
     cropped: bool
     trials: int
+    samples: int = 0
 
 
 DOCUMENTS, CROPPED, PROMPTS, SAMPLES = "documents", "cropped", "prompts", "samples"
@@ -56,7 +59,6 @@ class Costs:
         prompt_rows: number of rows that answer the passkeys.
         prompt: seconds of one passkey of each length.
         prompt_lengths: tokens of the passkeys.
-        samples: number of documents that each row continues, those with a cropped context too.
         sample: seconds of one continuation.
     """
 
@@ -67,7 +69,6 @@ class Costs:
     prompt_rows: int
     prompt: float
     prompt_lengths: tuple[int, ...]
-    samples: int = 0
     sample: float = 0.0
 
     def seconds(self, extent: Extent) -> float:
@@ -84,14 +85,13 @@ class Costs:
             seconds = self.cropped_rows * extent.documents * self.cropped_document
             found.append((f"control, cropped context: {_rows(self.cropped_rows)}, {documents}", seconds))
         if prompts := DEPTHS * extent.trials:
-            where = f"at {' and '.join(map(format_length, self.prompt_lengths))}"
             count = prompts * len(self.prompt_lengths)
-            words = f"control, passkeys {where}: {_rows(self.prompt_rows)}, {count} prompts each"
+            words = f"control, {self._passkeys}: {_rows(self.prompt_rows)}, {count} prompts each"
             found.append((words, self.prompt_rows * prompts * self.prompt))
-        if self.samples:
+        if extent.samples:
             count = self.rows + (self.cropped_rows if extent.cropped else 0)
-            words = f"samples of text: {_rows(count)}, {self.samples} each"
-            found.append((words, count * self.samples * self.sample))
+            words = f"samples of text: {_rows(count)}, {extent.samples} each"
+            found.append((words, count * extent.samples * self.sample))
         return found
 
     def pieces(self, extent: Extent) -> list[tuple[str, float]]:
@@ -101,9 +101,9 @@ class Costs:
             found += [(CROPPED, self.cropped_document)] * (self.cropped_rows * extent.documents)
         if extent.trials:
             found += [(PROMPTS, DEPTHS * extent.trials * self.prompt)] * self.prompt_rows
-        if self.samples:
+        if extent.samples:
             count = self.rows + (self.cropped_rows if extent.cropped else 0)
-            found += [(SAMPLES, self.samples * self.sample)] * count
+            found += [(SAMPLES, extent.samples * self.sample)] * count
         return found
 
     def text(self, extent: Extent) -> str:
@@ -114,7 +114,8 @@ class Costs:
     def within(self, extent: Extent, budget: float) -> tuple[Extent, list[str]]:
         """The extent that a time limit allows, and what it leaves out, in words.
 
-        The controls go first: passkeys, then the cropped context. Then documents go, down to one.
+        Samples of text go first, then the controls: passkeys, and the cropped context. Then documents go,
+        down to one.
 
         Args:
             extent: what would be measured without a limit.
@@ -124,6 +125,8 @@ class Costs:
             RopeExtendError: one document does not fit.
         """
         smaller = extent
+        while self.seconds(smaller) > budget and smaller.samples:
+            smaller = replace(smaller, samples=smaller.samples - 1)
         while self.seconds(smaller) > budget and smaller.trials:
             smaller = replace(smaller, trials=smaller.trials - 1)
         if self.seconds(smaller) > budget:
@@ -133,27 +136,31 @@ class Costs:
         if self.seconds(smaller) > budget:
             raise RopeExtendError(
                 f"a budget of {format_duration(budget)} is too short: {_rows(self.rows)} on one document, "
-                f"without any control, take about {format_duration(self.seconds(smaller))}; allow more time, "
-                "or use fewer rows or shorter lengths"
+                "without any control and without samples of text, take about "
+                f"{format_duration(self.seconds(smaller))}; allow more time, or use fewer rows or shorter "
+                "lengths"
             )
-        return smaller, left_out(extent, smaller)
+        return smaller, self.left_out(extent, smaller)
 
+    def left_out(self, whole: Extent, smaller: Extent) -> list[str]:
+        """What the smaller extent does not have, in words."""
+        said = []
+        if smaller.samples < whole.samples:
+            some = f"{whole.samples - smaller.samples} of {whole.samples} samples of text of each row"
+            said.append(some if smaller.samples else "the samples of text")
+        if smaller.trials < whole.trials:
+            some = f"{whole.trials - smaller.trials} of {whole.trials} {self._passkeys}, at each depth"
+            said.append(some if smaller.trials else f"the {self._passkeys}")
+        if whole.cropped and not smaller.cropped:
+            said.append("the control with a cropped context")
+        if smaller.documents < whole.documents:
+            said.append(f"{whole.documents - smaller.documents} of {whole.documents} documents")
+        return said
 
-def left_out(whole: Extent, smaller: Extent) -> list[str]:
-    """What the smaller extent does not have, in words."""
-    said = []
-    if smaller.trials < whole.trials:
-        fewer = whole.trials - smaller.trials
-        said.append(
-            f"{fewer} of {whole.trials} passkeys at each depth within the trained window"
-            if smaller.trials
-            else "the passkeys within the trained window"
-        )
-    if whole.cropped and not smaller.cropped:
-        said.append("the control with a cropped context")
-    if smaller.documents < whole.documents:
-        said.append(f"{whole.documents - smaller.documents} of {whole.documents} documents")
-    return said
+    @property
+    def _passkeys(self) -> str:
+        """The passkeys in words, with their lengths."""
+        return f"passkeys at {' and '.join(map(format_length, self.prompt_lengths))}"
 
 
 def whole_extent(config: EvaluationConfig, candidates: Candidates, documents: int) -> Extent:
@@ -164,21 +171,25 @@ def whole_extent(config: EvaluationConfig, candidates: Candidates, documents: in
         candidates: the rows.
         documents: number of documents.
     """
-    rule, trained, longest = protocol_named(config.protocol), candidates.trained_length, candidates.longest
-    settings = rule.check_settings(config.window_settings, candidates.lengths)
-    # A cropped context is a control if the same targets are scored with it.
-    can_crop = config.protocol == "prefix" or (
-        rule.same_targets and max(settings.values(), default=0) <= trained
-    )
-    cropped = config.cropped and can_crop and longest > trained
-    plain = candidates.plain_methods
+    cropped, plain = _has_cropped(config, candidates), candidates.plain_methods
+    samples = min(config.samples, documents)
     compares = len(candidates.encodings) + len(candidates.records) > len(plain)
-    if not (compares and (cropped or plain)):
-        return Extent(documents, cropped, 0)
+    # Within the trained window alone, passkeys show what an extension costs: they need a row before it.
+    if not config.retrieval_lengths and not (compares and (cropped or plain)):
+        return Extent(documents, cropped, 0, samples)
     if config.retrieval == AUTO:
         tokens = sum(passkey_lengths(config, candidates))
-        return Extent(documents, cropped, default_trials(documents, longest, tokens))
-    return Extent(documents, cropped, int(config.retrieval))
+        trials = default_trials(documents, candidates.longest, tokens)
+        return Extent(documents, cropped, trials, samples)
+    return Extent(documents, cropped, int(config.retrieval), samples)
+
+
+def _has_cropped(config: EvaluationConfig, candidates: Candidates) -> bool:
+    """Whether the cropped context is a control: if the same targets are scored with it."""
+    rule, trained = protocol_named(config.protocol), candidates.trained_length
+    settings = rule.check_settings(config.window_settings, candidates.lengths)
+    same = config.protocol == "prefix" or (rule.same_targets and max(settings.values(), default=0) <= trained)
+    return config.cropped and same and candidates.longest > trained
 
 
 def evaluation_costs(
@@ -208,11 +219,11 @@ def evaluation_costs(
         cropped = seconds_of_documents(plan, rule, [trained], tokens, settings)
     plain = len(candidates.plain_methods)
     rows = len(candidates.encodings) + len(candidates.records)
-    controls = 0 if plain else 1
+    controls = 1 if _has_cropped(config, candidates) and not plain else 0
     passkeys = passkey_lengths(config, candidates)
     return Costs(
         rows, document, max(plain, 1), cropped, rows + controls,
-        sum(seconds_of_window(plan, length) for length in passkeys), passkeys, config.samples,
+        sum(seconds_of_window(plan, length) for length in passkeys), passkeys,
         seconds_of_window(plan, lengths[-1]),
     )  # fmt: skip
 
@@ -272,14 +283,34 @@ def seconds_of_window(plan: ForwardPlan, tokens: int) -> float:
     return nearest.seconds * tokens / nearest.length
 
 
-def write_extent(directory: Path, extent: Extent) -> None:
-    """Keep the extent of a running evaluation, so that a resumed one measures the same."""
+def asked_for(config: EvaluationConfig, candidates: Candidates, whole: Extent) -> dict[str, Any]:
+    """What the extent of an evaluation with a budget depends on, as plain values.
+
+    It has no estimate, because another estimate must not change what a resumed evaluation measures.
+
+    Args:
+        config: its settings.
+        candidates: its rows.
+        whole: its extent without the budget.
+    """
+    passkeys = list(passkey_lengths(config, candidates))
+    return {"budget": config.budget, "passkey_lengths": passkeys, **asdict(whole)}
+
+
+def write_extent(directory: Path, extent: Extent, asked: Mapping[str, Any]) -> None:
+    """Keep the extent of a running evaluation, so that the same one, resumed, measures the same.
+
+    Args:
+        directory: that of the finished documents.
+        extent: what is measured.
+        asked: the values of `asked_for`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(directory / EXTENT, asdict(extent))
+    write_json(directory / EXTENT, {"asked": dict(asked), "measured": asdict(extent)})
 
 
-def read_extent(directory: Path) -> Extent | None:
-    """The extent of an interrupted evaluation; None if none was kept.
+def read_extent(directory: Path, asked: Mapping[str, Any]) -> Extent | None:
+    """The extent of an interrupted evaluation; None if none was kept, or if it was asked for something else.
 
     Raises:
         RopeExtendError: the file is damaged.
@@ -288,8 +319,9 @@ def read_extent(directory: Path) -> Extent | None:
     if not file.exists():
         return None
     try:
-        return Extent(**json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return Extent(**kept["measured"]) if kept["asked"] == asked else None
+    except (ValueError, TypeError, KeyError) as error:
         raise RopeExtendError(
             f"{str(file)!r} does not say what was left out: {error}; use overwrite=True to start again"
         ) from error

@@ -110,6 +110,25 @@ def test_another_measurement_is_not_resumed(tmp_path: Path) -> None:
     handle.remove()
 
 
+def test_documents_stay_finished_when_there_are_more_or_fewer(tmp_path: Path) -> None:
+    """Three of five documents are not measured again; then four, of which none is."""
+    model, documents = tiny(), texts(40, 41, 42, 43, 44)
+    lines: list[int] = []
+    handle = model.model.register_forward_pre_hook(lambda *_: lines.append(1))
+    measure(model, documents[:3], [40], finished=tmp_path)
+    each = len(lines) // 3
+    more = measure(model, documents, [40], finished=tmp_path)
+    assert len(lines) == 5 * each
+    fewer = measure(model, documents[:4], [40], finished=tmp_path)
+    assert len(lines) == 5 * each
+    assert (more.documents, fewer.documents) == (5, 4)
+    assert more.document_nll == measure(model, documents, [40]).document_nll
+    handle.remove()
+    others = [*documents[:4], *texts(45)]
+    with pytest.raises(RopeExtendError, match=r"differ in data \('[0-9a-f]{16}' there"):
+        measure(model, others, [40], finished=tmp_path)
+
+
 def test_another_trained_length_is_not_resumed(tmp_path: Path) -> None:
     """The same encoding, based on another shape, has other tables."""
     model, documents = tiny(), texts(90)

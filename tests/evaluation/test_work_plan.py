@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,20 @@ from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as module
+from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.evaluate import evaluate, plan_work
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.perplexity_report import read_results
-from rope_extend.evaluation.work_plan import Costs, Extent, default_trials
+from rope_extend.evaluation.work_plan import (
+    Costs,
+    Extent,
+    asked_for,
+    default_trials,
+    read_extent,
+    whole_extent,
+    write_extent,
+)
 
 COSTS = Costs(
     rows=3, document=10, cropped_rows=1, cropped_document=8, prompt_rows=3, prompt=2, prompt_lengths=(8192,)
@@ -43,31 +53,78 @@ def test_everything_is_counted_once() -> None:
     ("budget", "extent", "missing"),
     [
         (272, WHOLE, []),
-        (271, Extent(4, True, 3), ["1 of 4 passkeys at each depth within the trained window"]),
-        (152, Extent(4, True, 0), ["the passkeys within the trained window"]),
-        (
-            151,
-            Extent(4, False, 0),
-            ["the passkeys within the trained window", "the control with a cropped context"],
-        ),
+        (271, Extent(4, True, 3), ["1 of 4 passkeys at 8k, at each depth"]),
+        (152, Extent(4, True, 0), ["the passkeys at 8k"]),
+        (151, Extent(4, False, 0), ["the passkeys at 8k", "the control with a cropped context"]),
         (
             65,
             Extent(2, False, 0),
-            [
-                "the passkeys within the trained window", "the control with a cropped context",
-                "2 of 4 documents",
-            ],
+            ["the passkeys at 8k", "the control with a cropped context", "2 of 4 documents"],
         ),
     ],
-)  # fmt: skip
+)
 def test_a_budget_leaves_out_controls_first(budget: float, extent: Extent, missing: list[str]) -> None:
     assert COSTS.within(WHOLE, budget) == (extent, missing)
     assert COSTS.seconds(extent) <= budget
 
 
+def test_a_budget_leaves_out_samples_before_controls() -> None:
+    """A sample of each row, and of the cropped one, takes four seconds."""
+    costs, whole = replace(COSTS, sample=1.0, prompt_lengths=(8192, 32_768)), replace(WHOLE, samples=3)
+    assert costs.seconds(whole) == 272 + 4 * 3 == sum(seconds for _, seconds in costs.pieces(whole))
+    for budget, extent, missing in (
+        (284, whole, []),
+        (280, replace(WHOLE, samples=2), ["1 of 3 samples of text of each row"]),
+        (272, WHOLE, ["the samples of text"]),
+        (152, Extent(4, True, 0), ["the samples of text", "the passkeys at 8k and 32k"]),
+    ):
+        assert costs.within(whole, budget) == (extent, missing)
+    with pytest.raises(RopeExtendError, match=r"without samples of text, take about 30 s"):
+        costs.within(whole, 29)
+
+
 def test_a_budget_that_is_too_short_is_refused() -> None:
     with pytest.raises(RopeExtendError, match="budget of 29 s is too short: 3 rows on one document"):
         COSTS.within(WHOLE, 29)
+
+
+def test_an_extent_is_kept_for_the_same_question(work: Path, tmp_path: Path) -> None:
+    def asked(**settings: Any) -> dict[str, Any]:
+        common = {"model": str(work / "model"), "methods": ("none", "yarn"), "lengths": (16, 64), "budget": 9}
+        config = EvaluationConfig(**{**common, **settings})
+        candidates = Candidates.of(config)
+        return asked_for(config, candidates, whole_extent(config, candidates, 5))
+
+    assert read_extent(tmp_path, asked()) is None
+    write_extent(tmp_path, Extent(2, True, 1), asked())
+    assert read_extent(tmp_path, asked()) == Extent(2, True, 1)
+    for changed in (
+        {"budget": 10}, {"cropped": False}, {"retrieval": 0}, {"samples": 1}, {"retrieval_lengths": (64,)},
+    ):  # fmt: skip
+        assert read_extent(tmp_path, asked(**changed)) is None
+    (tmp_path / "extent.json").write_text('{"documents": 2, "cropped": true, "trials": 1}')
+    with pytest.raises(RopeExtendError, match="does not say what was left out"):
+        read_extent(tmp_path, asked())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"methods": ("none",)}, {"methods": ("as-is",)}, {"methods": ("yarn",), "cropped": False},
+        {"methods": ("yarn",), "protocol": "sliding", "stride": 64},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_passkeys_that_were_asked_for_need_no_comparison(settings: dict[str, Any], work: Path) -> None:
+    for lengths, trials in ((None, 0), ((64,), 3)):
+        config = EvaluationConfig(
+            model=str(work / "model"), lengths=(64,), retrieval=3, retrieval_lengths=lengths, **settings
+        )
+        candidates = Candidates.of(config)
+        assert whole_extent(config, candidates, 2).trials == trials
+        plan, text = plan_work(config)
+        assert plan is not None
+        assert ("passkeys at 32 and 64: 1 row, 30 prompts each" in text) == bool(trials)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +168,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Clock]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"methods": ["none", "yarn"]},
+        {"methods": ["none", "yarn"], "samples": 5},
         {"methods": ["yarn", "dynamic_ntk"]},
         {"methods": ["yarn"], "cropped": False},
         {"methods": ["none"], "lengths": [16]},
@@ -163,13 +220,33 @@ def test_a_budget_is_kept_when_an_evaluation_resumes(
     assert [row.label for row in rows] == ["none", "yarn"]
     assert [row.result.documents for row in rows] == [2, 2]
     table = (tmp_path / "report" / "table.md").read_text()
-    assert table.startswith("Left out, because of the budget:\n\n- the passkeys within the trained window\n")
+    assert table.startswith("Left out, because of the budget:\n\n- the passkeys at 32\n")
     assert "- 1 of 3 documents" in table
     assert "Left out, because of the budget" in (tmp_path / "report" / "report.html").read_text()
     assert not (tmp_path / "report" / "unfinished").exists()
     whole = evaluate(config, overwrite=True, progress=False)
     assert [row.label for row in whole] == ["none", "none, cropped to 32", "yarn"]
     assert len(read_results(tmp_path / "report")) == 3
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+def test_a_resumed_evaluation_has_its_own_settings(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another budget, and documents without a control: the extent of the interrupted one does not count."""
+    monkeypatch.setattr(module, "evaluation_costs", lambda *_: Costs(2, 10, 1, 10, 2, 1, (32,)))
+    settings: dict[str, Any] = {
+        "model": str(work / "model"), "data": str(work / "data"), "methods": ("none", "yarn"),
+        "lengths": (16, 64), "output": str(tmp_path / "report"),
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_report", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(EvaluationConfig(**settings, budget="45s"), progress=False)
+    rows = evaluate(EvaluationConfig(**settings, budget="1h"), resume=True, progress=False)
+    assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn"]
+    assert [row.result.documents for row in rows] == [3, 3, 3]
+    assert "Left out" not in (tmp_path / "report" / "table.md").read_text()
 
 
 @pytest.mark.usefixtures("private_cache", "blank_pictures")
