@@ -365,16 +365,19 @@ def flag_values(cls: type[Config], arguments: argparse.Namespace) -> dict[str, A
 
 
 def from_arguments(
-    cls: type[ConfigT], arguments: argparse.Namespace, defaults: Mapping[str, object] | None = None
+    cls: type[ConfigT],
+    arguments: argparse.Namespace,
+    defaults: Mapping[str, object] | None = None,
+    implied: Mapping[str, object] | None = None,
 ) -> ConfigT:
     """Make settings from parsed arguments: the YAML file `arguments.config`, if any, and the flags.
 
-    A flag replaces the value of the file, which replaces that of `defaults`.
+    A flag replaces a value of `implied`, which replaces that of the file, which replaces that of `defaults`.
 
     Raises:
         RopeExtendError: as `Config.from_yaml`.
     """
-    overrides = flag_values(cls, arguments)
+    overrides = {**(implied or {}), **flag_values(cls, arguments)}
     if getattr(arguments, "config", None) is not None:
         return cls.from_yaml(arguments.config, overrides, defaults)
     return cls.from_dict({**(defaults or {}), **overrides})

@@ -586,4 +586,7 @@ def recipe_from_arguments(arguments: argparse.Namespace) -> Recipe:
     Raises:
         RopeExtendError: as `Recipe.from_yaml`.
     """
-    return from_arguments(Recipe, arguments, _UNUSED_BY_PLAN if getattr(arguments, "plan", False) else None)
+    defaults = _UNUSED_BY_PLAN if getattr(arguments, "plan", False) else None
+    # Where a file pushes, --no-push-to-hub alone turns that off, with what belongs to it.
+    off = {"hub_model_id": None, "hub_private_repo": False} if arguments.push_to_hub is False else None
+    return from_arguments(Recipe, arguments, defaults, off)

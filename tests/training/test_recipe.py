@@ -181,6 +181,16 @@ def test_flags_replace_the_file_and_nothing_else(tmp_path: Path) -> None:
     })  # fmt: skip
 
 
+def test_a_flag_turns_off_the_upload_of_a_file(tmp_path: Path) -> None:
+    pushes = {"model": "owner/base", "push_to_hub": True, "hub_model_id": "owner/a", "hub_private_repo": True}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(Recipe.from_dict({**REQUIRED, **pushes}).to_yaml())
+    assert parse(str(file)).hub_model_id == "owner/a"
+    assert parse(str(file), "--no-push-to-hub") == Recipe.from_dict({**REQUIRED, "model": "owner/base"})
+    with pytest.raises(RopeExtendError, match="push_to_hub and hub_model_id belong together"):
+        parse(str(file), "--no-push-to-hub", "--hub-model-id", "owner/b")
+
+
 def test_flags_alone_make_a_recipe() -> None:
     flags = [text for name, value in REQUIRED.items() for text in ("--" + name.replace("_", "-"), str(value))]
     assert parse(*flags) == Recipe.from_dict(REQUIRED)
