@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -78,6 +79,8 @@ def copy_recipe(
 ) -> Path:
     """Copy a recipe to a file of your own, to edit it; returns the file.
 
+    The command in its comments names the copy. With another model, they say for which one they were written.
+
     Args:
         name: the recipe.
         output: the new file.
@@ -92,11 +95,27 @@ def copy_recipe(
     text = shipped_path(name).read_text(encoding="utf-8")
     file = Path(output)
     check_new(file, overwrite=overwrite)
+    command = f"# rope-extend finetune {shlex.quote(str(file)) if str(file).isprintable() else 'FILE'}"
+    text = text.replace(f"# rope-extend finetune {name}\n", f"{command}\n", 1)
     if model is not None:
-        line = yaml.safe_dump({"model": model}, width=1000, allow_unicode=True).strip()
-        text = re.sub(r"^model: \S+", lambda _: line, text, count=1, flags=re.MULTILINE)
+        text = _with_model(text, name, model, command)
     write_recipe(file, text)
     return file
+
+
+def _with_model(text: str, name: str, model: str, command: str) -> str:
+    """A recipe with another model; `command` is the comment with the command that runs it."""
+    shipped = yaml.safe_load(text)["model"]
+    line = yaml.safe_dump({"model": model}, width=1000, allow_unicode=True).strip()
+    text = re.sub(
+        r"^model: \S+ *(?=#)", lambda found: f"{line:<{len(found[0]) - 2}}  ", text, flags=re.MULTILINE
+    )
+    text = re.sub(r"^# The Instruct model: .*\n", "", text, flags=re.MULTILINE).replace(f"{command}\n", "", 1)
+    return (
+        f"# The recipe {name} with another model. What a step needs: the next command with --plan.\n"
+        f"{command}\n"
+        f"# The comments below on windows and memory were written for {shipped}:\n{text}"
+    )
 
 
 def check_new(file: Path, *, overwrite: bool) -> None:

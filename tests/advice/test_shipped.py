@@ -83,7 +83,8 @@ def test_a_copy_has_another_model_and_is_never_overwritten_unasked(tmp_path: Pat
     with pytest.raises(rx.RopeExtendError, match="overwrite=True"):
         copy_recipe("llama3_8b_32k_yarn", file)
     copy_recipe("llama_7b_32k_yarn", file, overwrite=True)
-    assert file.read_text() == shipped_path("llama_7b_32k_yarn").read_text()
+    shipped = shipped_path("llama_7b_32k_yarn").read_text()
+    assert file.read_text() == shipped.replace("finetune llama_7b_32k_yarn", f"finetune {file}")
     with pytest.raises(rx.RopeExtendError, match="Did you mean 'llama_7b_32k_yarn'"):
         copy_recipe("llama_7b_32k_yran", tmp_path / "other.yaml")
     for empty in ("", " "):
@@ -91,6 +92,39 @@ def test_a_copy_has_another_model_and_is_never_overwritten_unasked(tmp_path: Pat
             copy_recipe("llama_7b_32k_yarn", tmp_path / "other.yaml", model=empty)
     with pytest.raises(rx.RopeExtendError, match="cannot write"):
         copy_recipe("llama_7b_32k_yarn", tmp_path / "no" / "such" / "mine.yaml")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_comments_of_a_copy_name_the_copy_and_the_model_that_they_are_about(
+    name: str, tmp_path: Path
+) -> None:
+    """A comment names a recipe, a model or a memory only below the line that says which model is meant."""
+    shipped = shipped_path(name).read_text(encoding="utf-8")
+    file = copy_recipe(name, tmp_path / "my file.yaml", model="my/own model")
+    first, command, about, *rest = file.read_text(encoding="utf-8").splitlines()
+    assert name in first
+    assert command == f"# rope-extend finetune '{file}'"
+    assert about.endswith(f"were written for {Recipe.from_yaml(shipped_path(name)).model}:")
+    assert not any("rope-extend" in line for line in rest)
+    (model,) = (line for line in rest if line.startswith("model: "))
+    (before,) = (line for line in shipped.splitlines() if line.startswith("model: "))
+    assert (model[: model.index(" #")].rstrip(), model.index("#")) == (
+        "model: my/own model",
+        before.index("#"),
+    )
+    dropped = {line for line in shipped.splitlines() if "rope-extend" in line} | {before}
+    assert [line for line in shipped.splitlines() if line not in dropped] == [
+        line for line in rest if line != model
+    ]
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["123", "null", "yes", "~/llama", "it's", '"a"', "a\\1", "a\nb", "- x", "m\u00f6del", "x" * 60, "*a"],
+)
+def test_any_name_of_a_model_is_quoted_as_needed(model: str, tmp_path: Path) -> None:
+    file = copy_recipe("phi2_3b_16k_yarn", tmp_path / "line\nbreak.yaml", model=model)
+    assert Recipe.from_yaml(file).model == model
 
 
 def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
