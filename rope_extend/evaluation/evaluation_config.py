@@ -59,7 +59,10 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _device_map(value: Any) -> str | dict[str, Any]:
     require(value in DEVICE_MAPS if isinstance(value, str) else isinstance(value, Mapping))
-    return value if isinstance(value, str) else dict(value)
+    if isinstance(value, str):
+        return value
+    # A `torch.device` counts by its name, which YAML has too.
+    return {name: device if isinstance(device, int) else str(device) for name, device in value.items()}
 
 
 def _chat(value: Any) -> str:

@@ -38,7 +38,7 @@ from rope_extend.evaluation.samples import sample_parts
 from rope_extend.evaluation.verdicts import verdict_sentences
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.html import Part, page
-from rope_extend.report.tables import Code, Sentences, public_name
+from rope_extend.report.tables import Code, Sentences, public_name, writable
 from rope_extend.report.versions import versions
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,9 @@ def write_report(
         write_text(results, _lines(rows, kept))
         parts = [part.markdown() for part in (*sample_parts(rows), *made_by)]
         head = "".join(f"{part.markdown()}\n\n" for part in lead)
-        write_text(table, head + markdown_report(rows) + "".join(f"\n{part}\n" for part in parts))
-        write_text(data, csv_table(rows))
+        text = head + markdown_report(rows) + "".join(f"\n{part}\n" for part in parts)
+        write_text(table, writable(text))
+        write_text(data, writable(csv_table(rows)))
         for picture in pictures:
             draw = plot_perplexity if picture.stem == "perplexity" else plot_loss_by_position
             draw(rows, trained_length, picture, title=title)

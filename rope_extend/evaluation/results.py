@@ -460,7 +460,7 @@ class RetrievalResult(_Encoded):
 
 def file_name(label: str) -> str:
     """A file name from a row's label; different labels give different names."""
-    digest = hashlib.sha256(label.encode()).hexdigest()[:6]
+    digest = hashlib.sha256(label.encode("utf-8", "surrogatepass")).hexdigest()[:6]
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}-{digest}"
 
 

@@ -15,7 +15,7 @@ from rope_extend.evaluation.output_directory import RESULTS
 from rope_extend.evaluation.results import RetrievalResult, file_name
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.html import Part, page
-from rope_extend.report.tables import Code, Line, Section, interval, public_name
+from rope_extend.report.tables import Code, Line, Section, interval, public_name, writable
 from rope_extend.report.versions import versions
 from rope_extend.units import format_length
 
@@ -98,7 +98,7 @@ def write_retrieval(
         rows = [json.dumps({**result.to_dict(), "versions": versions()}) + "\n" for result in results]
         write_text(partial / RESULTS, "".join(rows))
         commands = "".join(f"\n{part.markdown()}\n" for part in made_by)
-        write_text(partial / TABLE, retrieval_table(results) + commands)
+        write_text(partial / TABLE, writable(retrieval_table(results) + commands))
         write_text(partial / PAGE, _page(results, made_by))
     for name in earlier - pictures.keys():
         (directory / name).unlink(missing_ok=True)

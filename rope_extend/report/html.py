@@ -17,7 +17,7 @@ from pathlib import Path
 from rope_extend.report.chart import Chart, Curve
 from rope_extend.report.colours import heat
 from rope_extend.report.svg import can_be_logarithmic, drawings, names_of, swatch
-from rope_extend.report.tables import Code, Line, Section, Sentences, TwoLines
+from rope_extend.report.tables import Code, Line, Section, Sentences, TwoLines, writable
 
 _MEDIA = {".png": "image/png", ".svg": "image/svg+xml"}
 MOST_ROWS_WITHOUT_CONTENTS = 3
@@ -66,7 +66,7 @@ def page(title: str, lead: Sequence[str], parts: Sequence[Part], versions: Mappi
     body += [_part(part, f"part-{number}") for number, part in enumerate(parts)]
     software = ", ".join(f"{name} {version}" for name, version in versions.items())
     script = f"<script>\n{_file('page.js')}</script>\n" if any(map(_interactive, parts)) else ""
-    return (
+    return writable(
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>\n{_file('page.css')}</style>\n</head>\n<body>\n"

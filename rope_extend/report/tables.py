@@ -81,6 +81,11 @@ def markdown_table(lines: Sequence[Line]) -> str:
     )
 
 
+def writable(text: str) -> str:
+    """A text that UTF-8 can hold: a question mark for each byte of a file's name that is not UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def public_name(name: str) -> str:
     """A name for texts that people publish: of a path outside the working directory only the last part."""
     return _last_part(name) or name

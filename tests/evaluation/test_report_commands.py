@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from rope_extend.cli.main import parse
@@ -68,6 +69,13 @@ def test_methods_that_no_flag_can_name_are_given_by_a_file(
     line, file = how_it_was_made("report", config)
     assert line.text == "rope-extend report settings.yaml"
     assert StudyConfig.from_dict(yaml.safe_load(file.text)) == config
+
+
+def test_a_device_of_torch_is_written_by_its_name() -> None:
+    config = EvaluationConfig(model="owner/model", device_map={"": torch.device("cpu"), "model.norm": 0})
+    assert config.device_map == {"": "cpu", "model.norm": 0}
+    _, file = how_it_was_made("evaluate", config)
+    assert EvaluationConfig.from_dict(yaml.safe_load(file.text)) == config
 
 
 def test_paths_are_those_seen_from_the_working_directory(

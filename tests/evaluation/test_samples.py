@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from test_report_and_plots import row
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import warning_once
 
 import rope_extend as rx
 from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.data.documents import Document
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import answer
 from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
-from rope_extend.evaluation.perplexity_report import read_results
-from rope_extend.evaluation.samples import NEW_TOKENS, sample_parts
+from rope_extend.evaluation.perplexity_report import read_results, write_report
+from rope_extend.evaluation.results import Sample
+from rope_extend.evaluation.samples import NEW_TOKENS, continuations, sample_parts
+from rope_extend.report.tables import Code
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 
@@ -75,6 +81,33 @@ def test_the_report_shows_passkeys_beyond_the_window_and_continuations(tmp_path:
         row.samples for row in rows.values()
     ]
     assert str(MODEL_DIR.parent) not in table + page
+
+
+def test_documents_of_one_token_are_not_continued(work: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(work / "model")
+    tokenizer = AutoTokenizer.from_pretrained(work / "model")
+    documents = [Document(str(n), torch.arange(5, 5 + n)) for n in (1, 0, 2, 3, 4)]
+    samples = continuations(model, tokenizer, documents, 16, most=2)
+    assert [(each.document, each.tokens) for each in samples] == [("2", 1), ("3", 2)]
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_names_that_utf8_or_markdown_cannot_hold_cost_no_report(tmp_path: Path) -> None:
+    """A byte of a path that is not UTF-8 is shown as a question mark; the row's label keeps it."""
+    name = os.fsdecode(b"caf\xe9 <b>*x*</b> `a`\n# b.txt")
+    label = os.fsdecode(b"caf\xe9")
+    sample = Sample(name, 3, "abc", "\n\n", "")
+    rows = [replace(row(label, None, 2.0), samples=(sample,))]
+    made_by = [Code("The command", f"rope-extend evaluate {label}")]
+    write_report(rows, tmp_path, trained_length=64, made_by=made_by)
+    table, page = (tmp_path / "table.md").read_text("utf-8"), (tmp_path / "report.html").read_text("utf-8")
+    assert "Sample 1, continued by each row:\n\n```\n=== caf? <b>*x*</b> `a` # b.txt, the end of" in table
+    assert "=== how it goes on\n(only line breaks)\n\n=== caf?\n(nothing)\n```" in table
+    assert "rope-extend evaluate caf?" in table
+    assert "rope-extend evaluate caf?" in page
+    assert "caf?," in (tmp_path / "table.csv").read_text("utf-8")
+    (again,) = read_results(tmp_path)
+    assert (again.label, again.samples) == (label, (sample,))
 
 
 def test_passkeys_beyond_every_length_are_refused(work: Path) -> None:
