@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,20 @@ import pytest
 import torch
 import write_methods
 from matplotlib.figure import Figure
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rope_extend.attention.kernel import linear_attention
 from rope_extend.encodings import (
     AbsoluteEncoding,
+    ALiBi,
     BiasEncoding,
     KernelEncoding,
     Learned,
     RelativeEncoding,
     RemapEncoding,
     RopeEncoding,
+    encoding,
     encoding_names,
 )
 from rope_extend.method_names import method_names
@@ -143,6 +147,30 @@ def test_the_formula_of_a_bias_is_that_of_the_code(name: str) -> None:
         for head in range(1, MODEL.heads + 1):
             expected = [found["bias"](r, query, head) for r in seen.tolist()]
             assert bias[head - 1].tolist() == pytest.approx(expected, rel=FLOAT32, abs=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 6, 12, 40])
+def test_the_page_of_alibi_knows_any_number_of_heads(heads: int) -> None:
+    """Against the slopes that transformers gives BLOOM, and our own."""
+    found = functions("alibi")
+    found["H"] = heads
+    slopes = [-found["bias"](1, 1, head) for head in range(1, heads + 1)]
+    stock = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1].tolist()
+    assert slopes == pytest.approx(stock, rel=FLOAT32)
+    assert ALiBi().slopes(replace(MODEL, heads=heads)).tolist() == pytest.approx(slopes, rel=FLOAT64)
+
+
+def test_the_page_of_clipped_knows_a_single_pair() -> None:
+    slowest = ROTARY.inv_freq()[-2:]
+    length = int(2 * math.pi / float(slowest.prod().sqrt()))  # between the turns of the last two pairs
+    found = functions("clipped")
+    found["L"] = length
+    table = [found["frequency"](i) for i in range(ROTARY.dim // 2)]
+    assert table[-2:] == [pytest.approx(float(slowest[0]), rel=FLOAT64), 0]
+    clipped = encoding("clipped").for_target(replace(ROTARY, trained_length=length), 2 * length)
+    assert isinstance(clipped, RopeEncoding)
+    ours = clipped.inv_freq(replace(ROTARY, trained_length=length), length).tolist()
+    assert ours == pytest.approx(table, rel=FLOAT64)
 
 
 @pytest.mark.parametrize("name", encoding_names(AbsoluteEncoding))
