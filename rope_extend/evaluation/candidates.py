@@ -213,10 +213,14 @@ def _check_removable(adapter: Path) -> None:
             trained = [name for name in file.keys() if name.endswith(".bias") and ".lora_" not in name]  # noqa: SIM118
         reason = f'bias="{config["bias"]}"' if trained else None
     if reason is not None:
+        is_lora = config.get("peft_type") == "LORA"  # `rope-extend merge` refuses others
+        how = (
+            "rope-extend merge --in-memory" if is_lora else "merge_and_unload of peft, then rope_extend.save"
+        )
         raise RopeExtendError(
             f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
-            "would stay changed for the rows that follow. Merge it first (rope-extend merge --in-memory), "
-            "and give the merged checkpoint as the model"
+            f"would stay changed for the rows that follow. Merge it first ({how}), and give the merged "
+            "checkpoint as the model"
         )
 
 

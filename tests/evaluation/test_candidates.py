@@ -8,12 +8,15 @@ import pytest
 import torch
 from batches import logits, tokens
 from cases import TARGET, tiny_llama
-from peft import get_peft_model
+from peft import LoraConfig, PeftConfig, VeraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint.info import info
 from rope_extend.checkpoint.record import read_record
+from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidates
+from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.lora import lora_config
 
@@ -46,3 +49,30 @@ def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: b
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
     assert torch.equal(logits(model, ids), expected)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+@pytest.mark.parametrize(
+    ("config", "advice"),
+    [
+        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), r"\(rope-extend merge --in-memory\)"),
+        (
+            VeraConfig(r=2, target_modules=["q_proj"], bias="all"),
+            r"\(merge_and_unload of peft, then rope",
+        ),
+    ],
+)
+def test_an_adapter_with_biases_is_refused_with_a_merge_that_works(
+    config: PeftConfig, advice: str, tmp_path: Path
+) -> None:
+    tiny_llama(attention_bias=True).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    rx.extend(model, TARGET, "yarn")
+    rx.save(get_peft_model(model, config), tmp_path / "adapter", base_model=str(tmp_path / "base"))
+    settings = EvaluationConfig(model=str(tmp_path / "base"), adapters=(str(tmp_path / "adapter"),))
+    with pytest.raises(RopeExtendError, match=f"Merge it first {advice}"):
+        Candidates.of(settings)
+    if isinstance(config, VeraConfig):
+        tuned, ids = rx.load(tmp_path / "adapter"), tokens(1, 12)
+        expected = logits(tuned, ids)
+        rx.save(tuned.merge_and_unload(), tmp_path / "merged")
+        torch.testing.assert_close(logits(rx.load(tmp_path / "merged"), ids), expected)
