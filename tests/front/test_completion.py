@@ -50,6 +50,12 @@ def test_every_flag_of_every_command_is_known() -> None:
         ("rope-extend finetune llama3_8b_32k", ["llama3_8b_32k_yarn"]),
         ("rope-extend evaluate m --methods self", ["self_extend"]),
         ("rope-extend evaluate m --methods none,dynamic_y", ["none,dynamic_yarn"]),
+        ("rope-extend evaluate m --methods = self", ["self_extend"]),  # one word, which bash splits
+        ("rope-extend evaluate m --methods = none,dynamic_y", ["none,dynamic_yarn"]),
+        ("rope-extend generate m --quantize =", ["4bit", "8bit"]),
+        ("rope-extend evaluate m --methods=self", ["--methods=self_extend"]),  # as zsh has it
+        ("rope-extend evaluate m --methods=none,dynamic_y", ["--methods=none,dynamic_yarn"]),
+        ("rope-extend evaluate m --output=d", []),
         ("rope-extend demo --methods none,self", ["none,self_extend"]),
         ("rope-extend generate m --method none,self", []),
         ("rope-extend plot heat", ["heat-map"]),
