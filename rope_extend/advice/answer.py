@@ -22,11 +22,14 @@ from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
 from rope_extend.encodings import Encoding, RopeShape, method_named
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import AS_IS
 from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST
+from rope_extend.method_names import CURRENT, PRETRAINED
+from rope_extend.models.current_table import CurrentTable, current_table, extended_again
 from rope_extend.models.families import adapter_for
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import is_quantized
-from rope_extend.models.loading import pretrained
+from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.units import format_bytes, format_length, parse_length
 
 READS_ALREADY = "reads already"
@@ -60,6 +63,12 @@ CRITERIA = (
     f"{MOST_COST})",
 )
 """What an extension must reach before it can be called a success."""
+CRITERIA_FROM_CURRENT = (
+    "perplexity at the target is below that of the model as it is, cropped to its present window",
+    CRITERIA[1],
+    f"perplexity within the present window is at most {MOST_COST} times that of the model as it is",
+)
+"""The same for a model that was trained under scaling, and is extended from there."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,9 @@ class Advice:
         target_length: the window that is wanted, in tokens.
         verdict: one of the constants of this module, such as `reads already` or `train`.
         reason: why, in a sentence or two.
-        trained_length: the pretrained window in tokens; None if nothing is to be done.
-        factor: target divided by pretrained window; None if nothing is to be done.
+        trained_length: the window that is extended, in tokens: that of pretraining, or with `start` `current`
+            what the model reads today; None if nothing is to be done.
+        factor: target divided by that window; None if nothing is to be done.
         method: the method to use, and to train with; None if nothing is to be done.
         untrained_method: the method to try first without training; None if there is none.
         recipe: fields of a fine-tuning recipe; empty if no training is needed, or none fits the GPU.
@@ -87,6 +97,8 @@ class Advice:
         serving: how the chosen engine serves the result, of the training if there is one; None if none was
             chosen, or nothing changes.
         untrained_serving: the same of `untrained_method`, where it comes before a training.
+        start: what is extended: plain RoPE (`pretrained`), or the scaling of a model that was trained under
+            it (`current`).
         engines: the engines that compute `method` for this family without rope_extend, as far as we know.
     """
 
@@ -108,6 +120,7 @@ class Advice:
     notes: tuple[str, ...] = ()
     serving: Serving | None = None
     untrained_serving: Serving | None = None
+    start: str = PRETRAINED
     engines: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,13 +167,26 @@ class _Question:
     shape: RopeShape
     stated: int | None
     quantized: bool
+    current: CurrentTable | None = None
+    """The table to start from, if the model was trained under scaling."""
+
+    @property
+    def start(self) -> str:
+        return PRETRAINED if self.current is None else CURRENT
+
+    @property
+    def extended(self) -> int:
+        """The window that is extended, in tokens."""
+        return self.shape.trained_length if self.current is None else self.current.shape.trained_length
 
     @property
     def factor(self) -> float:
-        return self.target / self.shape.trained_length
+        return self.target / self.extended
 
     def encoding(self, method: str) -> Encoding:
         """The encoding of a method for the target."""
+        if self.current is not None:
+            return extended_again(self.current, method_named(method), self.target, {})
         return method_named(method).for_target(self.shape, self.target)
 
     def engines(self, method: str) -> tuple[str, ...]:
@@ -230,10 +256,13 @@ def advise(
     done = _nothing_to_do(name, config.model_type, window, target, trained_length)
     if done is not None:
         return done
-    shape = info(name, trained_length=trained_length).shape
+    found = info(name, trained_length=trained_length)
+    # `info` takes scaling that was added by hand for untrained.
+    trained = window.scaled and found.start == CURRENT and target > window.tokens > found.shape.trained_length
     question = _Question(
-        name, config.model_type, window, target, engine, shape, trained_length, is_quantized(config)
-    )
+        name, config.model_type, window, target, engine, found.shape, trained_length, is_quantized(config),
+        current_table(empty_model(name), trained_length) if trained else None,
+    )  # fmt: skip
     if window.stanza is not None and target <= window.stanza.longest and trained_length is None:
         return _by_the_makers(question)
     return _train(question, device, hours, data)
@@ -320,7 +349,7 @@ def _by_the_makers(question: _Question) -> Advice:
 
 def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None) -> Advice:
     """The advice for a model that must be extended: its recipe, memory and hours."""
-    factor, trained = question.factor, question.shape.trained_length
+    factor, trained = question.factor, question.extended
     fields = _fields(question, data)
     fields, memory = fit(fields, trained, gpu)
     notes: list[str] = []
@@ -344,13 +373,14 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
             "target window (PoSE). Long blocks show real distances; they need more memory or more hours."
         )
     untrained = None
-    if factor <= UNTRAINED_FACTOR:
+    if factor <= UNTRAINED_FACTOR and question.current is None:
         untrained = "dynamic_yarn" if question.engine in (None, "transformers") else "yarn"
     verdict, reason = UNTRAINED if untrained else TRAIN, _why(question, untrained)
     commands = _measuring(question, ["none", untrained]) if untrained else ()
     run: str | None = fields["output_dir"]
+    control, criteria = ("none", CRITERIA) if question.current is None else (AS_IS, CRITERIA_FROM_CURRENT)
     if memory.fits:
-        commands += (f"{_FINETUNE} --plan", _FINETUNE, *_measuring(question, ["none"], run))
+        commands += (f"{_FINETUNE} --plan", _FINETUNE, *_measuring(question, [control], run))
     else:
         fields, run = {}, None
         misfit = _misfit(question, memory, gpu)
@@ -358,15 +388,20 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
     untrained_serving = question.serve(untrained, None) if untrained else None
     return Advice(
         question.model, question.model_type, question.window, question.target, verdict, reason, trained,
-        factor, "yarn", untrained, fields, memory, amount, commands, CRITERIA if commands else (),
+        factor, "yarn", untrained, fields, memory, amount, commands, criteria if commands else (),
         tuple(notes), question.serve("yarn", run) if run else None, untrained_serving,
-        question.engines("yarn"),
+        question.start, question.engines("yarn"),
     )  # fmt: skip
 
 
 def _why(question: _Question, untrained: str | None) -> str:
     """Why to train, or to try a method without training first."""
-    trained = format_length(question.shape.trained_length)
+    if question.current is not None:
+        return (
+            "The model was trained under its scaling, so the extension starts there (start: current). The "
+            f"target is {question.factor:g} times the {format_length(question.extended)} that it reads today."
+        )
+    trained = format_length(question.extended)
     target = f"The target is {question.factor:g} times the pretrained window of {trained}."
     if untrained:
         return (
@@ -389,7 +424,7 @@ def _misfit(question: _Question, memory: Memory, gpu: Gpu) -> str:
     short = (
         f"Shorter ones are no way out: {memory.no_short_blocks}."
         if memory.no_short_blocks
-        else f"Blocks of {format_length(question.shape.trained_length)} with positions from the whole target "
+        else f"Blocks of {format_length(question.extended)} with positions from the whole target "
         "window do not fit either."
     )
     return (
@@ -409,6 +444,7 @@ def _fields(question: _Question, data: str | None) -> dict[str, Any]:
         "target_length": question.target,
         **({"trained_length": question.stated} if question.stated else {}),
         "method": "yarn",
+        **({"start": question.start} if question.current is not None else {}),
         "steps": STEPS,
         "batch_size": 1,
         "gradient_accumulation": 8,
@@ -456,11 +492,19 @@ def _notes(question: _Question, memory: Memory) -> list[str]:
             f"A factor of {question.factor:g} is beyond what the YaRN paper has tried ({LARGEST_FACTOR:g}). "
             "Expect to need several stages."
         )
-    if question.window.scaled and question.window.tokens > question.shape.trained_length:
+    pretrained_window = format_length(question.shape.trained_length)
+    if question.current is not None:
         notes.append(
-            f"The config has scaling already, and the model was trained with it to "
-            f"{format_length(question.window.tokens)} tokens. rope_extend replaces it: the factor counts "
-            f"from {format_length(question.shape.trained_length)} tokens. We have not measured such a model."
+            "`none` and the untrained methods of `evaluate` replace the scaling, and count from "
+            f"{pretrained_window} tokens, so they are not this model. The control is {AS_IS}, the model as "
+            "it is. We have measured start: current on our bundled model only."
+        )
+    elif question.window.scaled and question.window.tokens > question.shape.trained_length:
+        notes.append(
+            f"The config has scaling already. rope_extend replaces it: the factor counts from "
+            f"{pretrained_window} tokens. `none` is plain RoPE; add {AS_IS} to the methods to measure the "
+            "model as it is. If it was trained under its scaling, and that is one table, set start: current "
+            "in the recipe."
         )
     if memory.fits and memory.host:
         notes.append(f"Host memory is used as well: {format_bytes(memory.host)}.")
@@ -474,13 +518,19 @@ def _notes(question: _Question, memory: Memory) -> list[str]:
 
 def _measuring(question: _Question, methods: list[str], run: str | None = None) -> tuple[str, ...]:
     """The commands that measure perplexity and passkeys, of untrained methods or of a run."""
-    trained, target = format_length(question.shape.trained_length), format_length(question.target)
+    window, target = format_length(question.extended), format_length(question.target)
+    stated = f" --trained-length {format_length(question.stated)}" if question.stated else ""
     models = quote(question.model) + (f" {quote(run)}" if run else "")
-    what = f"{models} --methods {','.join(methods)} --lengths {trained},{target}"
-    if question.stated:
-        what += f" --trained-length {format_length(question.stated)}"
-    output = run or "untrained"
+    what = f"{models} --methods {','.join(methods)} --lengths {window},{target}{stated}"
+    data, output = "--data path/to/long/documents", run or "untrained"
+    retrieval = f"rope-extend retrieve {what} --output {quote(output + '-passkeys')}"
+    if question.current is None:
+        return (f"rope-extend evaluate {what} {data} --output {quote(output + '-perplexity')}", retrieval)
+    cropped = f"--protocol cropped --window {window} --lengths {target}{stated}"
     return (
-        f"rope-extend evaluate {what} --data path/to/long/documents --output {quote(output + '-perplexity')}",
-        f"rope-extend retrieve {what} --output {quote(output + '-passkeys')}",
+        # The control of `evaluate` is plain RoPE cropped to the pretrained window, which is another model.
+        f"rope-extend evaluate {what} --no-cropped {data} --output {quote(output + '-perplexity')}",
+        f"rope-extend evaluate {quote(question.model)} --methods {','.join(methods)} {cropped} --no-cropped "
+        f"{data} --output {quote(output + '-cropped')}",
+        retrieval,
     )

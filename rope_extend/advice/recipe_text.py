@@ -17,6 +17,7 @@ _COMMENTS = {
     "target_length": "the new window; the method's factor follows from it",
     "trained_length": "the pretrained window, because the config is wrong",
     "method": "position encoding; `rope-extend methods` lists them",
+    "start": "extend the scaling that the model was trained under, not plain RoPE",
     "block_length": "tokens of a training sequence",
     "positions": "positions of these blocks come from the whole target window (2309.10400)",
     "steps": "optimizer steps",

@@ -19,12 +19,14 @@ from rope_extend.advice import answer as advising
 from rope_extend.advice.answer import Advice, advise
 from rope_extend.advice.describing import describe
 from rope_extend.advice.estimates import Memory
-from rope_extend.advice.gpus import GPUS, UTILISATION, find_gpu
+from rope_extend.advice.gpus import GPUS, UTILISATION, Gpu, find_gpu
 from rope_extend.advice.windows import window_of_config
+from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
+from rope_extend.models.loading import empty_model
 from rope_extend.models.locating import check_path
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.utilisation import peak_flops
@@ -382,7 +384,59 @@ def test_the_notes_say_what_is_special_about_a_checkpoint(tmp_path: Path) -> Non
     assert not any("scaling already" in note for note in advice.notes)
     assert advice.recipe["trained_length"] == 32_768
     scaled = small(tmp_path / "scaled", "llama31-8b")
-    assert any("scaling already" in note for note in advise(scaled, "256k").notes)
+    assert any("start: current" in note for note in advise(scaled, "256k").notes)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "window", "start", "counted"),
+    [
+        ({**CONFIGS["llama31-8b"]["rope_scaling"]}, 131_072, "current", 131_072),
+        # As the card of Qwen2.5 says, with the window of pretraining in max_position_embeddings.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
+         32_768, "pretrained", 32_768),
+    ],
+)  # fmt: skip
+def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
+    scaling: dict[str, object],
+    window: int,
+    start: str,
+    counted: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every line counts from the same window: the recipe, its controls, and the engine's parameters."""
+    asked = []
+
+    def fitting(fields: dict[str, object], trained: int, gpu: Gpu) -> tuple[dict[str, object], Memory]:
+        asked.append(trained)
+        return fields, Memory(gpu.name, gpu.memory, 1, 0, "none", fits=True, evaluates=True, recomputes=False)
+
+    monkeypatch.setattr(advising, "fit", fitting)
+    monkeypatch.setattr(advising, "operations_per_token", lambda *_: None)
+    model = small(tmp_path, "llama31-8b", max_position_embeddings=window, rope_scaling=scaling)
+    advice = advise(model, "256k", engine="vllm")
+    assert advice.window.tokens == 131_072
+    assert (advice.start, advice.trained_length, asked) == (start, counted, [counted])
+    assert advice.factor == 262_144 / counted
+    assert advice.recipe.get("start", "pretrained") == start
+    (tmp_path / "recipe.yaml").write_text(advice.recipe_yaml())
+    assert Recipe.from_yaml(tmp_path / "recipe.yaml").start == start
+    measuring = [command for command in advice.commands if "finetune" not in command]
+    methods = "as-is" if start == "current" else "none"
+    for command in measuring:
+        words = shlex.split(command)
+        assert parse(words[1:])
+        assert words[words.index("--methods") + 1] == methods
+    assert advice.serving is not None
+    with rx.extend(empty_model(model), 262_144, "yarn", start=start) as patch:
+        form = support(patch.encoding, patch.shape, "vllm", "llama", target_length=262_144).form
+    assert advice.serving.config == form
+    notes = " ".join(advice.notes)
+    if start == "current":
+        assert sum("--protocol cropped --window 128k" in command for command in measuring) == 1
+        assert "The control is as-is" in notes
+    else:
+        assert "`none` is plain RoPE" in notes
 
 
 @pytest.mark.parametrize(
