@@ -27,7 +27,7 @@ from results_lines import Line, is_measured_line, lines_of, read_lines, write_li
 from results_page import in_readme, page, readme_table
 from results_recorded import check_model, is_measured, is_trained, merged, plain_cells, restore
 from results_rows import Results, results_of
-from smollm2 import SOURCE, checkpoint
+from smollm2 import MODEL, SOURCE, checkpoint
 
 from rope_extend.data.sources import is_dataset, source_files
 from rope_extend.demo.run import finetune_once
@@ -169,7 +169,8 @@ class Run:
             self.study(name, adapters=self.adapters())
         elif name in FIXED_LENGTHS:
             lengths = FIXED_LENGTHS[name]
-            self.study(name, target_length=lengths[-1], lengths=lengths, task_lengths=None)
+            for dtype in ("float32", "bfloat16") if name == "precision" else ("bfloat16",):
+                self.study(name, target_length=lengths[-1], lengths=lengths, task_lengths=None, dtype=dtype)
         elif name == "lora_ntk":
             self.train(name, LORA_RUNS[3:])
             self.trained()
@@ -243,7 +244,7 @@ def write(lines: Sequence[Line], docs: Path) -> None:
     if not any(map(is_measured_line, lines)):
         print("nothing is measured yet, so there is no page: run another stage", flush=True)
         return
-    write_text(docs / "results.md", page(results, SOURCE))
+    write_text(docs / "results.md", page(results, source_of(results)))
     readme = docs.parent / "README.md"
     if results.rows and readme.exists():
         write_text(readme, with_table(readme.read_text(encoding="utf-8"), readme_table(results)))
@@ -253,10 +254,15 @@ def write(lines: Sequence[Line], docs: Path) -> None:
             plot_ratio(results.near, docs / "results" / f"ratio.{suffix}")
 
 
+def source_of(results: Results) -> str:
+    """The model of the lines, and where it is from if it is the one that is downloaded."""
+    return SOURCE if results.model == MODEL else results.model
+
+
 def draw(results: Results, path: Path) -> None:
     """Draw the perplexity of the rows of the README, by length."""
     rows = [row for row in results.rows if in_readme(row.label) or row.label == "linear"]
-    title = f"SmolLM2-135M-Instruct beyond its window of {format_length(results.trained)}"
+    title = f"{results.model} beyond its window of {format_length(results.trained)}"
     plot_perplexity(rows, results.trained, path, title=title)
 
 

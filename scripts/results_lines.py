@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import RetrievalResult
+from rope_extend.evaluation.results import RetrievalResult, or_none
 from rope_extend.files import write_text
 from rope_extend.report.tables import public_name
 from rope_extend.study.cells import FOLDER, PERPLEXITY, RETRIEVAL, row_of_cell
@@ -26,6 +26,7 @@ DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 NEEDED = {
     PERPLEXITY: (
         "label",
+        "model",
         "dtype",
         "adapter",
         "trained_length",
@@ -34,7 +35,17 @@ NEEDED = {
         "cpu_seconds",
         "seconds",
     ),
-    RETRIEVAL: ("label", "dtype", "adapter", "trained_length", "trial", "cells", "cpu_seconds", "seconds"),
+    RETRIEVAL: (
+        "label",
+        "model",
+        "dtype",
+        "adapter",
+        "trained_length",
+        "trial",
+        "cells",
+        "cpu_seconds",
+        "seconds",
+    ),
     TRAINING: ("run", "method", "step", "tokens", "seconds", "perplexity"),
     SEARCH: ("name", "label", "divisors", "attention_factor", "cost"),
 }
@@ -101,7 +112,10 @@ def _order(values: Line) -> tuple[Any, ...]:
 
 
 def _training(run: Path) -> Iterator[Line]:
-    """Each step with a perplexity, of each LoRA run."""
+    """Each step with a perplexity, of each LoRA run.
+
+    `trained_on` is the number of the texts of this perplexity that are training data too; None if unknown.
+    """
     for file in sorted(run.glob("lora/*/metrics.jsonl")):
         method = _method(file.with_name("recipe.yaml"))
         identity = _training_identity(file.parent)
@@ -114,6 +128,7 @@ def _training(run: Path) -> Iterator[Line]:
                     "kind": TRAINING, "run": file.parent.name, "method": method,
                     "step": values["step"], "tokens": int(tokens), "seconds": seconds,
                     "perplexity": values["perplexity"], "identity": identity,
+                    "trained_on": (values.get("eval_data") or {}).get("trained_on"),
                 }  # fmt: skip
 
 
@@ -180,7 +195,16 @@ def _searches(run: Path) -> Iterator[Line]:
 def write_lines(lines: Sequence[Line], path: Path) -> None:
     """Write the lines as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
+    write_text(path, "".join(json.dumps(_finite(line), allow_nan=False) + "\n" for line in lines))
+
+
+def _finite(value: Any) -> Any:
+    """Values with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return or_none(value) if isinstance(value, float) else value
 
 
 def read_lines(path: Path) -> list[Line]:

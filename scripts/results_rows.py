@@ -49,6 +49,12 @@ class Results:
         assert isinstance(found, int)
         return found
 
+    @property
+    def model(self) -> str:
+        """The name of the model, from the lines."""
+        names = dict.fromkeys(line["model"] for line in self.lines if is_measured_line(line))
+        return " and ".join(names)
+
     def of_kind(self, kind: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] == kind]
 
@@ -56,8 +62,8 @@ class Results:
 def results_of(lines: Sequence[Line], longest: int | None = None) -> Results:
     """The rows of the lines with the longest texts, and all retrieval.
 
-    If lines of the longest texts differ in their lengths, those that most have are used: rows of a table have
-    the same columns.
+    If lines of the longest texts differ in their lengths or dtype, those that most have are used: rows of a
+    table have the same columns, in one dtype.
 
     Args:
         lines: all lines of the results.
@@ -69,9 +75,8 @@ def results_of(lines: Sequence[Line], longest: int | None = None) -> Results:
     perplexities = [line for line in lines if line["kind"] == PERPLEXITY]
     if longest is None:
         longest = max((longest_of(line) for line in perplexities), default=0)
-    lengths = Counter(tuple(line["result"]["ppl"]) for line in perplexities if longest_of(line) == longest)
-    columns = lengths.most_common(1)[0][0] if lengths else ()
-    used = [line for line in perplexities if tuple(line["result"]["ppl"]) == columns]
+    columns = Counter(_columns(line) for line in perplexities if longest_of(line) == longest)
+    used = [line for line in perplexities if columns and _columns(line) == columns.most_common(1)[0][0]]
     used += [line for line in lines if line["kind"] == RETRIEVAL]
     _check_same(used)
     labels = sorted(dict.fromkeys(line["label"] for line in used), key=rank)
@@ -112,6 +117,10 @@ def _check_same(lines: Sequence[Line]) -> None:
             )
 
 
+def _columns(line: Line) -> tuple[Any, ...]:
+    return tuple(line["result"]["ppl"]), line["dtype"]
+
+
 def longest_of(line: Line) -> int:
     return max(int(length) for length in line["result"]["ppl"])
 
@@ -133,14 +142,18 @@ def rank(label: str) -> tuple[Any, ...]:
 
 
 def machines(lines: Sequence[Line]) -> list[str]:
-    names = dict.fromkeys(line.get("machine", {}).get("device", "cpu") for line in lines if "label" in line)
+    """The devices of the measured lines."""
+    names = dict.fromkeys(_device(line) for line in lines if is_measured_line(line))
     return ["a CPU" if name == "cpu" else name for name in names]
+
+
+def _device(line: Line) -> str:
+    return str(line.get("machine", {}).get("device", "cpu"))
 
 
 def seconds(lines: Sequence[Line]) -> float:
     """Seconds of all cells, on a CPU those of its cores, and of the LoRA runs without their evaluations."""
-    cells = [line for line in lines if line["kind"] in (PERPLEXITY, RETRIEVAL)]
-    on_a_cpu = all(name == "a CPU" for name in machines(lines))
-    measured = sum(line["cpu_seconds" if on_a_cpu else "seconds"] for line in cells)
+    cells = [line for line in lines if is_measured_line(line)]
+    measured = sum(line["cpu_seconds" if _device(line) == "cpu" else "seconds"] for line in cells)
     runs = {line["run"]: line["seconds"] for line in lines if line["kind"] == TRAINING}
     return float(measured + sum(runs.values()))

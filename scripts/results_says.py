@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from results_rows import Results, machines, seconds
@@ -28,11 +29,13 @@ def _at(results: Results, gain: Comparison) -> str:
 
 
 def _gains(results: Results, *, tuned: bool) -> list[Comparison]:
-    """The rows against the cropped context, the best first, without plain RoPE."""
+    """The rows against the cropped context, the best first, without plain RoPE and infinite ratios."""
     found = [
         gain
         for gain in against_cropped(results.rows)
-        if (gain.second.adapter is not None) == tuned and gain.second.label != "none"
+        if (gain.second.adapter is not None) == tuned
+        and gain.second.label != "none"
+        and math.isfinite(gain.differences[-1].ratio)
     ]
     return sorted(found, key=lambda gain: gain.differences[-1].ratio)
 
@@ -88,7 +91,9 @@ def _best_trained(results: Results) -> Iterator[str]:
 
 
 def _short_texts(results: Results) -> Iterator[str]:
-    costs = [each for each in regressions(results.rows) if each.row.adapter is None]
+    costs = [
+        each for each in regressions(results.rows) if each.row.adapter is None and math.isfinite(each.ratio)
+    ]
     if costs:
         free = [f"`{each.row.label}`" for each in costs if abs(each.ratio - 1) < 5e-4]
         worst = max(costs, key=lambda each: each.ratio)

@@ -79,7 +79,7 @@ def lines() -> list[dict[str, Any]]:
     found += [
         {
             "kind": "training", "run": run, "method": run, "step": step, "tokens": 4096 * step,
-            "seconds": 60.0 * step, "perplexity": {"32": 9.0, "64": 20.0 - step},
+            "seconds": 60.0 * step, "perplexity": {"32": 9.0, "64": 20.0 - step}, "trained_on": 0,
         }
         for run in ("linear", "none")
         for step in (0, 10, 20)
@@ -238,6 +238,54 @@ def test_files_that_are_cut_or_foreign_are_left_out(tmp_path: Path) -> None:
         "training",
         10,
     )
+
+
+def test_the_page_claims_what_its_lines_say(tmp_path: Path) -> None:
+    found = lines()
+    assert results_rows.machines([*found, race(2.0)]) == ["a CPU"]
+    assert results_rows.machines([{**found[0], "machine": {"device": "H100"}}, race(2.0)]) == ["H100"]
+    results = results_rows.results_of([{**line, "model": "my-llama"} for line in found])
+    assert make_results.source_of(results) == "my-llama"
+    text = results_page.page(results, make_results.source_of(results))
+    assert "my-llama. The model was trained on 32 tokens." in text
+    assert "downloads the model" not in text
+    for count, texts in ((None, "tokens of text, in"), (1, "tokens of text that is measured on too, in")):
+        known = [{**line, "trained_on": count} if line["kind"] == "training" else line for line in found]
+        flat = " ".join(results_page.page(results_rows.results_of(known), "A model").split())
+        assert texts in flat
+        assert "other books" not in flat
+    for line in found[-3:]:  # the last run was evaluated at another length
+        line["perplexity"] = {"32": 9.0, "128": 7.0}
+    text = results_page.page(results_rows.results_of(found), "A model")
+    assert re.search(r"\| linear \(position interpolation\) +\| +– \| +– \| +– \|", text)
+    assert re.search(r"\| direct, no extension +\| +7.00 \| +7.00 \| +7.00 \|", text)
+
+
+def test_two_dtypes_are_not_compared_on_books_of_one_name() -> None:
+    small = perplexity_line("none", "a.txt", 3.4, data="other tokens")
+    for name in ("ppl", "tokens", "document_nll", "document_terms"):
+        small["result"][name] = {"32": small["result"][name]["32"]}
+    found = [perplexity_line("none", "a.txt", 3.0), {**small, "dtype": "float32"}]
+    assert "float32" not in results_page.page(results_rows.results_of(found), "A model")
+
+
+def test_a_perplexity_that_is_not_finite_is_a_dash(tmp_path: Path) -> None:
+    found = lines()
+    for line, value in zip(
+        [line for line in found if line.get("label") == "linear"], (math.inf, math.nan), strict=True
+    ):
+        for name, put in (("ppl", value), ("document_nll", [value])):
+            line["result"][name] = {**line["result"][name], "64": put}
+    found[-1]["perplexity"]["64"] = math.inf
+    make_results.write_lines(found, tmp_path / "results.jsonl")
+    again = results_lines.read_lines(tmp_path / "results.jsonl")
+    assert again[-1]["perplexity"]["64"] is None
+    results = results_rows.results_of(again)
+    text = results_page.page(results, "A model")
+    assert re.search(r"\| linear +\| +[0-9.]+ \| +– \| +– \| +[0-9.]+ \|", text)
+    assert "nan" not in text
+    assert "inf" not in text
+    assert [gain.second.label for gain in results.near] == ["yarn", "yarn + LoRA"]
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
@@ -594,13 +642,18 @@ def test_what_a_lora_run_lacks_is_said() -> None:
     assert "- Not measured: passkey of `yarn + LoRA`." in text
 
 
-def test_mistakes_are_refused(small: list[str], tmp_path: Path) -> None:
-    for words, message in (
+def test_mistakes_are_refused(tmp_path: Path) -> None:
+    for name in ("model/model.safetensors", "data/a.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("text")
+    words = {name: str(tmp_path / name) for name in ("model", "data", "run", "docs")}
+    given = [word for name, value in words.items() for word in (f"--{name}", value)]
+    for options, message in (
         (["--stages", "untraned"], "no stage untraned; stages are untrained, precision, lora"),
         (["--share", "3/2"], "--share is a part such as 1/2"),
     ):
         with pytest.raises(RopeExtendError, match=message):
-            make_results.main([*small, *words])
+            make_results.main([*given, *options])
     with pytest.raises(RopeExtendError, match="give long documents"):
         make_results.main(["--run", str(tmp_path / "run")])
     assert not (tmp_path / "docs").exists()
@@ -610,7 +663,7 @@ def test_mistakes_are_refused(small: list[str], tmp_path: Path) -> None:
     with pytest.raises(
         RopeExtendError, match="holds results of another measurement, which differ in weights"
     ):
-        make_results.main([*small, "--stages", "untrained"])
+        make_results.main([*given, "--stages", "untrained"])
 
 
 def test_the_package_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
