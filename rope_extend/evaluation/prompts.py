@@ -69,6 +69,15 @@ class PromptOptions:
         """The depths, ascending."""
         return list(depths_from(self.depths))
 
+    def trials_of(self, task: Task | type[Task]) -> list[tuple[float | None, int]]:
+        """The depth and number of each trial at a length.
+
+        A task without a depth gets as many trials as other tasks get at all depths together.
+        """
+        if task.has_depth:
+            return [(depth, trial) for depth in self.depth_list for trial in range(self.trials)]
+        return [(None, trial) for trial in range(self.trials * len(self.depth_list))]
+
 
 @dataclass(frozen=True)
 class Draft:

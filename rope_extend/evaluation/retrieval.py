@@ -140,9 +140,7 @@ def make_prompts(
     options: PromptOptions | None = None,
     progress: bool = True,
 ) -> list[Prompt]:
-    """Write all prompts of a run: for each task and length, `options.trials` at each depth.
-
-    A task without a depth gets as many trials at a length as other tasks get at all depths together.
+    """Write all prompts of a run: for each task and length, those of `PromptOptions.trials_of`.
 
     Args:
         tasks: kinds of prompts.
@@ -163,11 +161,7 @@ def make_prompts(
     for task in tasks:
         for size in sizes:
             make_prompt(task, tokenizer, size, **how)  # refuses at once what does not fit
-            depths: list[float | None] = [*options.depth_list]
-            count = options.trials
-            if not task.has_depth:
-                depths, count = [None], options.trials * len(depths)
-            trials += [(task, size, depth, trial) for depth in depths for trial in range(count)]
+            trials += [(task, size, depth, trial) for depth, trial in options.trials_of(task)]
     bar = tqdm(trials, desc="prompts", unit="prompt", disable=None if progress else True)
     return [make_prompt(task, tokenizer, size, depth, trial, **how) for task, size, depth, trial in bar]
 

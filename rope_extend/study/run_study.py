@@ -33,7 +33,7 @@ from rope_extend.evaluation.prompts import Prompt, Task
 from rope_extend.evaluation.protocols import PROTOCOLS, WindowSettings
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
-from rope_extend.evaluation.tasks import make_tasks, template_for
+from rope_extend.evaluation.tasks import TASKS, make_tasks, template_for
 from rope_extend.memory.segments import expand_segments
 from rope_extend.models.load_options import input_device
 from rope_extend.models.loading import pretrained
@@ -230,7 +230,6 @@ class Study:
         config = self.config
         assert config.task_lengths is not None
         documents = len(self.documents) or config.max_documents
-        depths = len(config.prompt_options.depth_list)
         cells = [
             (number, row.label, PERPLEXITY, self._document_work(row))
             for number in range(documents)
@@ -239,10 +238,9 @@ class Study:
         cells += [
             (trial, row.label, RETRIEVAL, self._prompt_work(row, length))
             for row in self.rows
-            for trial in range(config.trials)
-            for _ in config.tasks
+            for task in config.tasks
             for length in config.task_lengths
-            for _ in range(depths)
+            for _, trial in config.prompt_options.trials_of(TASKS[task])
             if row.crop is None or length > row.crop
         ]
         return sorted(cells, key=lambda cell: (cell[0], cell[2]))  # as `cells`

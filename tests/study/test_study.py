@@ -229,6 +229,21 @@ def test_a_budget_leaves_the_rest(work: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_the_plan_has_the_order_of_the_cells(work: Path, no_plan: None) -> None:
+    """Also of tasks without a depth, whose trials have other numbers."""
+    settings = {"target_length": 2048, "tasks": ["common_words", "passkey"], "depths": 2, "trials": 2}
+    one = study(work, data=None, methods=["none", "yarn"], task_lengths=[1024, 2048], **settings)
+    cells = one.cells(tiny_llama())
+    assert {cell.round for cell in cells} == {0, 1, 2, 3}
+    planned = one._planned()
+    texts = 2 * 3  # documents, which are planned without data, of three rows
+    assert len(planned) == len(cells) + texts
+    assert [(cell.round, cell.row.label, cell.kind, cell.work) for cell in cells] == [
+        each for each in planned if each[2] == "retrieval"
+    ]
+
+
 def test_adapters_are_rows(work: Path, tmp_path: Path, no_plan: None) -> None:
     from rope_extend.training.finetune import finetune
     from rope_extend.training.recipe import Recipe
