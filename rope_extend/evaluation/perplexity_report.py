@@ -91,9 +91,10 @@ def write_report(
         text = head + markdown_report(rows) + "".join(f"\n{part}\n" for part in parts)
         write_text(table, writable(text))
         write_text(data, writable(csv_table(rows)))
+        shown = [replace(row, label=writable(row.label)) for row in rows]
         for picture in pictures:
             draw = plot_perplexity if picture.stem == "perplexity" else plot_loss_by_position
-            draw(rows, trained_length, picture, title=title)
+            draw(shown, trained_length, picture, title=title)
         write_text(html, _page(rows, title or "Perplexity by length", lead, made_by))
     remove_losses(directory, earlier - {*kept.values()})
     return [directory / name for name in (*FILES, *kept.values())]

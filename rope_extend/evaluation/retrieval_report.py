@@ -92,9 +92,10 @@ def write_retrieval(
     with replacing_files(directory, last=RESULTS) as partial:
         for name, (task, result) in pictures.items():
             if result is None:
-                plot_accuracy(results, task, partial / name)
+                shown = [replace(each, label=writable(each.label)) for each in results]
+                plot_accuracy(shown, task, partial / name)
             else:
-                plot_heat_map(result, task, partial / name)
+                plot_heat_map(replace(result, label=writable(result.label)), task, partial / name)
         rows = [json.dumps({**result.to_dict(), "versions": versions()}) + "\n" for result in results]
         write_text(partial / RESULTS, "".join(rows))
         commands = "".join(f"\n{part.markdown()}\n" for part in made_by)

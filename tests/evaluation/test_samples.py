@@ -110,6 +110,13 @@ def test_names_that_utf8_or_markdown_cannot_hold_cost_no_report(tmp_path: Path) 
     assert (again.label, again.samples) == (label, (sample,))
 
 
+@pytest.mark.slow
+def test_pictures_show_labels_that_utf8_cannot_hold(tmp_path: Path) -> None:
+    paths = write_report([row(os.fsdecode(b"caf\xe9"), None, 2.0)], tmp_path, trained_length=64)
+    assert "caf?" in (tmp_path / "perplexity.svg").read_text("utf-8")
+    assert all(path.is_file() for path in paths)
+
+
 def test_passkeys_beyond_every_length_are_refused(work: Path) -> None:
     settings = {"model": str(work / "model"), "data": str(work / "data"), "methods": ["none", "yarn"]}
     config = EvaluationConfig(**settings, lengths=(64,), retrieval_lengths=(128,))
