@@ -9,13 +9,17 @@ A text of T tokens is cut so that each part is plain causal or full attention:
   a chunk.
 
 The parts are merged by their log-sum-exp in float32. No pair is computed twice, and blocks and chunks of
-equal size are one call.
+equal size are one call. That call pads a part of a block or chunk to a whole one, if at least `LEAST_TO_PAD`
+are whole: so no text takes more than 5/3 of the pairs that attend. Of fewer, as of a few tokens after a
+cache, each part is a rectangle and a causal square of its own, and takes exactly those pairs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
@@ -26,7 +30,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from rope_extend.attention.log_sum_exp import merge, partial_attention
+from rope_extend.attention.registry import without_cudnn
 from rope_extend.encodings.core.remap import Bands, Borders, Chunks, StartAndWindow
+
+LEAST_TO_PAD = 2
+"""The fewest whole blocks or chunks next to which parts of one are padded."""
+
+FEW_QUERIES = 1024
+"""Fewer queries see another number of earlier keys each time, for which cuDNN would build a plan."""
 
 Result = tuple[Tensor, Tensor]
 """Outputs `[batch, heads, n, value_dim]` and log-sum-exps `[batch, heads, n]`."""
@@ -99,9 +110,10 @@ def attend(text: Text, borders: Borders) -> Tensor:
 def _bands(text: Text, window: int) -> Tensor:
     first, total = text.first, text.key.shape[2]
     length = text.segments[0][2]
+    low = max(0, first - window)
     near, near_sums = _near(
-        text.queries(first, total, 0, length), text.keys(0, total, 0, length), text.value,
-        min(window, total), text.scale,  # no block is longer than the text
+        text.queries(first, total, 0, length), text.keys(low, total, 0, length), text.value[:, :, low:],
+        window, text.scale,
     )  # fmt: skip
     outputs = []
     for start, stop, length in text.segments:
@@ -111,15 +123,7 @@ def _bands(text: Text, window: int) -> Tensor:
         if begin >= stop:
             continue
         query, key = text.queries(begin, stop, 1, length), text.keys(0, stop - window, 1, length)
-        value, all_see = text.value[:, :, : stop - window], begin - window
-        far = partial_attention(
-            query, key[:, :, all_see:], value[:, :, all_see:], causal=True, scale=text.scale
-        )
-        if all_see:
-            before = partial_attention(
-                query, key[:, :, :all_see], value[:, :, :all_see], causal=False, scale=text.scale
-            )
-            far = merge(*far, *before)
+        far = _of_last(query, key, text.value[:, :, : stop - window], text.scale)
         rows = slice(split, stop - first)
         outputs.append(merge(near[:, :, rows], near_sums[:, :, rows], *far)[0])
     return torch.cat(outputs, dim=2)
@@ -129,99 +133,176 @@ def _start_and_window(text: Text, borders: StartAndWindow) -> Tensor:
     first, total, length = text.first, text.key.shape[2], text.segments[0][2]
     start = min(max(0, borders.start - text.lowest), total)  # the columns of the first tokens
     begin = max(first, start)
-    query, key, value = text.queries(begin, total, 0, length), text.keys(0, total, 0, length), text.value
-    near = _near(query, key[:, :, start:], value[:, :, start:], borders.window, text.scale)
+    low = max(start, begin - borders.window)
+    near = _near(
+        text.queries(begin, total, 0, length), text.keys(low, total, 0, length), text.value[:, :, low:],
+        borders.window, text.scale,
+    )  # fmt: skip
     sinks = partial_attention(
-        text.queries(begin, total, 1, length), text.keys(0, start, 1, length), value[:, :, :start],
+        text.queries(begin, total, 1, length), text.keys(0, start, 1, length), text.value[:, :, :start],
         causal=False, scale=text.scale,
     )  # fmt: skip
     output, _ = merge(*near, *sinks)
     if begin == first:
         return output
     head, _ = partial_attention(
-        text.queries(0, start, 0, length), key[:, :, :start], value[:, :, :start], causal=True,
-        scale=text.scale,
+        text.queries(0, start, 0, length), text.keys(0, start, 0, length), text.value[:, :, :start],
+        causal=True, scale=text.scale,
     )  # fmt: skip
     return torch.cat([head.to(output.dtype), output], dim=2)
+
+
+def _of_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Result:
+    """Causal attention of rotated queries, the last of the keys: a square, and a rectangle."""
+    all_see = key.shape[2] - query.shape[2]
+    found = partial_attention(query, key[:, :, all_see:], value[:, :, all_see:], causal=True, scale=scale)
+    if all_see:
+        with without_cudnn() if query.shape[2] < FEW_QUERIES else nullcontext():
+            before = partial_attention(
+                query, key[:, :, :all_see], value[:, :, :all_see], causal=False, scale=scale
+            )
+        found = merge(*found, *before)
+    return found
 
 
 def _near(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Result:
     """Attention of rotated queries, the last of the keys, to keys closer than `window`, in float32."""
     total = key.shape[2]
-    first, more = total - query.shape[2], -total % window
-    block = first // window  # the first block that has a query; queries before it are padding
-    query = functional.pad(query, (0, 0, first - block * window, more))
+    first = offset = total - query.shape[2]
     if not query.numel():
         return query.float(), query.new_zeros(query.shape[:3], dtype=torch.float32)
-    key, value = (functional.pad(part, (0, 0, 0, more)) for part in (key, value))
-    own = slice(block * window, None)
-    queries = _folded(query, window)
-    output, sums = partial_attention(
-        queries, _folded(key[:, :, own], window), _folded(value[:, :, own], window), causal=True, scale=scale
-    )
-    batch = len(query)
-    output, sums = _unfolded(output, batch), _unfolded(sums[..., None], batch)[..., 0]
-    output = output.to(sums.dtype)
-    skipped = window if block == 0 else 0  # the first block of a text has none before it
+    parts = []
+    if first or total < LEAST_TO_PAD * window:
+        head = max(first, min(window, total))  # before it, queries see all keys before them
+        if head > first:
+            parts.append(_of_last(query[:, :, : head - first], key[:, :, :head], value[:, :, :head], scale))
+        first = head
+        while first < total < first + LEAST_TO_PAD * window:
+            stop = min(total, first + window)
+            states = query[:, :, first - offset : stop - offset]
+            keys, values = (part[:, :, first - window : stop] for part in (key, value))
+            parts.append(_block(states, keys, values, scale))
+            first = stop
+    if first < total:
+        low = max(0, first - window)
+        states = query[:, :, first - offset :]
+        parts.append(_blocks(states, key[:, :, low:], value[:, :, low:], window, scale))
+    outputs, sums = zip(*parts, strict=True)
+    return torch.cat([output.to(sums[0].dtype) for output in outputs], dim=2), torch.cat(sums, dim=2)
+
+
+def _block(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Result:
+    """Attention of n queries, the last of W + n keys, each to the W keys that end with its own; n <= W."""
+    count = query.shape[2]
+    output, sums = _of_last(query, key[:, :, count:], value[:, :, count:], scale)
+    if count == 1:
+        return output, sums
+    return merge(output, sums, *_later_keys(query, key[:, :, :count], value[:, :, :count], scale))
+
+
+def _later_keys(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Result:
+    """Attention of query i to the keys after the i-th; the last query sees none of them."""
+    query = query.flip(2)[:, :, 1:]
+    key, value = (part.flip(2)[:, :, :-1] for part in (key, value))
+    output, sums = partial_attention(query, key, value, causal=True, scale=scale)
+    return functional.pad(output.flip(2), (0, 0, 0, 1)), functional.pad(sums.flip(2), (0, 1), value=-math.inf)
+
+
+def _blocks(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float) -> Result:
+    """As `_near`, for queries that begin with the first key or `window` keys after it, in two calls."""
+    batch, first, more = len(query), key.shape[2] - query.shape[2], -query.shape[2] % window
+    query, key, value = (functional.pad(part, (0, 0, 0, more)) for part in (query, key, value))
+    output, sums = _whole(query, key[:, :, first:], value[:, :, first:], window, scale, causal=True)
+    skipped = window - first  # the first block of a text has none before it
     if output.shape[2] > skipped and window > 1:
-        before = slice(max(0, block - 1) * window, total + more - window)
-        queries = _folded(query[:, :, skipped:], window).flip(2)[:, :, 1:]
-        keys, values = (_folded(part[:, :, before], window).flip(2)[:, :, :-1] for part in (key, value))
-        other, other_sums = partial_attention(queries, keys, values, causal=True, scale=scale)
-        other = functional.pad(other.flip(2), (0, 0, 0, 1))  # the last query of a block sees none of them
-        other_sums = functional.pad(other_sums.flip(2), (0, 1), value=-math.inf)
+        queries, keys, values = (
+            _folded(part, window)
+            for part in (query[:, :, skipped:], key[:, :, :-window], value[:, :, :-window])
+        )
+        other, other_sums = _later_keys(queries, keys, values, scale)
         other, other_sums = _unfolded(other, batch), _unfolded(other_sums[..., None], batch)[..., 0]
         rest = merge(output[:, :, skipped:], sums[:, :, skipped:], other, other_sums)
-        output = torch.cat([output[:, :, :skipped], rest[0]], dim=2)
+        output = torch.cat([output[:, :, :skipped].to(rest[0].dtype), rest[0]], dim=2)
         sums = torch.cat([sums[:, :, :skipped], rest[1]], dim=2)
-    rows = slice(first - block * window, output.shape[2] - more)
+    rows = slice(0, output.shape[2] - more)
     return output[:, :, rows], sums[:, :, rows]
+
+
+def _whole(query: Tensor, key: Tensor, value: Tensor, size: int, scale: float, *, causal: bool) -> Result:
+    """Attention of each block or chunk of queries to the one of the keys in the same place, in one call."""
+    output, sums = partial_attention(
+        _folded(query, size), _folded(key, size), _folded(value, size), causal=causal, scale=scale
+    )
+    return _unfolded(output, len(query)), _unfolded(sums[..., None], len(query))[..., 0]
 
 
 def _chunks(text: Text, size: int) -> Tensor:
     first, total, length = text.first, text.key.shape[2], text.segments[0][2]
-    ahead, more, block = first % size, -total % size, first // size
-    key = functional.pad(text.keys(0, total, 0, length), (0, 0, 0, more))
-    value = functional.pad(text.value, (0, 0, 0, more))
-    query = functional.pad(text.queries(first, total, 0, length), (0, 0, ahead, more))
-    own = slice(block * size, None)
-    batch = len(query)
-    output, sums = partial_attention(
-        _folded(query, size), _folded(key[:, :, own], size), _folded(value[:, :, own], size), causal=True,
-        scale=text.scale,
-    )  # fmt: skip
-    output, sums = _unfolded(output, batch), _unfolded(sums[..., None], batch)[..., 0]
-    rows = slice(ahead, output.shape[2] - more)
-    result = output[:, :, rows].to(sums.dtype), sums[:, :, rows]
+    key, value = text.keys(0, total, 0, length), text.value
+    query = text.queries(first, total, 0, length)
+    parts = [
+        _of_chunks(query[:, :, start - first : stop - first], key, value, start, size, text.scale, back=0)
+        for start, stop in _runs(first, total, size)
+    ]
+    outputs, sums = zip(*parts, strict=True)
+    result = torch.cat(outputs, dim=2).to(sums[0].dtype), torch.cat(sums, dim=2)
     later = max(first, size)  # the first query that has a chunk before its own
     if later >= total:
         return result[0]
-    chunk = later // size
     query = text.queries(later, total, 1, length)
-    query = functional.pad(query, (0, 0, later - chunk * size, more))
-    before = slice((chunk - 1) * size, total + more - size)
-    output, sums = partial_attention(
-        _folded(query, size), _folded(key[:, :, before], size), _folded(value[:, :, before], size),
-        causal=False, scale=text.scale,
-    )  # fmt: skip
-    output, sums = _unfolded(output, batch), _unfolded(sums[..., None], batch)[..., 0]
-    rows = slice(later - chunk * size, output.shape[2] - more)
-    result = _with(result, later - first, [(later - first, (output[:, :, rows], sums[:, :, rows]))])
+    rows = []
+    for start, stop in _runs(later, total, size):
+        states = query[:, :, start - later : stop - later]
+        rows.append((start - first, _of_chunks(states, key, value, start, size, text.scale, back=1)))
+    result = _with(result, later - first, rows)
     begin = max(first, 2 * size)  # the first query that has two chunks before its own
     if begin >= total:
         return result[0]
     query = text.queries(begin, total, 2, length)
     for groups in _far_chunks(begin, total, size):
-        parts = [
+        far = [
             (query[:, :, q[0] - begin : q[1] - begin], key[:, :, slice(*k)], value[:, :, slice(*k)])
             for group in groups
             for q, k in group
         ]
-        found = _of_groups(parts, [len(group) for group in groups], text.scale)
+        found = _of_groups(far, [len(group) for group in groups], text.scale)
         starts = [group[0][0][0] - first for group in groups]
         rows_of = sorted(zip(starts, found, strict=True), key=lambda each: each[0])
         result = _with(result, begin - first, rows_of)
     return result[0]
+
+
+def _runs(first: int, total: int, size: int) -> list[Range]:
+    """The columns of queries, cut so that each run is one call: all of them, or the part of each chunk."""
+    whole = total // size - -(-first // size)
+    if whole >= LEAST_TO_PAD:
+        return [(first, total)]
+    borders = range((first // size + 1) * size, total, size)
+    return list(itertools.pairwise([first, *borders, total]))
+
+
+def _of_chunks(
+    query: Tensor, key: Tensor, value: Tensor, start: int, size: int, scale: float, *, back: int
+) -> Result:
+    """Attention of a run of queries to their own chunks, causal, or `back` chunks before, in full.
+
+    `start` is the column of the first query; keys and values begin with column 0.
+    """
+    stop, low = start + query.shape[2], start // size * size
+    if stop <= low + size and back:
+        keys, values = (part[:, :, low - back * size : low + size - back * size] for part in (key, value))
+        return partial_attention(query, keys, values, causal=False, scale=scale)
+    if stop <= low + size:
+        return _of_last(query, key[:, :, low:stop], value[:, :, low:stop], scale)
+    ahead, more = start - low, -stop % size
+    query = functional.pad(query, (0, 0, ahead, more))
+    keys, values = (
+        functional.pad(part, (0, 0, 0, more))[:, :, low - back * size : stop + more - back * size]
+        for part in (key, value)
+    )
+    output, sums = _whole(query, keys, values, size, scale, causal=not back)
+    rows = slice(ahead, output.shape[2] - more)
+    return output[:, :, rows], sums[:, :, rows]
 
 
 Range = tuple[int, int]
