@@ -243,8 +243,8 @@ class EvaluationConfig(ModelConfig):
     budget: Annotated[
         float | None,
         optional(DURATION),
-        "time that the evaluation may take by its estimate, such as 30min: controls are left out first, then "
-        "documents, and the report says so",
+        "time that the evaluation may take by its estimate, such as 30min: samples and controls are left out "
+        "first, then documents, and the report says so",
     ] = None
 
     label: ClassVar[str] = "evaluation"
