@@ -48,7 +48,7 @@ def test_a_short_demo_writes_its_report_and_resumes(
         assert "| yarn + LoRA" in card
     table = (tmp_path / "table.md").read_text()
     assert re.search(r"Retrieval, passkey:\n\n\| +\| +256 \| +2k \|", table)
-    assert "Sample 1: " in table
+    assert "Sample 1, continued by each row:" in table
     assert table.count("rope-extend finetune") == 3
     adapter = (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns
     main(arguments)
