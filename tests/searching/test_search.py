@@ -178,7 +178,7 @@ def test_other_commands_take_the_directory(work: Path, searched: Path, tmp_path:
         lengths=(TARGET,), retrieval=0, cropped=False, max_documents=1,
     )  # fmt: skip
     rows = rx.evaluate(config, progress=False)
-    assert [row.label for row in rows] == ["yarn", str(searched)]
+    assert [row.label for row in rows] == ["yarn", searched.name]
     assert rows[1].encoding == rx.encoding(str(searched)).to_dict()
     main(["plot", "frequencies", str(work / "model"), "--methods", f"yarn,{searched}",
           "--target-length", str(TARGET), "--output", str(tmp_path / "f.png")])  # fmt: skip
