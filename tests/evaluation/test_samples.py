@@ -40,6 +40,7 @@ def argmax(model: Any, ids: list[int], count: int) -> list[int]:
     return ids[-count:]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("blank_pictures")
 def test_the_report_shows_passkeys_beyond_the_window_and_continuations(tmp_path: Path) -> None:
     config = EvaluationConfig(
