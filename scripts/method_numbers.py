@@ -18,7 +18,7 @@ from rope_extend.encodings import (
     RopeEncoding,
 )
 from rope_extend.plots.gallery import MODEL, ROTARY, TARGET
-from rope_extend.plots.method_pictures import example, target_of
+from rope_extend.plots.method_pictures import example, learned_rows, target_of
 from rope_extend.units import format_length
 
 Rows = list[list[str]]
@@ -143,16 +143,12 @@ def _vectors(encoding: AbsoluteEncoding) -> Rows:
 
 
 def _rows(encoding: Learned) -> Rows:
-    """The row of the table that some positions get, found by a table whose rows are their own numbers."""
+    """The row of the table that some positions get."""
     rows = ROTARY.trained_length
     positions = (0, 1000, rows - 1, rows, TARGET - 1)
-    counting = {"table": torch.arange(rows, dtype=torch.float32)[:, None]}
-    found = [
-        Learned(rows=rows, beyond=beyond, length=length).vectors(MODEL, torch.tensor(positions), counting)
-        for beyond, length in (("interpolate", TARGET), ("tile", None))
-    ]
-    return [["position", "interpolate: row", "tile: row"]] + [
-        [f"{position:,}", *(f"{float(values[row, 0]):,.2f}" for values in found)]
+    found = learned_rows(torch.tensor(positions))
+    return [["position", *(f"{beyond}: row" for beyond in found)]] + [
+        [f"{position:,}", *(f"{float(values[row]):,.2f}" for values in found.values())]
         for row, position in enumerate(positions)
     ]
 

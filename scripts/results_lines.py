@@ -23,29 +23,10 @@ Line = dict[str, Any]
 TRAINING, SEARCH = "training", "search"
 DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 """What reading values raises if some of them are missing or of another type."""
+_MEASURED = ("label", "model", "dtype", "adapter", "trained_length", "cpu_seconds", "seconds")
 NEEDED = {
-    PERPLEXITY: (
-        "label",
-        "model",
-        "dtype",
-        "adapter",
-        "trained_length",
-        "document",
-        "result",
-        "cpu_seconds",
-        "seconds",
-    ),
-    RETRIEVAL: (
-        "label",
-        "model",
-        "dtype",
-        "adapter",
-        "trained_length",
-        "trial",
-        "cells",
-        "cpu_seconds",
-        "seconds",
-    ),
+    PERPLEXITY: (*_MEASURED, "document", "result"),
+    RETRIEVAL: (*_MEASURED, "trial", "cells"),
     TRAINING: ("run", "method", "step", "tokens", "seconds", "perplexity"),
     SEARCH: ("name", "label", "divisors", "attention_factor", "cost"),
 }

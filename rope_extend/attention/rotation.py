@@ -336,7 +336,7 @@ class RotationHandler(AttentionHandler):
             call = without_mask(call)
         maskless = takes_suffix(call.implementation)
         rotate_states = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
-        same = self.encoding.decay(self.shape) is None  # query and key at one position rotate equally
+        same = not self._decays  # query and key at one position rotate equally
         outputs: list[Tensor] = []
         weights: list[Tensor | None] = []
         for segment in forward.segments:

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -383,8 +383,7 @@ class _Evaluation:
         """The row with its continuations of documents, in the main process."""
         if not self.extent.samples or not is_main_process():
             return row
-        started = time.perf_counter()
-        try:
+        with self._optional(SAMPLES, f"{row.label}: no samples of text"):
             samples = continuations(
                 candidate.model,
                 self.tokenizer,
@@ -393,13 +392,8 @@ class _Evaluation:
                 self.candidates.trained_length if row.result.cropped else None,
                 most=self.extent.samples,
             )
-        except RopeExtendError as error:
-            if error.__cause__ is None or not is_out_of_memory(error.__cause__):
-                raise
-            logger.warning("%s: no samples of text: %s", row.label, error)
-            return row
-        self.clock.finished_one(SAMPLES, time.perf_counter() - started)
-        return replace(row, samples=samples)
+            return replace(row, samples=samples)
+        return row  # memory ran out
 
     def _with_retrieval(self, candidate: Candidate, row: EvaluationRow) -> EvaluationRow:
         """The row with its retrieval, in the main process."""
@@ -408,10 +402,10 @@ class _Evaluation:
         prompts = [prompt for prompt in self.prompts if prompt.length <= trained or not row.result.cropped]
         if not prompts or not is_main_process():  # few, so not worth sharing
             return row
-        log, started = None, time.perf_counter()
+        log = None
         if self.finished is not None:
             log = TrialLog(self.finished / file_name(row.label) / TRIALS, row.label)
-        try:
+        with self._optional(PROMPTS, f"{row.label}: retrieval is not measured"):
             retrieval = answer_prompts(
                 candidate.model,
                 self.tokenizer,
@@ -421,11 +415,23 @@ class _Evaluation:
                 log=log,
                 progress=self.progress,
             )
+            return replace(row, retrieval=retrieval)
+        return row  # memory ran out
+
+    @contextmanager
+    def _optional(self, piece: str, without: str) -> Iterator[None]:
+        """Time a piece that is not worth losing the perplexity of its row: if memory runs out, only warn.
+
+        Args:
+            piece: its kind, for the clock.
+            without: what the warning says.
+        """
+        started = time.perf_counter()
+        try:
+            yield
         except RopeExtendError as error:
             if error.__cause__ is None or not is_out_of_memory(error.__cause__):
                 raise
-            # The control is not worth losing the perplexity of the row.
-            logger.warning("%s: retrieval is not measured: %s", row.label, error)
-            return row
-        self.clock.finished_one(PROMPTS, time.perf_counter() - started)
-        return replace(row, retrieval=retrieval)
+            logger.warning("%s: %s", without, error)
+        else:
+            self.clock.finished_one(piece, time.perf_counter() - started)

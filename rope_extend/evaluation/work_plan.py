@@ -89,7 +89,7 @@ class Costs:
             words = f"control, {self._passkeys}: {_rows(self.prompt_rows)}, {count} prompts each"
             found.append((words, self.prompt_rows * prompts * self.prompt))
         if extent.samples:
-            count = self.rows + (self.cropped_rows if extent.cropped else 0)
+            count = self._sampled_rows(extent)
             words = f"samples of text: {_rows(count)}, {extent.samples} each"
             found.append((words, count * extent.samples * self.sample))
         return found
@@ -102,9 +102,12 @@ class Costs:
         if extent.trials:
             found += [(PROMPTS, DEPTHS * extent.trials * self.prompt)] * self.prompt_rows
         if extent.samples:
-            count = self.rows + (self.cropped_rows if extent.cropped else 0)
-            found += [(SAMPLES, extent.samples * self.sample)] * count
+            found += [(SAMPLES, extent.samples * self.sample)] * self._sampled_rows(extent)
         return found
+
+    def _sampled_rows(self, extent: Extent) -> int:
+        """The number of rows that continue documents."""
+        return self.rows + (self.cropped_rows if extent.cropped else 0)
 
     def text(self, extent: Extent) -> str:
         """The parts with their estimated time, one line each, and all together."""

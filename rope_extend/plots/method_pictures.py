@@ -54,6 +54,19 @@ def target_of(name: str) -> int:
     return TARGETS.get(name, TARGET)
 
 
+def learned_rows(positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The row of a learned table that each position `[n]` gets, float32 `[n]`, by the rule of `beyond`.
+
+    Found by a table whose rows are their own numbers.
+    """
+    rows = ROTARY.trained_length
+    counting = {"table": torch.arange(rows, dtype=torch.float32)[:, None]}
+    return {
+        beyond: Learned(rows=rows, beyond=beyond, length=length).vectors(MODEL, positions, counting)[:, 0]
+        for beyond, length in (("interpolate", TARGET), ("tile", None))
+    }
+
+
 def draw_method(name: str, path: Path) -> Path:
     """Draw the picture of a method's page; the suffix gives the format: .png, .svg or .pdf.
 
@@ -219,14 +232,10 @@ def _draw_vectors(encoding: Encoding, path: Path) -> Path:
 def _draw_rows(encoding: Encoding, path: Path) -> Path:
     """The row of the learned table that each position gets, under two rules."""
     figure, (axes,) = new_panels("learned: the row of each position", height=3.2)
-    rows = ROTARY.trained_length
-    counting = {"table": torch.arange(rows, dtype=torch.float32)[:, None]}
     positions = torch.arange(0, TARGET, 32)
-    for beyond, dash in (("interpolate", "-"), ("tile", "--")):
-        length = TARGET if beyond == "interpolate" else None
-        found = Learned(rows=rows, beyond=beyond, length=length).vectors(MODEL, positions, counting)
+    for (beyond, rows), dash in zip(learned_rows(positions).items(), ("-", "--"), strict=True):
         colour = method_colour("learned")
-        axes.plot(positions.numpy(), found[:, 0].numpy(), dash, color=colour, linewidth=1.6, label=beyond)
+        axes.plot(positions.numpy(), rows.numpy(), dash, color=colour, linewidth=1.6, label=beyond)
     _distance_axis(axes, "position, tokens", "row of the learned table")
     axes.legend(framealpha=1, edgecolor="white", fontsize=9, loc="upper center")
     return save(figure, path)

@@ -52,7 +52,7 @@ def test_names_have_as_many_parts_as_are_needed() -> None:
 
 
 def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_directory() -> None:
-    here, methods = Path.cwd(), ["none", "/a/found", "/b/found", "/home/jane/yarn", "~/other", "found/x"]
+    here, methods = Path.cwd(), ["none", "/a/found", "/b/found", "/c/jane/yarn", "~/other", "found/x"]
     labels = ["none", "a/found", "b/found", "jane/yarn", "other", "found/x"]
     assert [*method_labels([*methods, f"{here}/y"]).values()] == [*labels, "y"]
     assert [*method_labels(["../x", "../../x", "C:\\y\\x"]).values()] == ["x", "x-2", "y/x"]
