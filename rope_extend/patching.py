@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from rope_extend.attention.functions import attention_modules, attention_window, remove_handlers
@@ -42,7 +43,14 @@ from rope_extend.models.stock_config import (
     with_carried,
 )
 from rope_extend.models.undo import UndoLog
-from rope_extend.models.view import CONFIG_RECORD, active_table, rotary_part, shape_of, unwrap
+from rope_extend.models.view import (
+    CONFIG_RECORD,
+    active_table,
+    is_soft_capped,
+    rotary_part,
+    shape_of,
+    unwrap,
+)
 from rope_extend.units import parse_length
 
 logger = logging.getLogger(__name__)
@@ -233,6 +241,11 @@ class Patch:
             logger.warning(
                 "%s rotates only in layers that see %d tokens, in texts of any length; %s changes what these "
                 "layers learned, and does not extend the context window", model_type, window, self.encoding,
+            )  # fmt: skip
+        if is_soft_capped(base.config) and base.config.get_text_config()._attn_implementation == "sdpa":
+            logger.warning(
+                "%s caps its attention scores, and under sdpa transformers %s leaves the cap out silently; "
+                "load the model with attn_implementation='eager'", model_type, transformers.__version__,
             )  # fmt: skip
         if not in_stock:
             logger.warning(

@@ -12,7 +12,7 @@ from typing import Any
 from rope_extend.attention.functions import acts_inside, attention_configs, attention_modules, out_of_reach
 from rope_extend.models.families import adapter_for
 from rope_extend.models.undo import UndoLog
-from rope_extend.models.view import layer_types_except_full_attention
+from rope_extend.models.view import is_soft_capped, layer_types_except_full_attention
 
 _BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")
 """Arguments of attention functions that plain causal attention does not support."""
@@ -37,7 +37,7 @@ def beyond_plain_sdpa(lm: Any) -> str | None:
         return reason
     if kinds := layer_types_except_full_attention(config):
         return f"it has layers of type {', '.join(sorted(kinds))}, not only full attention"
-    if getattr(config, "attn_logit_softcapping", None) or any(hasattr(m, "sinks") for m in modules):
+    if is_soft_capped(config) or any(hasattr(m, "sinks") for m in modules):
         return "its attention is more than a softmax over the tokens (a soft cap, or sinks)"
     if not getattr(config, "is_causal", True) or not all(getattr(m, "is_causal", True) for m in modules):
         return "its attention is not causal"

@@ -229,7 +229,7 @@ class EvaluationConfig(ModelConfig):
         int | str,
         or_auto(COUNT),
         "control: passkeys at each of 5 depths within the trained window, before and after extension; 0 for "
-        "none; auto is 4, or fewer if they would cost more than the documents",
+        "none; auto is 4, or fewer if they would cost more than the documents, and 0 if no row is extended",
     ] = AUTO
     retrieval_lengths: Annotated[
         tuple[int, ...] | None,

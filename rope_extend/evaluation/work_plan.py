@@ -177,10 +177,10 @@ def whole_extent(config: EvaluationConfig, candidates: Candidates, documents: in
     cropped, plain = _has_cropped(config, candidates), candidates.plain_methods
     samples = min(config.samples, documents)
     compares = len(candidates.encodings) + len(candidates.records) > len(plain)
-    # Within the trained window alone, passkeys show what an extension costs: they need a row before it.
-    if not config.retrieval_lengths and not (compares and (cropped or plain)):
-        return Extent(documents, cropped, 0, samples)
     if config.retrieval == AUTO:
+        # Within the trained window alone, passkeys show what an extension costs: they need a row before it.
+        if not config.retrieval_lengths and not (compares and (cropped or plain)):
+            return Extent(documents, cropped, 0, samples)
         tokens = sum(passkey_lengths(config, candidates))
         trials = default_trials(documents, candidates.longest, tokens)
         return Extent(documents, cropped, trials, samples)

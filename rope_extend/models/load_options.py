@@ -21,6 +21,7 @@ from rope_extend.models.gguf_checkpoint import gguf_file, no_second_quantization
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, QUANTIZED
 from rope_extend.models.loading import default_dtype, pretrained
 from rope_extend.models.processes import process_count
+from rope_extend.models.view import is_soft_capped
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class LoadOptions:
             accelerate's strategies, or a device for each module by name.
         dtype: dtype of the weights; by default bfloat16 on a GPU with hardware for it, else float32. A
             quantised checkpoint keeps its own.
-        attention: attention implementation, by transformers' name; by default sdpa.
+        attention: attention implementation, by transformers' name; by default sdpa, and eager if scores are
+            soft-capped, because sdpa has no cap.
         quantize: quantize the weights with bitsandbytes while loading: `4bit` (NF4) or `8bit`.
         limit_memory: bytes that may be used on a device. On a GPU the allocator enforces the limit.
 
@@ -123,7 +125,7 @@ class LoadOptions:
         """
         config = self._config(name)
         adapter_for(config.model_type)
-        arguments: dict[str, Any] = dict(self._attention())
+        arguments: dict[str, Any] = dict(self._attention(config))
         if (dtype := self._dtype(config)) != "auto":
             arguments["dtype"] = dtype
         try:
@@ -153,7 +155,7 @@ class LoadOptions:
             for gpu in gpus:
                 total = torch.cuda.get_device_properties(gpu).total_memory
                 torch.cuda.set_per_process_memory_fraction(min(1.0, self.limit_memory / total), gpu)
-        arguments: dict[str, Any] = {"dtype": self._dtype(config), **self._attention()}
+        arguments: dict[str, Any] = {"dtype": self._dtype(config), **self._attention(config)}
         if self.quantize is not None:
             arguments["quantization_config"] = quantization(self.quantize, device)
         if self.device_map is not None:
@@ -166,6 +168,11 @@ class LoadOptions:
 
     def _config(self, name: str) -> Any:
         config = pretrained(AutoConfig, name)
+        if self.attention == "sdpa" and is_soft_capped(config):
+            raise RopeExtendError(
+                f"{name!r} caps its attention scores (attn_logit_softcapping), which sdpa cannot; use "
+                "attention eager, flash_attention_2 or flex_attention"
+            )
         if self.quantize is not None and is_quantized(config):
             raise RopeExtendError(f"{name!r} is already quantised; leave quantize out")
         if self.quantize is not None and (path := gguf_file(name)) is not None:
@@ -176,8 +183,10 @@ class LoadOptions:
         """The dtype of the weights; `auto` for quantised checkpoints, which keep their own."""
         return self.dtype or ("auto" if is_quantized(config) else default_dtype(self.torch_device))
 
-    def _attention(self) -> dict[str, str]:
-        return {} if self.attention is None else {"attn_implementation": self.attention}
+    def _attention(self, config: Any) -> dict[str, str]:
+        if self.attention is not None:
+            return {"attn_implementation": self.attention}
+        return {"attn_implementation": "eager"} if is_soft_capped(config) else {}
 
     def _memory_for_weights(self, reserve: int) -> dict[int | str, int]:
         """Bytes of weights that each device may take; without a GPU, the rest goes to disk."""

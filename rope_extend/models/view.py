@@ -94,6 +94,11 @@ def window_of(config: Any, layer_type: str) -> int | None:
     return None
 
 
+def is_soft_capped(config: Any) -> bool:
+    """Whether attention caps its scores, as in Gemma 2. sdpa has no cap; transformers 5.17 leaves it out."""
+    return bool(getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None))
+
+
 def trained_length_of(config: Any) -> int:
     """The window, in tokens, that a checkpoint was pretrained on, before any scaling in its config.
 

@@ -49,6 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral-7b-v0.3": _config(
         "mistral", (4096, 14_336, 32, 32, 8), 32_768, 32_768, 1e6, sliding_window=None
     ),
+    "gemma-2b": _config("gemma", (2048, 16_384, 18, 8, 1), 256_000, 8192, 1e4, head_dim=256),
     "gemma-7b": _config("gemma", (3072, 24_576, 28, 16, 16), 256_000, 8192, 1e4, head_dim=256),
     "gemma2-9b": _config(
         "gemma2", (3584, 14_336, 42, 16, 8), 256_000, 8192, 1e4, head_dim=256, sliding_window=4096

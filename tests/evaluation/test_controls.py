@@ -213,7 +213,8 @@ def test_retrieval_is_measured_only_if_there_is_something_to_compare(
     assert asked == []
     rows(methods=["yarn"])
     rows(methods=["none", "yarn"], cropped=False)
-    assert [(args[2], more["options"].trials) for args, more in asked] == [([256], 4)] * 2
+    rows(methods=["none"], retrieval=4)  # asked for by number
+    assert [(args[2], more["options"].trials) for args, more in asked] == [([256], 4)] * 3
     with pytest.raises(
         RopeExtendError, match="retrieval must be auto, or a whole number, at least 0; got -1"
     ):

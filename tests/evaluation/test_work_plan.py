@@ -116,15 +116,23 @@ def test_an_extent_is_kept_for_the_same_question(work: Path, tmp_path: Path) -> 
     ids=str,
 )  # fmt: skip
 def test_passkeys_that_were_asked_for_need_no_comparison(settings: dict[str, Any], work: Path) -> None:
-    for lengths, trials in ((None, 0), ((64,), 3)):
+    for retrieval, lengths, said in (
+        ("auto", None, ""),
+        (3, None, "passkeys at 32: 1 row, 15 prompts each"),
+        (3, (64,), "passkeys at 32 and 64: 1 row, 30 prompts each"),
+    ):
         config = EvaluationConfig(
-            model=str(work / "model"), lengths=(64,), retrieval=3, retrieval_lengths=lengths, **settings
+            model=str(work / "model"),
+            lengths=(64,),
+            retrieval=retrieval,
+            retrieval_lengths=lengths,
+            **settings,
         )
-        candidates = Candidates.of(config)
-        assert whole_extent(config, candidates, 2).trials == trials
+        assert whole_extent(config, Candidates.of(config), 2).trials == (3 if said else 0)
         plan, text = plan_work(config)
         assert plan is not None
-        assert ("passkeys at 32 and 64: 1 row, 30 prompts each" in text) == bool(trials)
+        assert said in text
+        assert ("passkeys" in text) == bool(said)
 
 
 @pytest.mark.parametrize(

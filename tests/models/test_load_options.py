@@ -14,7 +14,8 @@ import torch
 from accelerate import cpu_offload
 from covering import few
 from test_perplexity import measure, texts, tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config
+from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -111,6 +112,31 @@ def test_kernels_that_are_not_installed_are_reported_before_weights_are_loaded(
     how = LoadOptions(dtype=torch.bfloat16, attention="flash_attention_2")
     with pytest.raises(RopeExtendError, match="cannot be loaded with attention flash_attention_2"):
         how.empty(str(tmp_path))
+
+
+def test_soft_capped_attention_is_never_computed_without_its_cap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers 5.17 loads Gemma 2 with sdpa, which leaves the cap out."""
+    monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Gemma2Config(
+        **small, num_key_value_heads=1, head_dim=16, vocab_size=64, attn_logit_softcapping=0.05
+    )
+    AutoModelForCausalLM.from_config(config, attn_implementation="eager").save_pretrained(tmp_path)
+    tokens = torch.arange(48)[None]
+    for model in (LoadOptions().load(str(tmp_path)), LoadOptions().empty(str(tmp_path))):
+        assert model.config._attn_implementation == "eager"
+    with pytest.raises(RopeExtendError, match="which sdpa cannot; use "):
+        LoadOptions(attention="sdpa").load(str(tmp_path))
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").float()
+    ours: Any = LoadOptions(dtype=torch.float32).load(str(tmp_path))
+    torch.testing.assert_close(ours(tokens).logits, stock(tokens).logits, rtol=0, atol=0)
+    with rx.extend(stock, 16_384):
+        assert "leaves the cap out" not in caplog.text
+    stock.config._attn_implementation = "sdpa"
+    with rx.extend(stock, 16_384):
+        assert "leaves the cap out" in caplog.text
 
 
 def test_quantising_without_bitsandbytes_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
