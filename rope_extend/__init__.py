@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rope_extend.checkpoint.auto_registration import register_when_imported
 
 if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and editors
-    from rope_extend.advice.answer import Advice, advise
+    from rope_extend.advice.advice import Advice
+    from rope_extend.advice.answer import advise
     from rope_extend.attention.sink_cache import sink_cache
     from rope_extend.checkpoint.callback import SaveEncodingCallback
     from rope_extend.checkpoint.converting import convert
@@ -94,7 +95,8 @@ __all__ = [
     "verify",
 ]
 _MODULES = {
-    "advice.answer": ("Advice", "advise"),
+    "advice.advice": ("Advice",),
+    "advice.answer": ("advise",),
     "attention.sink_cache": ("sink_cache",),
     "checkpoint.callback": ("SaveEncodingCallback",),
     "checkpoint.converting": ("convert",),

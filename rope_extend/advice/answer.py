@@ -2,42 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from shlex import quote
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from rope_extend.advice.estimates import Memory, Work, fit, operations_per_token, short_blocks, work
+from rope_extend.advice.advice import (
+    CRITERIA,
+    CRITERIA_FROM_CURRENT,
+    DOES_NOT_FIT,
+    FINETUNE,
+    LOCAL,
+    READS_ALREADY,
+    STANZA,
+    TRAIN,
+    UNTRAINED,
+    Advice,
+)
+from rope_extend.advice.estimates import Memory, fit
 from rope_extend.advice.gpus import Gpu, find_gpu
-from rope_extend.advice.recipe_text import recipe_text
-from rope_extend.advice.serving import Extension, Serving, serving
+from rope_extend.advice.measuring import measuring
+from rope_extend.advice.question import Question
+from rope_extend.advice.training_amount import first_fields, within_hours
 from rope_extend.advice.windows import Window, window_of_config
-from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
-from rope_extend.encodings import Encoding, RopeShape, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS
-from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST
-from rope_extend.method_names import CURRENT, PRETRAINED
-from rope_extend.models.current_table import CurrentTable, current_table, extended_again
+from rope_extend.method_names import CURRENT
+from rope_extend.models.current_table import current_table
 from rope_extend.models.families import adapter_for
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import is_quantized
 from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.units import format_bytes, format_length, parse_length
 
-READS_ALREADY = "reads already"
-LOCAL = "local attention"
-STANZA = "recommended by its makers"
-UNTRAINED = "try without training first"
-TRAIN = "train"
-DOES_NOT_FIT = "does not fit"
 DEFAULT_GPU = "80GB"
 UNTRAINED_FACTOR = 2.0
 """Up to this factor an untrained method is worth a test first.
@@ -47,166 +48,6 @@ as they were. At 4 times it is 2 % worse than cropping, and `yarn` 14 %.
 """
 LARGEST_FACTOR = 32.0
 """The largest factor of the YaRN paper (2309.00071), from 4k to 128k."""
-STEPS = 400
-"""The YaRN paper's steps, there with 64 sequences each."""
-SHORT_BLOCK_STEPS = 1000
-"""The PoSE paper's steps (2309.10400)."""
-FEWEST_STEPS = 200
-"""Position interpolation is below the original perplexity after 200 steps (2306.15595, section 3.3)."""
-_FINETUNE = "rope-extend finetune recipe.yaml"
-CRITERIA = (
-    "perplexity at the target, divided by that of the same model cropped to its old window, is below 1 with "
-    "its whole interval",
-    f"passkeys are found in at least {100 * LEAST_FOUND:.0f} % of the trials at every depth, at the target "
-    "length",
-    f"perplexity within the old window grows by at most {100 * (MOST_COST - 1):.0f} % (ratio at most "
-    f"{MOST_COST})",
-)
-"""What an extension must reach before it can be called a success."""
-CRITERIA_FROM_CURRENT = (
-    "perplexity at the target is below that of the model as it is, cropped to its present window",
-    CRITERIA[1],
-    f"perplexity within the present window is at most {MOST_COST} times that of the model as it is",
-)
-"""The same for a model that was trained under scaling, and is extended from there."""
-
-
-@dataclass(frozen=True)
-class Advice:
-    """What to do to let a model read a longer window.
-
-    Attributes:
-        model: the directory or hub id.
-        model_type: its family.
-        window: what the model reads without any change.
-        target_length: the window that is wanted, in tokens.
-        verdict: one of the constants of this module, such as `reads already` or `train`.
-        reason: why, in a sentence or two.
-        trained_length: the window that is extended, in tokens: that of pretraining, or with `start` `current`
-            what the model reads today; None if nothing is to be done.
-        factor: target divided by that window; None if nothing is to be done.
-        method: the method to use, and to train with; None if nothing is to be done.
-        untrained_method: the method to try first without training; None if there is none.
-        recipe: fields of a fine-tuning recipe; empty if no training is needed, or none fits the GPU.
-        memory: what a step of the recipe needs; if none fits, with every memory option and weights of 4 bits;
-            None if no training is needed.
-        work: tokens, operations and hours of the recipe; None without one, or if they cannot be counted.
-        commands: the commands that follow, in order; those that measure if nothing is to be done.
-        criteria: what to reach before it can be called a success; empty if there is nothing to measure.
-        notes: what to know in addition.
-        serving: how the chosen engine serves the result, of the training if there is one; None if none was
-            chosen, or nothing changes.
-        untrained_serving: the same of `untrained_method`, where it comes before a training.
-        start: what is extended: plain RoPE (`pretrained`), or the scaling of a model that was trained under
-            it (`current`).
-        engines: the engines that compute `method` for this family without rope_extend, as far as we know.
-    """
-
-    model: str
-    model_type: str
-    window: Window
-    target_length: int
-    verdict: str
-    reason: str
-    trained_length: int | None = None
-    factor: float | None = None
-    method: str | None = None
-    untrained_method: str | None = None
-    recipe: Mapping[str, Any] = field(default_factory=dict)
-    memory: Memory | None = None
-    work: Work | None = None
-    commands: tuple[str, ...] = ()
-    criteria: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    serving: Serving | None = None
-    untrained_serving: Serving | None = None
-    start: str = PRETRAINED
-    engines: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-    def with_recipe_file(self, file: str) -> Advice:
-        """The advice with the name of the recipe's file in its commands, quoted for a shell."""
-        named = f"rope-extend finetune {quote(file)}"
-        commands = [
-            named + command.removeprefix(_FINETUNE) if command.startswith(_FINETUNE) else command
-            for command in self.commands
-        ]
-        return replace(self, commands=tuple(commands))
-
-    def recipe_yaml(self) -> str:
-        """The recipe with comments.
-
-        Raises:
-            RopeExtendError: no training is advised, so there is no recipe.
-        """
-        if not self.recipe:
-            raise RopeExtendError(f"no recipe for {self.model}: {self.reason}")
-        head = [
-            f"{self.method} with LoRA: {self.model} from {format_length(self.trained_length or 0)} to "
-            f"{format_length(self.target_length)}"
-        ]
-        if self.memory:
-            needed, available = format_bytes(self.memory.needed), format_bytes(self.memory.available)
-            head.append(f"A step needs {needed}, estimated for a GPU with {available}.")
-            head.append(f"Memory options: {self.memory.options}.")
-        return recipe_text(self.recipe, head)
-
-
-@dataclass(frozen=True)
-class _Question:
-    """What was asked, with the parts of the answer that are known from the config."""
-
-    model: str
-    model_type: str
-    window: Window
-    target: int
-    engine: str | None
-    shape: RopeShape
-    stated: int | None
-    quantized: bool
-    current: CurrentTable | None = None
-    """The table to start from, if the model was trained under scaling."""
-
-    @property
-    def start(self) -> str:
-        return PRETRAINED if self.current is None else CURRENT
-
-    @property
-    def extended(self) -> int:
-        """The window that is extended, in tokens."""
-        return self.shape.trained_length if self.current is None else self.current.shape.trained_length
-
-    @property
-    def factor(self) -> float:
-        return self.target / self.extended
-
-    def encoding(self, method: str) -> Encoding:
-        """The encoding of a method for the target."""
-        if self.current is not None:
-            return extended_again(self.current, method_named(method), self.target, {})
-        return method_named(method).for_target(self.shape, self.target)
-
-    def engines(self, method: str) -> tuple[str, ...]:
-        """The engines that compute a method without rope_extend, as far as we know."""
-        encoding = self.encoding(method)
-        return tuple(
-            target
-            for target in TARGETS
-            if support(encoding, self.shape, target, self.model_type, target_length=self.target).possible
-        )
-
-    def serve(self, method: str, run: str | None) -> Serving | None:
-        """How the engine serves a method; None if no engine was chosen."""
-        if self.engine is None:
-            return None
-        encoding = self.encoding(method)
-        extension = Extension(
-            self.model, self.model_type, encoding, self.shape, self.target, method, run, self.stated
-        )
-        return serving(extension, self.engine)
 
 
 def advise(
@@ -259,7 +100,7 @@ def advise(
     found = info(name, trained_length=trained_length)
     # `info` takes scaling that was added by hand for untrained.
     trained = window.scaled and found.start == CURRENT and target > window.tokens > found.shape.trained_length
-    question = _Question(
+    question = Question(
         name, config.model_type, window, target, engine, found.shape, trained_length, is_quantized(config),
         current_table(empty_model(name), trained_length) if trained else None,
     )  # fmt: skip
@@ -322,7 +163,7 @@ def _nothing_to_do(
     return None
 
 
-def _by_the_makers(question: _Question) -> Advice:
+def _by_the_makers(question: Question) -> Advice:
     """The advice for a model whose card gives a YaRN stanza."""
     stanza = question.window.stanza
     assert stanza is not None
@@ -342,15 +183,15 @@ def _by_the_makers(question: _Question) -> Advice:
     return Advice(
         question.model, question.model_type, question.window, question.target, STANZA, reason,
         trained_length=stanza.original, factor=factor, method="yarn", untrained_method="yarn",
-        commands=_measuring(question, ["none", "yarn"]), criteria=CRITERIA, notes=notes,
+        commands=measuring(question, ["none", "yarn"]), criteria=CRITERIA, notes=notes,
         serving=question.serve("yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 
 
-def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None) -> Advice:
+def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) -> Advice:
     """The advice for a model that must be extended: its recipe, memory and hours."""
     factor, trained = question.factor, question.extended
-    fields = _fields(question, data)
+    fields = first_fields(question, data)
     fields, memory = fit(fields, trained, gpu)
     notes: list[str] = []
     if question.quantized:
@@ -360,7 +201,7 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
         )
     amount = None
     if memory.fits:
-        fields, memory, amount = _within(fields, memory, gpu, hours, trained, notes)
+        fields, memory, amount = within_hours(fields, memory, gpu, hours, trained, notes)
     notes += _notes(question, memory)
     if memory.fits and not memory.evaluates:
         fields = {key: value for key, value in fields.items() if not key.startswith("eval_")}
@@ -376,11 +217,11 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
     if factor <= UNTRAINED_FACTOR and question.current is None:
         untrained = "dynamic_yarn" if question.engine in (None, "transformers") else "yarn"
     verdict, reason = UNTRAINED if untrained else TRAIN, _why(question, untrained)
-    commands = _measuring(question, ["none", untrained]) if untrained else ()
+    commands = measuring(question, ["none", untrained]) if untrained else ()
     run: str | None = fields["output_dir"]
     control, criteria = ("none", CRITERIA) if question.current is None else (AS_IS, CRITERIA_FROM_CURRENT)
     if memory.fits:
-        commands += (f"{_FINETUNE} --plan", _FINETUNE, *_measuring(question, [control], run))
+        commands += (f"{FINETUNE} --plan", FINETUNE, *measuring(question, [control], run))
     else:
         fields, run = {}, None
         misfit = _misfit(question, memory, gpu)
@@ -394,7 +235,7 @@ def _train(question: _Question, gpu: Gpu, hours: float | None, data: str | None)
     )  # fmt: skip
 
 
-def _why(question: _Question, untrained: str | None) -> str:
+def _why(question: Question, untrained: str | None) -> str:
     """Why to train, or to try a method without training first."""
     if question.current is not None:
         return (
@@ -414,7 +255,7 @@ def _why(question: _Question, untrained: str | None) -> str:
     )
 
 
-def _misfit(question: _Question, memory: Memory, gpu: Gpu) -> str:
+def _misfit(question: Question, memory: Memory, gpu: Gpu) -> str:
     """That no recipe fits the GPU, why, and what to do."""
     longest = (
         f"The longest block that fits has {memory.longest_block:,} tokens."
@@ -434,58 +275,7 @@ def _misfit(question: _Question, memory: Memory, gpu: Gpu) -> str:
     )
 
 
-def _fields(question: _Question, data: str | None) -> dict[str, Any]:
-    """The recipe for long blocks, before memory and hours are known."""
-    name = Path(question.model).name or "model"
-    fields: dict[str, Any] = {
-        "model": question.model,
-        "data": data or "emozilla/pg19",
-        "output_dir": f"runs/{name}-{format_length(question.target)}-yarn",
-        "target_length": question.target,
-        **({"trained_length": question.stated} if question.stated else {}),
-        "method": "yarn",
-        **({"start": question.start} if question.current is not None else {}),
-        "steps": STEPS,
-        "batch_size": 1,
-        "gradient_accumulation": 8,
-        "dtype": "bfloat16",
-    }
-    if data is None:
-        fields |= {
-            "eval_data": "emozilla/pg19", "eval_split": "test", "eval_documents": 8, "eval_every": 50,
-            "max_documents": 1000,
-        }  # fmt: skip
-    return {**fields, "save_every": 50}
-
-
-def _within(
-    fields: dict[str, Any], memory: Memory, gpu: Gpu, hours: float | None, trained: int, notes: list[str]
-) -> tuple[dict[str, Any], Memory, Work | None]:
-    """The recipe with as many steps as the hours allow, its memory and its work; adds to the notes."""
-    if fields.get("positions"):
-        fields = {**fields, "steps": SHORT_BLOCK_STEPS}
-    operations = operations_per_token(fields, memory)
-    if operations is None:
-        notes.append("The operations of this family cannot be counted, so no hours are estimated.")
-        return fields, memory, None
-    amount = work(fields, operations, gpu)
-    if hours is None or amount.hours[0].most <= hours:
-        return fields, memory, amount
-    steps = int(fields["steps"] * hours / amount.hours[0].most)
-    if steps < FEWEST_STEPS and not fields.get("positions"):
-        with suppress(RopeExtendError):  # not every family takes sampled positions
-            shorter, memory = fit(short_blocks(fields, trained), trained, gpu)
-            return _within(shorter, memory, gpu, hours, trained, notes)
-    if steps < FEWEST_STEPS:
-        notes.append(
-            f"{hours:g} h are enough for {max(steps, 0)} steps, and fewer than {FEWEST_STEPS} change little. "
-            f"The recipe has {FEWEST_STEPS}; allow more hours, or use a faster GPU."
-        )
-    fields = {**fields, "steps": max(steps, FEWEST_STEPS)}
-    return fields, memory, work(fields, operations, gpu)
-
-
-def _notes(question: _Question, memory: Memory) -> list[str]:
+def _notes(question: Question, memory: Memory) -> list[str]:
     notes = []
     if question.factor > LARGEST_FACTOR:
         notes.append(
@@ -514,23 +304,3 @@ def _notes(question: _Question, memory: Memory) -> list[str]:
             "not count that."
         )
     return notes
-
-
-def _measuring(question: _Question, methods: list[str], run: str | None = None) -> tuple[str, ...]:
-    """The commands that measure perplexity and passkeys, of untrained methods or of a run."""
-    window, target = format_length(question.extended), format_length(question.target)
-    stated = f" --trained-length {format_length(question.stated)}" if question.stated else ""
-    models = quote(question.model) + (f" {quote(run)}" if run else "")
-    what = f"{models} --methods {','.join(methods)} --lengths {window},{target}{stated}"
-    data, output = "--data path/to/long/documents", run or "untrained"
-    retrieval = f"rope-extend retrieve {what} --output {quote(output + '-passkeys')}"
-    if question.current is None:
-        return (f"rope-extend evaluate {what} {data} --output {quote(output + '-perplexity')}", retrieval)
-    cropped = f"--protocol cropped --window {window} --lengths {target}{stated}"
-    return (
-        # The control of `evaluate` is plain RoPE cropped to the pretrained window, which is another model.
-        f"rope-extend evaluate {what} --no-cropped {data} --output {quote(output + '-perplexity')}",
-        f"rope-extend evaluate {quote(question.model)} --methods {','.join(methods)} {cropped} --no-cropped "
-        f"{data} --output {quote(output + '-cropped')}",
-        retrieval,
-    )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from textwrap import fill
 
-from rope_extend.advice.answer import Advice
+from rope_extend.advice.advice import Advice
 from rope_extend.advice.estimates import Memory, Work
 from rope_extend.advice.gpus import UTILISATION
 from rope_extend.advice.serving import Serving
@@ -40,7 +40,7 @@ def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
     if advice.memory:
         yield _row("memory", _memory(advice.memory))
     if advice.work:
-        yield _row("training", _training(advice.work))
+        yield _row("training", _training(advice.work, short_blocks="positions" in advice.recipe))
         yield _row("hours", _hours(advice.work))
     for note in advice.notes:
         yield _row("note", note)
@@ -61,6 +61,10 @@ def _lines(advice: Advice, recipe_file: str | None) -> Iterator[str]:
 
 
 _WHY = "fast channels stay as they are and slow ones are interpolated (2309.00071)"
+_EVIDENCE = (
+    "Published: 105M tokens (2306.15595) to 1.7 billion (2309.00071); 1 billion for windows of 1M to 4M "
+    "(2504.06214)"
+)
 _UNTRAINED_WHY = {
     "dynamic_yarn": "its factor follows the length of the text",
     "yarn": "it has one factor for texts of all lengths, so short ones become somewhat worse",
@@ -82,8 +86,9 @@ def _memory(memory: Memory) -> str:
     return f"{needed}, estimated: {verdict}. Memory options: {memory.options}"
 
 
-def _training(work: Work) -> str:
-    return f"{work.steps} steps, {work.tokens / 1e6:,.0f}M tokens, {work.operations:.2g} operations"
+def _training(work: Work, *, short_blocks: bool) -> str:
+    amount = f"{work.steps} steps, {work.tokens / 1e6:,.0f}M tokens, {work.operations:.2g} operations"
+    return amount if short_blocks else f"{amount}. {_EVIDENCE}"
 
 
 def _hours(work: Work) -> str:

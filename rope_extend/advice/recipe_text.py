@@ -22,7 +22,7 @@ _COMMENTS = {
     "positions": "positions of these blocks come from the whole target window (2309.10400)",
     "steps": "optimizer steps",
     "batch_size": "sequences in one forward pass",
-    "gradient_accumulation": "forward passes per step; the YaRN paper uses 64 sequences per step",
+    "gradient_accumulation": "forward passes per step: 8, or fewer if 8 have more than 262k tokens",
     "quantize": "frozen weights in 4 bits; needs pip install 'rope_extend[quantize]'",
     "train_norm_embed": "norms and embeddings too, which helps beyond about 4 times the window (2309.12307)",
     "dtype": "dtype of the frozen weights; LoRA stays in float32",

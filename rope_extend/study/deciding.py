@@ -6,7 +6,8 @@ import logging
 import shlex
 from collections.abc import Sequence
 
-from rope_extend.advice.answer import Advice, advise
+from rope_extend.advice.advice import Advice
+from rope_extend.advice.answer import advise
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import against_cropped
 from rope_extend.evaluation.results import EvaluationRow

@@ -15,11 +15,14 @@ from known_models import CONFIGS, write_config
 from transformers import AutoConfig
 
 import rope_extend as rx
-from rope_extend.advice import answer as advising
-from rope_extend.advice.answer import Advice, advise
+from rope_extend.advice import advice as advising
+from rope_extend.advice import answer, training_amount
+from rope_extend.advice.advice import Advice
+from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe
 from rope_extend.advice.estimates import Memory
 from rope_extend.advice.gpus import GPUS, UTILISATION, Gpu, find_gpu
+from rope_extend.advice.training_amount import FEWEST_STEPS, STEPS
 from rope_extend.advice.windows import window_of_config
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -215,7 +218,7 @@ def test_a_training_that_does_not_fit_gets_no_recipe(
         "24 GB", 24 * 10**9, 99 * 10**9, 7 * 10**9, "all, weights in 4 bits", fits=False, evaluates=True,
         recomputes=True, longest_block=12_096, no_short_blocks="its layers are local",
     )  # fmt: skip
-    monkeypatch.setattr(advising, "fit", lambda fields, *_: (dict(fields), memory))
+    monkeypatch.setattr(answer, "fit", lambda fields, *_: (dict(fields), memory))
     file = tmp_path / "recipe.yaml"
     line = ["advise", str(write_config(tmp_path, "smollm2-1.7b")), "--target-length", target, "--gpu", "24GB"]
     main([*line, "--engine", "vllm", "--json"])
@@ -232,6 +235,24 @@ def test_a_training_that_does_not_fit_gets_no_recipe(
     assert "there is no recipe, because no step fits the GPU" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("window", "steps", "sequences"),
+    [(2048, 400, 8), (32_768, 400, 8), (65_536, 400, 4), (131_072, 400, 2), (2**19, 200, 1), (2**22, 200, 1)],
+)
+def test_tokens_do_not_grow_with_the_window(
+    window: int, steps: int, sequences: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """105 million from 32k to 512k, as position interpolation needed: 200 steps of 64 sequences of 8k."""
+    memory = Memory("24 GB", 24 * 10**9, 1, 0, "none", fits=True, evaluates=True, recomputes=False)
+    monkeypatch.setattr(answer, "fit", lambda fields, *_: (dict(fields), memory))
+    monkeypatch.setattr(training_amount, "operations_per_token", lambda *_: 1.0)
+    work = advise(small(tmp_path, "tinyllama-1b", max_position_embeddings=512), window).work
+    assert work is not None
+    assert (work.steps, work.tokens) == (steps, steps * sequences * window)
+    if 32_768 <= window <= 524_288:
+        assert work.tokens == 200 * 64 * 8192
+
+
 @pytest.mark.slow
 def test_few_hours_give_short_blocks_and_never_more_time_than_asked_for(tmp_path: Path) -> None:
     model = small(tmp_path, "tinyllama-1b")
@@ -243,9 +264,17 @@ def test_few_hours_give_short_blocks_and_never_more_time_than_asked_for(tmp_path
     assert advice.work.hours[0].most <= limit
     assert advice.recipe["positions"] == "pose"
     assert advice.recipe["block_length"] == 2048
-    assert advice.recipe["steps"] >= advising.FEWEST_STEPS
+    assert advice.recipe["steps"] >= FEWEST_STEPS
+    few = advise(model, "32k", gpu="h100", hours=0.1 * advice.work.hours[0].most)
+    assert few.work is not None
+    assert few.work.hours[0].most <= 0.1 * advice.work.hours[0].most
+    assert few.recipe["gradient_accumulation"] < 8
+    assert few.recipe["steps"] >= FEWEST_STEPS
+    fewest = advise(model, "32k", gpu="h100", hours=1e-9)
+    assert (fewest.recipe["steps"], fewest.recipe["gradient_accumulation"]) == (FEWEST_STEPS, 1)
+    assert any("not enough for 200 steps of one sequence" in note for note in fewest.notes)
     half = advise(model, "32k", gpu="h100", hours=0.6 * full.work.hours[0].most)
-    assert half.recipe["steps"] == pytest.approx(0.6 * advising.STEPS, abs=1)
+    assert half.recipe["steps"] == pytest.approx(0.6 * STEPS, abs=1)
     assert "positions" not in half.recipe
 
 
@@ -411,14 +440,15 @@ def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
         asked.append(trained)
         return fields, Memory(gpu.name, gpu.memory, 1, 0, "none", fits=True, evaluates=True, recomputes=False)
 
-    monkeypatch.setattr(advising, "fit", fitting)
-    monkeypatch.setattr(advising, "operations_per_token", lambda *_: None)
+    monkeypatch.setattr(answer, "fit", fitting)
+    monkeypatch.setattr(training_amount, "operations_per_token", lambda *_: None)
     model = small(tmp_path, "llama31-8b", max_position_embeddings=window, rope_scaling=scaling)
     advice = advise(model, "256k", engine="vllm")
     assert advice.window.tokens == 131_072
     assert (advice.start, advice.trained_length, asked) == (start, counted, [counted])
     assert advice.factor == 262_144 / counted
     assert advice.recipe.get("start", "pretrained") == start
+    assert (advice.recipe["steps"], advice.recipe["gradient_accumulation"]) == (STEPS, 1)
     (tmp_path / "recipe.yaml").write_text(advice.recipe_yaml())
     assert Recipe.from_yaml(tmp_path / "recipe.yaml").start == start
     measuring = [command for command in advice.commands if "finetune" not in command]

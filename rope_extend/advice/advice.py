@@ -1,0 +1,125 @@
+"""What to do for a window: the verdict with its reason, the recipe, the commands, and what success is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from shlex import quote
+from typing import Any
+
+from rope_extend.advice.estimates import Memory, Work
+from rope_extend.advice.recipe_text import recipe_text
+from rope_extend.advice.serving import Serving
+from rope_extend.advice.windows import Window
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST
+from rope_extend.method_names import PRETRAINED
+from rope_extend.units import format_bytes, format_length
+
+READS_ALREADY = "reads already"
+LOCAL = "local attention"
+STANZA = "recommended by its makers"
+UNTRAINED = "try without training first"
+TRAIN = "train"
+DOES_NOT_FIT = "does not fit"
+FINETUNE = "rope-extend finetune recipe.yaml"
+"""The command that trains, until the file of the recipe has a name."""
+CRITERIA = (
+    "perplexity at the target, divided by that of the same model cropped to its old window, is below 1 with "
+    "its whole interval",
+    f"passkeys are found in at least {100 * LEAST_FOUND:.0f} % of the trials at every depth, at the target "
+    "length",
+    f"perplexity within the old window grows by at most {100 * (MOST_COST - 1):.0f} % (ratio at most "
+    f"{MOST_COST})",
+)
+"""What an extension must reach before it can be called a success."""
+CRITERIA_FROM_CURRENT = (
+    "perplexity at the target is below that of the model as it is, cropped to its present window",
+    CRITERIA[1],
+    f"perplexity within the present window is at most {MOST_COST} times that of the model as it is",
+)
+"""The same for a model that was trained under scaling, and is extended from there."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do to let a model read a longer window.
+
+    Attributes:
+        model: the directory or hub id.
+        model_type: its family.
+        window: what the model reads without any change.
+        target_length: the window that is wanted, in tokens.
+        verdict: one of the constants of this module, such as `reads already` or `train`.
+        reason: why, in a sentence or two.
+        trained_length: the window that is extended, in tokens: that of pretraining, or with `start` `current`
+            what the model reads today; None if nothing is to be done.
+        factor: target divided by that window; None if nothing is to be done.
+        method: the method to use, and to train with; None if nothing is to be done.
+        untrained_method: the method to try first without training; None if there is none.
+        recipe: fields of a fine-tuning recipe; empty if no training is needed, or none fits the GPU.
+        memory: what a step of the recipe needs; if none fits, with every memory option and weights of 4 bits;
+            None if no training is needed.
+        work: tokens, operations and hours of the recipe; None without one, or if they cannot be counted.
+        commands: the commands that follow, in order; those that measure if nothing is to be done.
+        criteria: what to reach before it can be called a success; empty if there is nothing to measure.
+        notes: what to know in addition.
+        serving: how the chosen engine serves the result, of the training if there is one; None if none was
+            chosen, or nothing changes.
+        untrained_serving: the same of `untrained_method`, where it comes before a training.
+        start: what is extended: plain RoPE (`pretrained`), or the scaling of a model that was trained under
+            it (`current`).
+        engines: the engines that compute `method` for this family without rope_extend, as far as we know.
+    """
+
+    model: str
+    model_type: str
+    window: Window
+    target_length: int
+    verdict: str
+    reason: str
+    trained_length: int | None = None
+    factor: float | None = None
+    method: str | None = None
+    untrained_method: str | None = None
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    memory: Memory | None = None
+    work: Work | None = None
+    commands: tuple[str, ...] = ()
+    criteria: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    serving: Serving | None = None
+    untrained_serving: Serving | None = None
+    start: str = PRETRAINED
+    engines: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    def with_recipe_file(self, file: str) -> Advice:
+        """The advice with the name of the recipe's file in its commands, quoted for a shell."""
+        named = f"rope-extend finetune {quote(file)}"
+        commands = [
+            named + command.removeprefix(FINETUNE) if command.startswith(FINETUNE) else command
+            for command in self.commands
+        ]
+        return replace(self, commands=tuple(commands))
+
+    def recipe_yaml(self) -> str:
+        """The recipe with comments.
+
+        Raises:
+            RopeExtendError: no training is advised, so there is no recipe.
+        """
+        if not self.recipe:
+            raise RopeExtendError(f"no recipe for {self.model}: {self.reason}")
+        head = [
+            f"{self.method} with LoRA: {self.model} from {format_length(self.trained_length or 0)} to "
+            f"{format_length(self.target_length)}"
+        ]
+        if self.memory:
+            needed, available = format_bytes(self.memory.needed), format_bytes(self.memory.available)
+            head.append(f"A step needs {needed}, estimated for a GPU with {available}.")
+            head.append(f"Memory options: {self.memory.options}.")
+        return recipe_text(self.recipe, head)

@@ -1,0 +1,69 @@
+"""What was asked of `advise`, with the parts of the answer that are known from the config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rope_extend.advice.serving import Extension, Serving, serving
+from rope_extend.advice.windows import Window
+from rope_extend.checkpoint.export.support import support
+from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.encodings import Encoding, RopeShape, method_named
+from rope_extend.method_names import CURRENT, PRETRAINED
+from rope_extend.models.current_table import CurrentTable, extended_again
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked, with the parts of the answer that are known from the config."""
+
+    model: str
+    model_type: str
+    window: Window
+    target: int
+    engine: str | None
+    shape: RopeShape
+    stated: int | None
+    quantized: bool
+    current: CurrentTable | None = None
+    """The table to start from, if the model was trained under scaling."""
+
+    @property
+    def start(self) -> str:
+        """What is extended, as a recipe's `start`: plain RoPE, or the model's scaling."""
+        return PRETRAINED if self.current is None else CURRENT
+
+    @property
+    def extended(self) -> int:
+        """The window that is extended, in tokens."""
+        return self.shape.trained_length if self.current is None else self.current.shape.trained_length
+
+    @property
+    def factor(self) -> float:
+        """Target divided by the window that is extended."""
+        return self.target / self.extended
+
+    def encoding(self, method: str) -> Encoding:
+        """The encoding of a method for the target."""
+        if self.current is not None:
+            return extended_again(self.current, method_named(method), self.target, {})
+        return method_named(method).for_target(self.shape, self.target)
+
+    def engines(self, method: str) -> tuple[str, ...]:
+        """The engines that compute a method without rope_extend, as far as we know."""
+        encoding = self.encoding(method)
+        return tuple(
+            target
+            for target in TARGETS
+            if support(encoding, self.shape, target, self.model_type, target_length=self.target).possible
+        )
+
+    def serve(self, method: str, run: str | None) -> Serving | None:
+        """How the engine serves a method; None if no engine was chosen."""
+        if self.engine is None:
+            return None
+        encoding = self.encoding(method)
+        extension = Extension(
+            self.model, self.model_type, encoding, self.shape, self.target, method, run, self.stated
+        )
+        return serving(extension, self.engine)

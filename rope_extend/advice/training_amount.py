@@ -1,0 +1,93 @@
+"""The recipe that `advise` writes: its fields, and as many tokens and steps as evidence and hours say."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rope_extend.advice.estimates import Memory, Work, fit, operations_per_token, short_blocks, work
+from rope_extend.advice.gpus import Gpu
+from rope_extend.advice.question import Question
+from rope_extend.errors import RopeExtendError
+from rope_extend.units import format_length
+
+STEPS = 400
+"""The YaRN paper's steps (2309.00071), there with 64 sequences each."""
+STEP_TOKENS = 262_144
+"""Tokens of a step, if one sequence has no more: with `STEPS`, 105 million tokens at 32k and beyond.
+
+What is published does not grow with the window. Position interpolation needed 200 steps of 64 sequences of
+8k tokens, also 105 million (2306.15595). Full fine-tuning used more: 1.7 billion from 4k to 64k (2309.00071),
+0.5 to 5 billion from 4k to 128k (2402.10171), 1 billion from 128k to 1M, 2M and 4M each (2504.06214). A LoRA
+from 8k to 80k took 64 hours of an A800, with 8 sequences per step (2404.19553).
+"""
+MOST_SEQUENCES = 8
+"""The largest number of sequences per step."""
+SHORT_BLOCK_STEPS = 1000
+"""The PoSE paper's steps (2309.10400)."""
+FEWEST_STEPS = 200
+"""Position interpolation is below the original perplexity after 200 steps (2306.15595, section 3.3)."""
+
+
+def first_fields(question: Question, data: str | None) -> dict[str, Any]:
+    """The recipe for long blocks, before memory and hours are known."""
+    name = Path(question.model).name or "model"
+    fields: dict[str, Any] = {
+        "model": question.model,
+        "data": data or "emozilla/pg19",
+        "output_dir": f"runs/{name}-{format_length(question.target)}-yarn",
+        "target_length": question.target,
+        **({"trained_length": question.stated} if question.stated else {}),
+        "method": "yarn",
+        **({"start": question.start} if question.current is not None else {}),
+        "steps": max(FEWEST_STEPS, min(STEPS, STEPS * STEP_TOKENS // question.target)),
+        "batch_size": 1,
+        "gradient_accumulation": sequences_per_step(question.target),
+        "dtype": "bfloat16",
+    }
+    if data is None:
+        fields |= {
+            "eval_data": "emozilla/pg19", "eval_split": "test", "eval_documents": 8, "eval_every": 50,
+            "max_documents": 1000,
+        }  # fmt: skip
+    return {**fields, "save_every": 50}
+
+
+def sequences_per_step(length: int) -> int:
+    """The number of sequences of `length` tokens in a step of the recipe."""
+    return max(1, min(MOST_SEQUENCES, STEP_TOKENS // length))
+
+
+def within_hours(
+    fields: dict[str, Any], memory: Memory, gpu: Gpu, hours: float | None, trained: int, notes: list[str]
+) -> tuple[dict[str, Any], Memory, Work | None]:
+    """The recipe with as many steps as the hours allow, its memory and its work; adds to the notes.
+
+    Fewer hours give fewer steps, then shorter blocks, then fewer sequences per step.
+    """
+    if fields.get("positions"):
+        sequences = sequences_per_step(fields["block_length"])
+        fields = {**fields, "steps": SHORT_BLOCK_STEPS, "gradient_accumulation": sequences}
+    operations = operations_per_token(fields, memory)
+    if operations is None:
+        notes.append("The operations of this family cannot be counted, so no hours are estimated.")
+        return fields, memory, None
+    amount = work(fields, operations, gpu)
+    if hours is None or amount.hours[0].most <= hours:
+        return fields, memory, amount
+    steps = int(fields["steps"] * hours / amount.hours[0].most)
+    if steps < FEWEST_STEPS and not fields.get("positions"):
+        with suppress(RopeExtendError):  # not every family takes sampled positions
+            shorter, memory = fit(short_blocks(fields, trained), trained, gpu)
+            return within_hours(shorter, memory, gpu, hours, trained, notes)
+    if steps < FEWEST_STEPS:
+        sequences = fields["gradient_accumulation"] * steps // FEWEST_STEPS
+        if sequences < 1:
+            notes.append(
+                f"{hours:g} h are not enough for {FEWEST_STEPS} steps of one sequence, and fewer steps "
+                f"change little. The recipe has {FEWEST_STEPS}; allow more hours, or use a faster GPU."
+            )
+        fields = {**fields, "gradient_accumulation": max(sequences, 1)}
+    fields = {**fields, "steps": max(steps, FEWEST_STEPS)}
+    return fields, memory, work(fields, operations, gpu)
