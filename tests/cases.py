@@ -6,8 +6,9 @@ formula of the paper in plain Python floats.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -947,6 +948,26 @@ def tiny_model(case: FamilyCase) -> PreTrainedModel:
     Weights are larger than the families' own initialisation. With a standard deviation of 0.02 attention is
     so flat that a wrong position hardly changes a logit.
     """
+    return copy_of(lambda: _tiny_model(case), ("family", case.model_type, repr(case.config), case.seed))
+
+
+_BUILT: dict[Hashable, tuple[PreTrainedModel, Tensor]] = {}
+
+
+def copy_of(build: Callable[[], PreTrainedModel], key: Hashable) -> Any:
+    """A copy of a small model: half the work of building it. torch's seed is as building leaves it."""
+    key = (key, torch.get_default_dtype(), torch.get_default_device())
+    if key in _BUILT:
+        torch.set_rng_state(_BUILT[key][1])
+    else:
+        model = build()
+        if model.device != torch.device("cpu") or model.num_parameters() > 1_000_000:
+            return model
+        _BUILT[key] = model, torch.get_rng_state()
+    return copy.deepcopy(_BUILT[key][0])
+
+
+def _tiny_model(case: FamilyCase) -> PreTrainedModel:
     torch.manual_seed(case.seed)
     model = AutoModelForCausalLM.from_config(tiny_config(case)).eval()
     with torch.no_grad():
@@ -967,9 +988,14 @@ def llama(**changes: Any) -> PreTrainedModel:
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
     """A tiny Llama with the initialisation of its class and a vocabulary for bytes: for training."""
-    torch.manual_seed(0)
     values = {
         "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": TRAINED,
     }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**{**values, **changes}))
+    config = {**values, **changes}
+
+    def build() -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**config))
+
+    return copy_of(build, ("llama", repr(config)))

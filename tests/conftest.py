@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     OPTIONS.full = config.getoption("--full")
     config.pluginmanager.import_plugin("shared_fixtures")
+    config.pluginmanager.import_plugin("less_work")
     settings.load_profile("full" if OPTIONS.full else "default")
 
 
@@ -52,5 +53,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Modules and tests are most of all objects, and stay: later collections of garbage leave them out."""
-    gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
