@@ -20,7 +20,13 @@ from rope_extend.encodings.core.encoding import (
     encoding_classes,
     encoding_names,
 )
-from rope_extend.encodings.core.methods import Method, method_named, methods_from_length, rotary_method
+from rope_extend.encodings.core.methods import (
+    Method,
+    composed_name,
+    method_named,
+    methods_from_length,
+    rotary_method,
+)
 from rope_extend.encodings.core.remap import RemapEncoding
 from rope_extend.encodings.core.rope import (
     ComposedRope,
@@ -123,6 +129,7 @@ __all__ = [
     "Truncated",
     "XPos",
     "YaRN",
+    "composed_name",
     "encoding",
     "encoding_class",
     "encoding_classes",

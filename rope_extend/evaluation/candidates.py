@@ -18,7 +18,7 @@ from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.peft_models import remove_adapter
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import load_adapter
-from rope_extend.encodings import Encoding, RopeShape, encoding, method_named
+from rope_extend.encodings import Encoding, RopeShape, composed_name, encoding, method_named
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
@@ -267,7 +267,7 @@ def adapter_labels(records: Mapping[str, Record]) -> dict[str, str]:
     """
     labels = []
     for record in records.values():
-        labels.append(f"{record.encoding.name} + LoRA")
+        labels.append(f"{composed_name(record.encoding)} + LoRA")
         if record.encoding.name == PLAIN:
             labels[-1] += f" at {format_length(record.target_length)}"
     names = distinct_names([*records])

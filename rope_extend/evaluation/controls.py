@@ -98,14 +98,35 @@ def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
 
     Empty if that control was not measured.
     """
-    trained = rows[0].trained_length if rows else None
-    controls = [row for row in rows if row.result.cropped and row.adapter is None and row.method == "none"]
-    if trained is None or not controls or all(row.result.cropped for row in rows):
+    base = cropped_control(rows)
+    if base is None or all(row.result.cropped for row in rows):
         return []
-    base = controls[0]
+    return _compared(base, [row for row in rows if not row.result.cropped])
+
+
+def cropped_control(rows: Sequence[EvaluationRow]) -> EvaluationRow | None:
+    """The row of the untrained model whose context is cropped; None if it was not measured."""
+    controls = [row for row in rows if row.result.cropped and row.adapter is None and row.method == "none"]
+    return controls[0] if controls and rows[0].trained_length is not None else None
+
+
+def trained_when_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
+    """Compare the adapters of plain RoPE, with their context cropped too, with the untrained model.
+
+    They show what the training gives without a longer context.
+    """
+    base = cropped_control(rows)
+    cropped = [row for row in rows if row.result.cropped and row.adapter is not None]
+    return [] if base is None else _compared(base, cropped)
+
+
+def _compared(base: EvaluationRow, rows: Sequence[EvaluationRow]) -> list[Comparison]:
+    """Compare rows on the targets of a control, beyond its trained window."""
+    trained = base.trained_length
+    assert trained is not None
     compared = []
     for row in rows:
-        if row.result.cropped or row.result.data != base.result.data or _protocol(row) != _protocol(base):
+        if row.result.data != base.result.data or _protocol(row) != _protocol(base):
             continue
         shared = [n for n in sorted(row.result.ppl) if n in base.result.ppl and n > trained]
         changes = differences(base.result, row.result, shared)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 
 from rope_extend.evaluation.output_directory import RESULTS
@@ -16,12 +16,8 @@ def distinct_names(directories: Sequence[str | Path]) -> list[str]:
     """
     paths = [Path(directory).resolve() for directory in directories]
     paths = [path.parent if path.name == RESULTS else path for path in paths]
-    names: list[str] = []
-    for count in range(1, max((len(path.parts) for path in paths), default=0) + 1):
-        names = [str(Path(*path.parts[-count:])) for path in paths]
-        if len({*names}) == len({*paths}):
-            break
-    return names
+    names = _shortest_names({str(path): _parts(str(path)) for path in paths})
+    return [names[str(path)] for path in paths]
 
 
 def distinct_labels(labels: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -45,21 +41,33 @@ def public_names(names: Iterable[str]) -> dict[str, str]:
     """
     shown = {name: from_here(name) for name in names}
     parts = {name: _parts(text) for name, text in shown.items() if is_private(text)}
-    counts = dict.fromkeys(parts, 1)
+    others = [text for name, text in shown.items() if name not in parts]
+    return shown | _shortest_names(parts, others)
+
+
+def _shortest_names(paths: Mapping[str, Sequence[str]], others: Sequence[str] = ()) -> dict[str, str]:
+    """The ends of paths, each with as many of its parts as tell it from the other paths and names.
+
+    Paths whose parts are all equal get a number.
+    """
+    counts = dict.fromkeys(paths, 1)
     while True:
-        shown |= {name: "/".join(every[-counts[name] :]) for name, every in parts.items()}
-        texts = [*shown.values()]
-        same = [name for name in parts if texts.count(shown[name]) > 1]
-        longer = [name for name in same if counts[name] < len(parts[name])]
+        names = {path: "/".join(parts[-counts[path] :]) for path, parts in paths.items()}
+        taken = [*others, *names.values()]
+        same = [path for path in paths if taken.count(names[path]) > 1]
+        longer = [path for path in same if counts[path] < len(paths[path])]
         if not longer:
             break
-        for name in longer:
-            counts[name] += 1
-    for name in same[1:]:  # paths that differ only in `..` or in their root
-        texts = [*shown.values()]
-        numbered = (f"{shown[name]}-{number}" for number in range(2, len(texts) + 2))
-        shown[name] = next(text for text in numbered if text not in texts)
-    return shown
+        for path in longer:
+            counts[path] += 1
+    seen = set(others)
+    for path in same:  # they differ only in `..` or in their root
+        taken = [*others, *names.values()]
+        if names[path] in seen:
+            numbered = (f"{names[path]}-{number}" for number in range(2, len(taken) + 2))
+            names[path] = next(name for name in numbered if name not in taken)
+        seen.add(names[path])
+    return names
 
 
 def from_here(name: str) -> str:

@@ -6,7 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rope_extend.evaluation.controls import Regression, against_cropped, regressions
+from rope_extend.evaluation.controls import (
+    Regression,
+    against_cropped,
+    cropped_control,
+    regressions,
+    trained_when_cropped,
+)
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.report.tables import Sentences
@@ -42,14 +48,17 @@ class Verdict:
 
 
 def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
-    """A verdict on each row that is compared with a cropped context; empty without that control."""
+    """A verdict on each row that is compared with a cropped context; empty without that control.
+
+    Controls have none: plain RoPE, and its adapters that are measured with a cropped context too.
+    """
     costs = {id(regression.row): regression for regression in regressions(rows)}
     found = []
     for comparison in against_cropped(rows):
         row = comparison.second
         longest = max(comparison.differences, key=lambda change: change.length)
-        if row.adapter is None and row.method == "none":
-            continue  # plain RoPE is what the others are measured against
+        if _is_control(row, rows):
+            continue
         gain, used = _gain(longest)
         task, finds = _found(row, longest.length)
         cost, cheap = _cost(costs.get(id(row)))
@@ -57,6 +66,31 @@ def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
         success = False if False in parts else None if None in parts else True
         found.append(Verdict(row.label, gain, task, cost, success))
     return found
+
+
+def _is_control(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> bool:
+    """Whether a row is plain RoPE without training, or with training in the old window only."""
+    cropped = {other.adapter for other in rows if other.result.cropped}
+    return row.method == "none" and row.adapter in {None, *cropped}
+
+
+def control_lines(rows: Sequence[EvaluationRow]) -> list[str]:
+    """What each control shows, in a sentence; empty without a cropped context."""
+    base = cropped_control(rows)
+    if base is None:
+        return []
+    said = [f"{base.label}, a control: the others are compared with it."]
+    for comparison in (*against_cropped(rows), *trained_when_cropped(rows)):
+        row = comparison.second
+        if not _is_control(row, rows):
+            continue
+        gain, _ = _gain(max(comparison.differences, key=lambda change: change.length))
+        if row.result.cropped:
+            shows = "the same training without a longer context"
+        else:
+            shows = "no extension" if row.adapter is None else "training in the old window only"
+        said.append(f"{row.label}, a control with {shows}: {gain}.")
+    return said
 
 
 def verdict_sentences(rows: Sequence[EvaluationRow]) -> Sentences | None:
@@ -69,7 +103,7 @@ def verdict_sentences(rows: Sequence[EvaluationRow]) -> Sentences | None:
         f"{LEAST_FOUND:.0%} of the passkeys at every depth at the longest length, and at most "
         f"{MOST_COST - 1:.0%} more perplexity within the trained window."
     )
-    return Sentences("In short", [*said, note])
+    return Sentences("In short", [*said, *control_lines(rows), note])
 
 
 def _gain(change: Difference) -> tuple[str, bool | None]:

@@ -10,7 +10,7 @@ import pytest
 from test_report_and_plots import TRAINED, row
 from test_saved_runs import FIRST, retrieved
 
-from rope_extend.encodings import encoding
+from rope_extend.encodings import RopeShape, encoding, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import adapter_labels, method_labels
 from rope_extend.evaluation.labels import distinct_names
@@ -33,6 +33,10 @@ def test_adapters_with_directories_of_the_same_name_have_different_labels() -> N
         "yarn + LoRA (other)",
     ]
     assert [*adapter_labels({"seed0/yarn": YARN}).values()] == ["yarn + LoRA"]
+    for name in ("short_original(yarn)", "logn(resonance(ntk))", "p_rope", "near_far(dynamic_yarn)"):
+        made = method_named(name).for_target(RopeShape(dim=8, theta=1e4, trained_length=32), 64)
+        made_of = SimpleNamespace(encoding=made, target_length=64)
+        assert [*adapter_labels({"a": made_of}).values()] == [f"{name} + LoRA"]
 
 
 def test_the_same_adapter_twice_is_refused(tmp_path: Path) -> None:
@@ -45,8 +49,8 @@ def test_the_same_adapter_twice_is_refused(tmp_path: Path) -> None:
 def test_names_have_as_many_parts_as_are_needed() -> None:
     assert distinct_names([]) == []
     assert distinct_names(["/a/x", "/b/y"]) == ["x", "y"]
-    assert distinct_names(["/a/x/1", "/b/x/1", "/b/y/1"]) == ["a/x/1", "b/x/1", "b/y/1"]
-    assert distinct_names(["/x", "/a/x"]) == ["/x", "a/x"]
+    assert distinct_names(["/a/x/1", "/b/x/1", "/b/y/1"]) == ["a/x/1", "b/x/1", "y/1"]
+    assert distinct_names(["/x", "/a/x"]) == ["x", "a/x"]
     assert distinct_names(["/a/x", "/a/x/", "/a/x/results.jsonl"]) == ["x", "x", "x"]
     assert distinct_names(["/a/x/results.jsonl", "/a/x/older.jsonl"]) == ["x", "older.jsonl"]
 
@@ -56,6 +60,7 @@ def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_dir
     labels = ["none", "a/found", "b/found", "jane/yarn", "other", "found/x"]
     assert [*method_labels([*methods, f"{here}/y"]).values()] == [*labels, "y"]
     assert [*method_labels(["../x", "../../x", "C:\\y\\x"]).values()] == ["x", "x-2", "y/x"]
+    assert [*method_labels(["/yarn", "../yarn"]).values()] == ["yarn-2", "yarn-3"]  # yarn is a method
     with pytest.raises(RopeExtendError, match="give each method once"):
         method_labels(["a/found", f"{here}/a/found"])
 

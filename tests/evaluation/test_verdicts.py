@@ -19,7 +19,7 @@ from rope_extend.evaluation.output_directory import FILES
 from rope_extend.evaluation.perplexity_report import markdown_report, write_report
 from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import Difference
-from rope_extend.evaluation.verdicts import Verdict, _gain, verdicts
+from rope_extend.evaluation.verdicts import Verdict, _gain, control_lines, verdicts
 from rope_extend.plots.curves import plot_ratio
 
 TRAINED = 32
@@ -98,6 +98,31 @@ def test_a_verdict_has_the_gain_the_passkeys_and_the_cost() -> None:
     assert verdict.cost == "texts within 32 -9.5 % perplexity"
     assert verdict.success is False  # one depth is below 90 %
     assert str(verdict).endswith("No success yet.")
+
+
+def test_each_control_has_a_line_and_no_verdict() -> None:
+    """Plain RoPE, and a run in the old window: what it gains when cropped is not due to a longer context."""
+    run = measured("none + LoRA at 32", "none", 3.5, "runs/control")
+    cropped = measured(
+        "none + LoRA at 32, cropped to 32", "none", 2.95, "runs/control", protocol="cropped", window=TRAINED
+    )
+    found = [*rows(2.9), run, cropped]
+    assert [verdict.label for verdict in verdicts(found)] == ["yarn + LoRA"]
+    assert control_lines(found) == [
+        "none, cropped to 32, a control: the others are compared with it.",
+        "none, a control with no extension: at 64, 0.0 % better than cropping (0.0 to 0.0), "
+        "which may be chance.",
+        # exp(0.5) is 64.9 % more, and 1 - exp(-0.05) is 4.9 %.
+        "none + LoRA at 32, a control with training in the old window only: at 64, 64.9 % worse than "
+        "cropping (64.9 to 64.9).",
+        "none + LoRA at 32, cropped to 32, a control with the same training without a longer context: at 64, "
+        "4.9 % better than cropping (4.9 to 4.9).",
+    ]
+    text = markdown_report(found)
+    assert all(f"\n- {line}\n" in text for line in control_lines(found))
+    # A run of plain RoPE in the new window is measured with its context as it is, and is no control.
+    assert [verdict.label for verdict in verdicts(found[:-1])] == ["yarn + LoRA", "none + LoRA at 32"]
+    assert control_lines(rows(2.9)[::2]) == []
 
 
 def test_what_is_not_measured_leaves_the_verdict_open() -> None:

@@ -36,7 +36,8 @@ def test_a_short_demo_writes_its_report_and_resumes(
     assert shown.count("$ rope-extend card") == 3
     labels = [row.label for row in read_results(tmp_path)]
     assert labels == [
-        "none", "none, cropped to 256", "yarn", "yarn + LoRA", "short_original + LoRA", "none + LoRA at 256",
+        "none", "none, cropped to 256", "yarn", "yarn + LoRA", "short_original(yarn) + LoRA",
+        "none + LoRA at 256",
         "none + LoRA at 256, cropped to 256",
     ]  # fmt: skip
     assert shown.count(", texts of 256 tokens: perplexity") == 3  # what the runs cost, said in the output
@@ -153,4 +154,4 @@ def test_the_demo_shows_what_it_claims(tmp_path: Path) -> None:
     found = by_label["yarn + LoRA"].retrieval["passkey"]
     assert found.second.mean >= 0.7
     # Short texts in training keep more of the perplexity.
-    assert by_label["short_original + LoRA"].after < by_label["yarn + LoRA"].after
+    assert by_label["short_original(yarn) + LoRA"].after < by_label["yarn + LoRA"].after

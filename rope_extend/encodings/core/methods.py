@@ -216,6 +216,14 @@ def method_named(name: str) -> Method[Encoding]:
     return method
 
 
+def composed_name(encoding: Encoding) -> str:
+    """The name of an encoding with the method inside it, such as `short_original(yarn)`."""
+    inner = getattr(encoding, getattr(encoding, "inner_name", "") or "inner", None)
+    if not isinstance(inner, RopeEncoding) or inner.name == "none":
+        return encoding.name
+    return f"{encoding.name}({composed_name(inner)})"
+
+
 def methods_from_length() -> list[str]:
     """The rotary methods that need only a target length, and no other method inside them."""
     names = []
