@@ -18,7 +18,10 @@ TIMEOUT = 280
 """Seconds."""
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["accelerate", "peft", "safetensors.torch", "rope_extend.training.finetune"])
+_FORKS.set_forkserver_preload([
+    "accelerate", "datasets", "matplotlib.pyplot", "peft", "safetensors.torch", "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama", "rope_extend.training.finetune",
+])  # fmt: skip
 
 
 def launch(

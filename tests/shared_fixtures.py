@@ -7,28 +7,27 @@ import os
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from cases import tiny_llama
+from forked_commands import Commands
 from hypothesis import settings
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from rope_extend.checkpoint import stock_reader, verifying
 from rope_extend.evaluation.output_directory import FILES
 from rope_extend.files import replacing
 from rope_extend.plots.style import Canvas
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 disable_progress_bar()
-# pytest adds its handlers to each logger that does not propagate, six times a test: torch has ninety of them.
-for name, logger in logging.Logger.manager.loggerDict.items():
-    if name.startswith("torch") and isinstance(logger, logging.Logger):
-        logger.propagate = True
-
 
 # The same examples in every run, and few of them: `--full` searches for others.
 settings.register_profile("default", max_examples=12, derandomize=True, deadline=None, database=None)
@@ -71,6 +70,29 @@ def private_cache(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tokenised texts out of the user's own cache."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(work / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", work / "cache")
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """Commands in processes of their own, with a cache of tokenised texts that is not the user's."""
+    where = tmp_path_factory.mktemp("commands")
+    commands = Commands(where, {"HF_DATASETS_CACHE": str(where / "cache")})
+    yield commands
+    commands.close()
+
+
+@pytest.fixture
+def forked_verification(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of `verify` are forked from one that has not imported rope_extend.
+
+    `test_verify.py` and `test_odd_names.py` start them as `verify` does.
+    """
+
+    def run(words: list[str], *, env: dict[str, str], **_: object) -> CompletedProcess[str]:
+        commands.start(*words[words.index(stock_reader.__file__) :], environment=env)
+        return CompletedProcess(words, commands.wait(), stderr=commands.printed())
+
+    monkeypatch.setattr(verifying, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.fixture

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import yaml
+from forked_commands import Commands
 
 import rope_extend as rx
 from rope_extend.advice.shipped import shipped_names
 from rope_extend.cli.main import parse
 from rope_extend.models.families import REFUSED
 from rope_extend.training.recipe import recipe_from_arguments
+from rope_extend.training.resume import checkpoints, read_state
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -47,7 +47,7 @@ BLOCKS = [
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 
 
-def commands(block: Block) -> list[list[str]]:
+def command_lines(block: Block) -> list[list[str]]:
     """The command lines of a block, as words; an inline Python block has none."""
     if block.language != "bash":
         return []
@@ -55,7 +55,7 @@ def commands(block: Block) -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines]
 
 
-COMMANDS = [words for block in BLOCKS for words in commands(block)]
+COMMANDS = [words for block in BLOCKS for words in command_lines(block)]
 
 
 def arguments(words: list[str]) -> list[str] | None:
@@ -133,18 +133,28 @@ def test_python_compiles(block: Block) -> None:
     compile(block.text, block.page, "exec")
 
 
+SHORTER = {
+    "finetune": ("--steps", "2", "--eval-documents", "2"),
+    "evaluate": ("--documents", "2"),
+    "retrieve": ("--trials", "1"),
+}
+"""What is added to commands: two steps and two texts show whether one works. The demonstration takes all
+steps of the same two recipes, and measures them on eight texts."""
+
+
 @pytest.mark.slow
-def test_everything_runs_as_written(tmp_path: Path) -> None:
+def test_everything_runs_as_written(tmp_path: Path, commands: Commands) -> None:
     """In a directory that looks like a clone: first the README, then each page of `docs/`."""
     for name in ("rope_extend", "configs", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     for block in BLOCKS:
-        for words in filter(runs_here, commands(block)):
-            subprocess.run([sys.executable, "-m", "rope_extend", *words[1:]], cwd=tmp_path, check=True)
+        for words in filter(runs_here, command_lines(block)):
+            commands.run(*words[1:], *SHORTER.get(words[1], ()), where=tmp_path)
         if block.language == "python":
-            subprocess.run([sys.executable, "-c", block.text], cwd=tmp_path, check=True)
+            commands.run("-c", block.text, where=tmp_path)
     assert (tmp_path / "runs" / "report" / "perplexity.png").exists()
     assert (tmp_path / "runs" / "extended" / "config.json").exists()
+    assert read_state(checkpoints(tmp_path / "runs" / "mixed")[-1]).step == 2
 
 
 def test_the_tests_that_pages_name_exist() -> None:

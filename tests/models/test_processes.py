@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from several_processes import launch
 from test_evaluate_resume import numbers
 
 import rope_extend as rx
@@ -18,14 +19,21 @@ from rope_extend.cli.main import main
 from rope_extend.evaluation.evaluate import evaluation_rows
 from rope_extend.evaluation.perplexity_report import read_results
 
+RUN = "import sys; from rope_extend.cli.main import main; main(sys.argv[1:])"
 
-def launch(command: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    launcher = f"-m torch.distributed.run --standalone --nproc-per-node {processes} -m rope_extend"
+
+def torchrun(command: str) -> subprocess.CompletedProcess[str]:
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m rope_extend"
     return subprocess.run(
         [sys.executable, *shlex.split(f"{launcher} {command} --device cpu")],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
+
+
+def in_two_processes(command: str, where: Path) -> str:
+    """What two forked processes print; raises AssertionError with their errors if one of them fails."""
+    return launch(RUN, *shlex.split(f"{command} --device cpu"), where=where)
 
 
 @pytest.mark.slow
@@ -34,7 +42,7 @@ def test_two_processes_give_the_results_of_one(work: Path, tmp_path: Path) -> No
     """Three documents, so that the shares differ; two methods and the control; and one file of each."""
     command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,64 --methods none,dynamic_ntk"
     main(shlex.split(f"{command} --device cpu --save-losses --output {tmp_path / 'one'}"))
-    ran = launch(f"{command} --save-losses --output {tmp_path / 'two'}")
+    ran = torchrun(f"{command} --save-losses --output {tmp_path / 'two'}")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("written:") == 1
     assert ran.stderr.count("plan: ") == 1
@@ -65,19 +73,16 @@ def test_processes_keep_finished_documents_and_resume_together(work: Path, tmp_p
     (kept / "00000.npz").unlink()
     (kept / "00002.npz").unlink()
     before = (kept / "00001.npz").stat().st_mtime_ns
-    ran = launch(f"{command} --no-cropped --output {output}")
-    assert ran.returncode != 0
-    assert "--resume" in ran.stderr
+    with pytest.raises(AssertionError, match="--resume"):
+        in_two_processes(f"{command} --no-cropped --output {output}", tmp_path)
     assert (kept / "00001.npz").stat().st_mtime_ns == before
-    ran = launch(f"{command} --no-cropped --output {output} --resume")
-    assert ran.returncode == 0, ran.stderr
+    in_two_processes(f"{command} --no-cropped --output {output} --resume", tmp_path)
     whole, resumed = (read_results(path)[0].result for path in (tmp_path / "whole", output))
     assert numbers(resumed) == numbers(whole)
 
 
 @pytest.mark.slow
 def test_retrieval_is_refused_in_several_processes(work: Path, tmp_path: Path) -> None:
-    ran = launch(f"retrieve {work / 'model'} --output {tmp_path / 'no'}")
-    assert ran.returncode != 0
-    assert "retrieve runs in one process" in ran.stderr
+    with pytest.raises(AssertionError, match="retrieve runs in one process"):
+        in_two_processes(f"retrieve {work / 'model'} --output {tmp_path / 'no'}", tmp_path)
     assert not (tmp_path / "no").exists()

@@ -7,8 +7,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from cases import TRAINED
+from forked_commands import Commands
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
@@ -229,24 +228,22 @@ def test_an_interrupted_search_loses_one_evaluation_and_ends_the_same(
 
 
 @pytest.mark.slow
-def test_a_killed_process_resumes_to_the_same_table(work: Path, tmp_path: Path) -> None:
+def test_a_killed_process_resumes_to_the_same_table(work: Path, tmp_path: Path, commands: Commands) -> None:
     output = tmp_path / "out"
-    command = [
-        sys.executable, "-m", "rope_extend", "search", str(work / "model"), "--target-length", str(TARGET),
-        "--data", str(work / "data"), "--documents", "1", "--holdout", "2",
+    words = [
+        "search", str(work / "model"), "--target-length", str(TARGET), "--data", str(work / "data"),
+        "--documents", "1", "--holdout", "2",
         *(word for name, value in SMALL.items() for word in (f"--{name}", str(value))), "--output",
     ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(work / "cache")}
-    process = subprocess.Popen([*command, str(output)], env=environment)
-    while process.poll() is None and not (
-        (output / LOG).exists() and (output / LOG).read_bytes().count(b"\n") > 5
-    ):
+    process = commands.start(*words, str(output))
+    while not ((output / LOG).exists() and (output / LOG).read_bytes().count(b"\n") > 5):
+        os.kill(process, 0)  # raises if it has ended
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL  # it was not finished
+    os.kill(process, signal.SIGKILL)
+    assert commands.wait() == -signal.SIGKILL  # it was not finished
     assert not (output / "encoding.json").exists()
-    subprocess.run([*command, str(output), "--resume"], env=environment, check=True)
-    subprocess.run([*command, str(tmp_path / "whole")], env=environment, check=True)
+    commands.run(*words, str(output), "--resume")
+    commands.run(*words, str(tmp_path / "whole"))
     assert unlike_time(output) == unlike_time(tmp_path / "whole")
     encodings = [(path / "encoding.json").read_bytes() for path in (output, tmp_path / "whole")]
     assert encodings[0] == encodings[1]

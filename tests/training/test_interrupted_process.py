@@ -6,14 +6,13 @@ import json
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_commands import Commands
 
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
@@ -22,29 +21,20 @@ from rope_extend.evaluation.retrieval_report import read_retrieval
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 
-# A process in the background may ignore Ctrl-C.
-LISTENING = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from rope_extend.cli.main import main; main()"
-)
 
-
-def interrupted(command: str, ready: Callable[[], bool]) -> str:
+def interrupted(commands: Commands, command: str, ready: Callable[[], bool]) -> str:
     """Start a command, press Ctrl-C once it is ready, and return its output."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LISTENING, *shlex.split(command)], stderr=subprocess.PIPE, text=True,
-        cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    process = commands.start(*shlex.split(command))
     deadline = time.monotonic() + 240
     while not ready():
-        assert process.poll() is None, f"it ended before it could be interrupted: {process.stderr.read()}"
-        assert time.monotonic() < deadline, "it never came so far"
+        os.kill(process, 0)  # raises if it has ended
+        assert time.monotonic() < deadline, f"it never came so far: {commands.printed()}"
         time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    return said
+    os.kill(process, signal.SIGINT)
+    status = commands.wait()
+    assert status == 130, commands.printed()
+    assert "Traceback" not in commands.printed()
+    return commands.printed()
 
 
 @pytest.fixture
@@ -59,7 +49,9 @@ def texts(work: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("private_cache")
-def test_an_interrupted_evaluation_resumes_to_the_same_numbers(texts: Path, tmp_path: Path) -> None:
+def test_an_interrupted_evaluation_resumes_to_the_same_numbers(
+    texts: Path, tmp_path: Path, commands: Commands
+) -> None:
     """Interrupted in its second row: the first row is complete, the second has some documents."""
     command = f"evaluate {MODEL_DIR} --data {texts} --lengths 512 --methods yarn,linear --retrieval 1"
     out = tmp_path / "stopped"
@@ -69,7 +61,7 @@ def test_an_interrupted_evaluation_resumes_to_the_same_numbers(texts: Path, tmp_
         trials = list(unfinished.glob("yarn-*/trials.jsonl"))
         return bool(trials) and len(list(unfinished.glob("linear-*/*.npz"))) >= 2
 
-    said = interrupted(f"{command} --output {out}", ready)
+    said = interrupted(commands, f"{command} --output {out}", ready)
     assert "the same command with --resume continues" in said
     assert not (out / "results.jsonl").exists()
     kept = {path: path.read_bytes() for path in unfinished.rglob("*") if path.is_file()}
@@ -87,13 +79,15 @@ def test_an_interrupted_evaluation_resumes_to_the_same_numbers(texts: Path, tmp_
 
 
 @pytest.mark.slow
-def test_interrupted_retrieval_resumes_to_the_same_answers(tmp_path: Path) -> None:
+def test_interrupted_retrieval_resumes_to_the_same_answers(tmp_path: Path, commands: Commands) -> None:
     command = (
         f"retrieve {MODEL_DIR} --lengths 256,320 --depths 2 --trials 4 --methods none,yarn --batch-tokens 256"
     )
     out = tmp_path / "stopped"
     trials = out / "trials.jsonl"
-    said = interrupted(f"{command} --output {out}", lambda: trials.exists() and trials.stat().st_size > 1000)
+    said = interrupted(
+        commands, f"{command} --output {out}", lambda: trials.exists() and trials.stat().st_size > 1000
+    )
     assert "the same command with --resume continues" in said
     assert not (out / "results.jsonl").exists()
     before = trials.read_text()

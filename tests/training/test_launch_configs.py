@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import ParallelismConfig
+from forked_commands import ON_A_CPU, Commands
+from several_processes import launch
 from test_distributed import AS_IF_GPUS
 from torch.distributed.run import get_args_parser
 
@@ -30,6 +30,9 @@ from rope_extend.training.sharding import Sharding
 accelerator = Accelerator(mixed_precision="no")
 print(f"<{accelerator.distributed_type.name} {Sharding.of(accelerator)}>")
 """
+
+VARIABLES = ("ACCELERATE_", "DS_", "FSDP_", "PARALLELISM_CONFIG_", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""How the names of the variables begin by which accelerate's launcher tells a process what is configured."""
 
 COMES_TO = {
     "ddp": "MULTI_GPU Sharding(weights=False, context=1, ulysses=1, loaded_once=False, ranks=2",
@@ -79,10 +82,20 @@ def test_the_page_on_many_gpus_gives_complete_commands(monkeypatch: pytest.Monke
         assert launched.training_script_args[0] == "finetune"
 
 
+SHOW_VARIABLES = f"""
+import json, os
+given = {{name: value for name, value in os.environ.items() if name.startswith({VARIABLES})}}
+print("variables", json.dumps(given))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_a_real_launch_has_the_sharding_of_the_config(tmp_path: Path, path: Path) -> None:
-    """`accelerate launch` with the file, except its sizes, for two processes over gloo."""
+def test_a_real_launch_has_the_sharding_of_the_config(tmp_path: Path, path: Path, commands: Commands) -> None:
+    """`accelerate launch` with the file, except its sizes, for two processes over gloo.
+
+    It starts a script that shows the variables it got; two forked processes with the same ones do the rest.
+    """
     if path.stem == "ulysses" and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("needs deepspeed")
     config = yaml.safe_load(path.read_text())
@@ -91,29 +104,31 @@ def test_a_real_launch_has_the_sharding_of_the_config(tmp_path: Path, path: Path
         if name in config.get("parallelism_config", {}):
             config["parallelism_config"][name] = 2
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "script.py").write_text(AS_IF_GPUS + TELL)
-    ran = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "config.yaml"),
-         "--main_process_port", "0", str(tmp_path / "script.py")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    told = re.findall(r"<(\w+ Sharding\(.*?), rank=(\d)\)>", ran.stdout)
+    (tmp_path / "show.py").write_text(SHOW_VARIABLES)
+    words = ["--config_file", str(tmp_path / "config.yaml"), "--main_process_port", "0", "show.py"]
+    common = {**ON_A_CPU, "DS_ACCELERATOR": "cpu"}
+    said = commands.run("-m", "accelerate.commands.launch", *words, where=tmp_path, environment=common)
+    given = [json.loads(line) for line in re.findall(r"^variables (.*)$", said, re.MULTILINE)]
+    assert sorted((one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in given) == [
+        ("0", "0", "2"), ("1", "1", "2"),
+    ]  # fmt: skip
+    said = launch(AS_IF_GPUS + TELL, where=tmp_path, environment={**common, **given[0]})
+    told = re.findall(r"<(\w+ Sharding\(.*?), rank=(\d)\)>", said)
     assert sorted(told) == [(COMES_TO[path.stem], "0"), (COMES_TO[path.stem], "1")]
 
 
 @pytest.mark.slow
-def test_without_gpus_a_launch_is_refused_with_the_reason(work: Path, tmp_path: Path) -> None:
+def test_without_gpus_a_launch_is_refused_with_the_reason(
+    work: Path, tmp_path: Path, commands: Commands
+) -> None:
     """A real launch on this machine: FSDP is configured, but there are no GPUs."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2",
-         "--main_process_port", "0", "--config_file", str(ROOT / "configs" / "accelerate" / "fsdp2.yaml"),
-         "-m", "rope_extend", "finetune", "--model", str(work / "model"), "--data", str(work / "data"),
-         "--output-dir", str(tmp_path / "run"), "--target-length", "64"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert ran.returncode != 0
-    assert "torchrun started 2 processes, but this one found 1" in ran.stderr
+    config = ROOT / "configs" / "accelerate" / "fsdp2.yaml"
+    words = (
+        f"-m accelerate.commands.launch --num_processes 2 --main_process_port 0 --config_file {config} "
+        f"-m rope_extend finetune --model {work / 'model'} --data {work / 'data'} "
+        f"--output-dir {tmp_path / 'run'} --target-length 64"
+    )
+    commands.start(*shlex.split(words), environment=ON_A_CPU)
+    assert commands.wait() != 0
+    assert "torchrun started 2 processes, but this one found 1" in commands.printed()
     assert not (tmp_path / "run").exists()
