@@ -51,6 +51,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "gemma-2b": _config("gemma", (2048, 16_384, 18, 8, 1), 256_000, 8192, 1e4, head_dim=256),
     "gemma-7b": _config("gemma", (3072, 24_576, 28, 16, 16), 256_000, 8192, 1e4, head_dim=256),
+    "gemma2-2b": _config(
+        "gemma2", (2304, 9216, 26, 8, 4), 256_000, 8192, 1e4, head_dim=256, sliding_window=4096
+    ),
     "gemma2-9b": _config(
         "gemma2", (3584, 14_336, 42, 16, 8), 256_000, 8192, 1e4, head_dim=256, sliding_window=4096
     ),

@@ -15,7 +15,7 @@ from rope_extend.training.finetune import plan
 from rope_extend.training.recipe import Recipe
 
 MODELS = {
-    "gemma2_9b_32k_yarn": "gemma2-9b", "gemma3_1b_64k_yarn": "gemma3-1b", "gemma_2b_32k_yarn": "gemma-2b",
+    "gemma2_2b_16k_yarn": "gemma2-2b", "gemma3_1b_64k_yarn": "gemma3-1b", "gemma_2b_32k_yarn": "gemma-2b",
     "gemma_7b_32k_yarn": "gemma-7b", "llama3_8b_128k_yarn": "llama3-8b", "llama3_8b_32k_yarn": "llama3-8b",
     "llama_7b_32k_linear": "llama2-7b", "llama_7b_32k_yarn": "llama2-7b",
     "mistral_7b_128k_yarn": "mistral-7b-v0.3", "phi2_3b_16k_yarn": "phi-2", "phi4_14b_64k_yarn": "phi4",

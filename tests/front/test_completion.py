@@ -77,6 +77,27 @@ def test_bash_completes(line: str, expected: list[str], scripts: dict[str, str])
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+def test_fish_completes(scripts: dict[str, str]) -> None:
+    """Seen with fish 3.6.0. It also completes file names, as words that no flag comes before."""
+    expected = {
+        "rope-extend eva": "evaluate",
+        "rope-extend finetune --target": "--target-length",
+        "rope-extend evaluate m --methods none,dynamic_y": "none,dynamic_yarn",
+        "rope-extend finetune --method=dynamic_y": "--method=dynamic_yarn",
+        "rope-extend recipes co": "copy",
+        "rope-extend recipes show llama3_8b_32k": "llama3_8b_32k_yarn",
+        "rope-extend generate m --quantize 8": "8bit",
+        "rope-extend advise x --engine v": "vllm",
+    }
+    code = "\n".join([scripts["fish"], *(f"complete -C '{line}'; echo ==" for line in expected)])
+    done = subprocess.run(["fish", "--no-config"], input=code, check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+    answers = done.stdout.split("==\n")
+    for (line, word), answer in zip(expected.items(), answers, strict=False):
+        assert word in [found.partition("\t")[0] for found in answer.splitlines()], line
+
+
 def test_every_offered_value_is_accepted() -> None:
     for name in COMMANDS:
         parser = command_parser(name)
