@@ -23,6 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
 from rope_extend.plots.contents import KEY, contents
+from rope_extend.plots.dark import with_dark_colours
 from rope_extend.plots.rows import Row
 from rope_extend.report.chart import kind_of, looks_of_rows
 from rope_extend.report.colours import HUES, look
@@ -107,6 +108,8 @@ class Canvas:
 def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
     """Write a figure; an equal figure makes an equal file. The file says what it shows, see `contents`.
 
+    SVG files have colours for dark pages too.
+
     Args:
         figure: the figure.
         path: the file; its suffix does not matter.
@@ -117,6 +120,8 @@ def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
     keys = {"png": {KEY: shows}, "svg": {"Date": None, "Description": shows}, "pdf": {"CreationDate": None}}
     with rc_context({"svg.hashsalt": "rope_extend"}):  # else the names in an SVG file are random
         figure.savefig(path, dpi=dpi, format=kind, metadata=keys[kind])
+    if kind == "svg":
+        path.write_text(with_dark_colours(path.read_text("utf-8")), "utf-8")
 
 
 def legend(rows: Sequence[AnyRow], cropped: Callable[[AnyRow], bool]) -> str:
