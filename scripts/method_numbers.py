@@ -18,7 +18,7 @@ from rope_extend.encodings import (
     RopeEncoding,
 )
 from rope_extend.plots.gallery import MODEL, ROTARY, TARGET
-from rope_extend.plots.method_pictures import example, learned_rows, target_of
+from rope_extend.plots.method_pictures import example, learned_rows, shown_kind, target_of
 from rope_extend.units import format_length
 
 Rows = list[list[str]]
@@ -36,11 +36,11 @@ def numbers(name: str) -> Rows:
         RopeExtendError: an unknown name.
     """
     encoding = example(name)
-    kinds: tuple[tuple[type[Encoding], Callable[..., Rows]], ...] = (
-        (RemapEncoding, _given), (RelativeEncoding, _ranges), (BiasEncoding, _biases), (Learned, _rows),
-        (AbsoluteEncoding, _vectors), (KernelEncoding, _features), (RopeEncoding, _schedule),
-    )  # fmt: skip
-    return next(compute for kind, compute in kinds if isinstance(encoding, kind))(encoding)
+    compute: dict[type[Encoding], Callable[..., Rows]] = {
+        RemapEncoding: _given, RelativeEncoding: _ranges, BiasEncoding: _biases, Learned: _rows,
+        AbsoluteEncoding: _vectors, KernelEncoding: _features, RopeEncoding: _schedule,
+    }  # fmt: skip
+    return compute[shown_kind(encoding)](encoding)
 
 
 def factors(name: str) -> list[str]:

@@ -33,6 +33,10 @@ TARGETS = {"string": 3 * ROTARY.trained_length // 2}
 HEADS = (1, 3, 5, 7)
 """The heads of biases that are drawn, counted from 1."""
 _DASHES = ("-", "--", "-.", ":")
+_KINDS: tuple[type[Encoding], ...] = (
+    RemapEncoding, RelativeEncoding, BiasEncoding, Learned, AbsoluteEncoding, KernelEncoding, RopeEncoding,
+)  # fmt: skip
+"""The kinds of encodings by what a page shows of them; each comes before the kinds that it belongs to."""
 
 
 def example(name: str) -> Encoding:
@@ -47,6 +51,11 @@ def example(name: str) -> Encoding:
     if name == "longrope":
         parameters["long_factor"] = np.linspace(1, TARGET / ROTARY.trained_length, ROTARY.dim // 2).tolist()
     return method_named(SHOWN.get(name, name)).for_target(ROTARY, target_of(name), **parameters)
+
+
+def shown_kind(encoding: Encoding) -> type[Encoding]:
+    """The kind of an encoding by what its page shows, in pictures and in numbers."""
+    return next(kind for kind in _KINDS if isinstance(encoding, kind))
 
 
 def target_of(name: str) -> int:
@@ -84,13 +93,12 @@ def caption(name: str) -> str:
 
 def _drawing(encoding: Encoding) -> Callable[[Encoding, Path], Path]:
     """What draws an encoding: the picture of its most telling effect."""
-    kinds: tuple[tuple[type[Encoding], Callable[[Encoding, Path], Path]], ...] = (
-        (RemapEncoding, _draw_remap), (RelativeEncoding, _draw_ranges), (BiasEncoding, _draw_bias),
-        (Learned, _draw_rows), (AbsoluteEncoding, _draw_vectors), (KernelEncoding, _draw_features),
-    )  # fmt: skip
-    for kind, draw in kinds:
-        if isinstance(encoding, kind):
-            return draw
+    drawings: dict[type[Encoding], Callable[[Encoding, Path], Path]] = {
+        RemapEncoding: _draw_remap, RelativeEncoding: _draw_ranges, BiasEncoding: _draw_bias,
+        Learned: _draw_rows, AbsoluteEncoding: _draw_vectors, KernelEncoding: _draw_features,
+    }  # fmt: skip
+    if (kind := shown_kind(encoding)) in drawings:
+        return drawings[kind]
     effects = encoding.effects(ROTARY)
     if effects.decays:
         return _draw_decay
