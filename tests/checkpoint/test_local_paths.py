@@ -85,6 +85,7 @@ def test_full_checkpoints_hold_no_local_path(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_verification")
 def test_a_verification_holds_no_local_path(clients: Path, tmp_path: Path) -> None:
     rx.save(loaded(clients / "base"), tmp_path / "full")
     rx.verify(tmp_path / "full")

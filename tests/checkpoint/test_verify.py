@@ -82,6 +82,7 @@ def test_rope_extend_is_barred_from_the_process() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_verification")
 def test_every_encoding_with_a_stock_form_reads_in_a_process_without_rope_extend(tmp_path: Path) -> None:
     """One process loads them all, and five families."""
     rows = [(case, llama()) for case in ENCODINGS]
@@ -252,6 +253,7 @@ def test_a_process_that_fails_is_no_verdict(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_verification")
 def test_the_bundled_model_fine_tuned_merged_and_exported_reads_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +263,7 @@ def test_the_bundled_model_fine_tuned_merged_and_exported_reads_as_before(
 
     recipe = rx.Recipe.from_yaml(
         Path(rx.__file__).parent / "demo" / "recipe.yaml",
-        {"model": str(MODEL_DIR), "steps": 4, "output_dir": str(tmp_path / "run")},
+        {"model": str(MODEL_DIR), "steps": 2, "output_dir": str(tmp_path / "run")},
     )
     result = rx.finetune(recipe)
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)

@@ -142,6 +142,7 @@ def test_a_merge_keeps_learned_parameters(adapted: Any, tmp_path: Path, in_memor
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_verification")
 def test_a_fresh_process_needs_rope_extend(adapted: Any, tmp_path: Path) -> None:
     output = rx.merge(tmp_path / "adapter", tmp_path / "merged")
     found = rx.verify(output, reference=tmp_path / "adapter")
