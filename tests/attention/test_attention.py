@@ -101,15 +101,22 @@ def naive_llama(
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * weight
 
-    def turn(x: Tensor, query: int, position: int) -> Tensor:
-        angles, factor = (torch.tensor(value).double() for value in rotation(first + query, first + position))
-        pairs = torch.complex(x[..., : width // 2], x[..., width // 2 :]) * torch.polar(factor, angles)
+    def turns(query: int, positions: list[int]) -> Tensor:
+        values = [rotation(first + query, first + position) for position in positions]
+        angles = torch.tensor([angle for angle, _ in values]).double()
+        factors = torch.tensor([factor for _, factor in values]).double()
+        return torch.polar(factors.view(len(values), -1).expand_as(angles).contiguous(), angles)
+
+    def turn(x: Tensor, by: Tensor) -> Tensor:
+        pairs = torch.complex(x[..., : width // 2], x[..., width // 2 :]) * by
         return torch.cat((pairs.real, pairs.imag), dim=-1)
 
     hidden = weights["model.embed_tokens.weight"][input_ids]
     count = len(input_ids)
     if allowed is None:
         allowed = torch.ones(count, count, dtype=torch.bool).tril()
+    seen = [allowed[query].nonzero().flatten().tolist() for query in range(count)]
+    by = [turns(query, [query, *seen[query]])[:, None] for query in range(count)]  # as in every layer
     for layer in range(config.num_hidden_layers):
         at = f"model.layers.{layer}."
         x = norm(hidden, weights[at + "input_layernorm.weight"])
@@ -118,10 +125,9 @@ def naive_llama(
         v = (x @ weights[at + "self_attn.v_proj.weight"].T).view(count, kv_heads, width)
         rows = []
         for query in range(count):
-            seen = allowed[query].nonzero().flatten().tolist()
-            keys = torch.stack([turn(k[j], query, j) for j in seen])
-            keys, values = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (keys, v[seen]))
-            scores = torch.einsum("hd,jhd->hj", turn(q[query], query, query), keys) / math.sqrt(width)
+            keys, values = turn(k[seen[query]], by[query][1:]), v[seen[query]]
+            keys, values = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (keys, values))
+            scores = torch.einsum("hd,jhd->hj", turn(q[query], by[query][0]), keys) / math.sqrt(width)
             rows.append(torch.einsum("hj,jhd->hd", scores.softmax(-1), values).flatten())
         hidden = hidden + torch.stack(rows) @ weights[at + "self_attn.o_proj.weight"].T
         x = norm(hidden, weights[at + "post_attention_layernorm.weight"])

@@ -106,7 +106,7 @@ def test_parts_and_tokens_equal_one_forward(encoding: Any, implementation: str) 
     model.set_attn_implementation(implementation)
     with rx.patch_model(model, encoding, target_length=TARGET):
         whole = logits(model, **data)
-        for stops in ([10, *range(11, LENGTH + 1)], [20, 50, LENGTH]):
+        for stops in ([10, *range(11, 36), LENGTH], [20, 50, LENGTH]):
             same(in_parts(model, data, stops), whole, data)
             same(in_parts(model, data, stops, DynamicCache()), whole, data)
             same(in_parts(model, data, stops, DynamicCache(config=model.config)), whole, data)

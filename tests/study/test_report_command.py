@@ -163,7 +163,7 @@ def test_the_plan_keeps_to_the_budget(
         ),
         ("report {model} --target-length 64 --data {data} --output {out}/x", "the task passkey needs about"),
         (
-            "report {model} --target-length 1M --tasks none --data {data} --output {out}/x",
+            "report {model} --target-length 4k --tasks none --data {data} --output {out}/x",
             "no document of at",
         ),
         (
