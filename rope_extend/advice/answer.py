@@ -23,7 +23,7 @@ from rope_extend.advice.advice import (
 )
 from rope_extend.advice.estimates import Memory, fit
 from rope_extend.advice.gpus import Gpu, find_gpu
-from rope_extend.advice.measuring import measuring
+from rope_extend.advice.measuring_commands import measuring_commands
 from rope_extend.advice.question import Question
 from rope_extend.advice.training_amount import first_fields, within_hours
 from rope_extend.advice.windows import Window, window_of_config
@@ -183,7 +183,7 @@ def _by_the_makers(question: Question) -> Advice:
     return Advice(
         question.model, question.model_type, question.window, question.target, STANZA, reason,
         trained_length=stanza.original, factor=factor, method="yarn", untrained_method="yarn",
-        commands=measuring(question, ["none", "yarn"]), criteria=CRITERIA, notes=notes,
+        commands=measuring_commands(question, ["none", "yarn"]), criteria=CRITERIA, notes=notes,
         serving=question.serve("yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 
@@ -217,11 +217,11 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
     if factor <= UNTRAINED_FACTOR and question.current is None:
         untrained = "dynamic_yarn" if question.engine in (None, "transformers") else "yarn"
     verdict, reason = UNTRAINED if untrained else TRAIN, _why(question, untrained)
-    commands = measuring(question, ["none", untrained]) if untrained else ()
+    commands = measuring_commands(question, ["none", untrained]) if untrained else ()
     run: str | None = fields["output_dir"]
     control, criteria = ("none", CRITERIA) if question.current is None else (AS_IS, CRITERIA_FROM_CURRENT)
     if memory.fits:
-        commands += (f"{FINETUNE} --plan", FINETUNE, *measuring(question, [control], run))
+        commands += (f"{FINETUNE} --plan", FINETUNE, *measuring_commands(question, [control], run))
     else:
         fields, run = {}, None
         misfit = _misfit(question, memory, gpu)

@@ -8,7 +8,7 @@ from rope_extend.advice.question import Question
 from rope_extend.units import format_length
 
 
-def measuring(question: Question, methods: list[str], run: str | None = None) -> tuple[str, ...]:
+def measuring_commands(question: Question, methods: list[str], run: str | None = None) -> tuple[str, ...]:
     """The commands that measure perplexity and passkeys, of untrained methods or of a run."""
     window, target = format_length(question.extended), format_length(question.target)
     stated = f" --trained-length {format_length(question.stated)}" if question.stated else ""
