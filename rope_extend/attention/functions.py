@@ -87,11 +87,19 @@ class AttentionCall:
 
     def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Call the model's own function on other tensors; gives `[batch, T, heads, head_dim]` and weights."""
-        token = _in_own_function.set(True)  # flash attention reads the implementation from the config
-        try:
-            return self.inner(self.module, query, key, value, mask, **self.kwargs)
-        finally:
-            _in_own_function.reset(token)
+        return _run_own(self.inner, self.module, query, key, value, mask, self.kwargs)
+
+
+def _run_own(
+    inner: AttentionFunction, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Call a model's own attention function."""
+    token = _in_own_function.set(True)  # flash attention reads the implementation from the config
+    try:
+        return inner(module, query, key, value, mask, **kwargs)
+    finally:
+        _in_own_function.reset(token)
 
 
 class Handler(Protocol):
@@ -101,6 +109,9 @@ class Handler(Protocol):
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Attention for one call."""
+
+    def rotated_query(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """The row of a query for the model's own function; None if `attend` has to see the call."""
 
 
 class HandlerConfig:
@@ -173,6 +184,10 @@ def _attention(
     """What transformers calls under the name of `handled_implementation`."""
     inner = own_function(module, implementation)
     handler: Handler | None = getattr(module, HANDLER, None)
+    if handler is not None and query.shape[2] == 2 and not torch.compiler.is_compiling():
+        rotated = handler.rotated_query(query, key)
+        if rotated is not None:
+            return _run_own(inner, module, rotated, key, value, attention_mask, kwargs)
     return _call_handler(handler, inner, implementation, module, query, key, value, attention_mask, kwargs)
 
 

@@ -51,15 +51,19 @@ def fits(states: Tensor, new: Tensor) -> bool:
 
 
 def spare(tokens: int) -> int:
-    """For how many further tokens memory is allocated: a few, and less than one percent of many."""
-    return max(8, tokens // 128)
+    """For how many further tokens memory is allocated: a few, and two of a thousand in long texts."""
+    return max(8, tokens // 512)
 
 
-def allocated(states: Tensor, more: int = 0) -> Growing:
-    """A copy of `states` `[batch, heads, n, width]`, with memory for `more` and `spare` columns."""
+def allocated(states: Tensor, more: int = 0, capacity: int = 0) -> Growing:
+    """A copy of `states` `[batch, heads, n, width]`, with memory for `more` and `spare` columns.
+
+    If `capacity` is enough for them, for this number of columns in all.
+    """
     rows, heads, tokens, width = states.shape
+    columns = capacity if capacity >= tokens + more else tokens + more + spare(tokens + more)
     with torch.inference_mode(False):  # tensors of inference mode do not count their changes
-        whole = states.new_empty(rows, heads, tokens + more + spare(tokens + more), width)
+        whole = states.new_empty(rows, heads, columns, width)
     view = whole.narrow(2, 0, tokens)
     view.copy_(states)
     return Growing(whole, view)

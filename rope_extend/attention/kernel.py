@@ -17,9 +17,10 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
-from rope_extend.attention.positions import AttentionHandler, Forward, cached_tokens
+from rope_extend.attention.positions import AttentionHandler, Forward
 from rope_extend.attention.registry import is_dense
 from rope_extend.attention.rotation import rotate
+from rope_extend.attention.tracked_cache import cached_tokens
 from rope_extend.encodings import KernelEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter

@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,9 +29,9 @@ from rope_extend.attention.functions import (
     extended_modules,
     handled_implementation,
 )
-from rope_extend.attention.growing import ROOM, append, updates_as_stock
 from rope_extend.attention.registry import never_compiled
-from rope_extend.attention.rotated_keys import KEPT, follow, forget, released
+from rope_extend.attention.tracked_cache import RUNNING, TrackedCache, cached_tokens, held_tokens, tracked
+from rope_extend.attention.two_rows import TwoRows
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape, RopeShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
@@ -42,117 +41,6 @@ from rope_extend.models.undo import UndoLog
 
 _FORWARD = "_rope_extend_forward"
 """The attribute of cos and sin with the `Forward` that they were computed for."""
-
-
-RUNNING = "rope_extend_running"
-"""Attribute of a cache while a decoder uses it that is patched with the cache's encoding."""
-
-
-class _Tracked:
-    """Mixed into a cache's class: the positions of its keys `[1 or batch, seen]`, reordered with its rows."""
-
-    rope_extend_positions: Tensor
-    rope_extend_encoding: Encoding
-    rope_extend_shape: RopeShape | ModelShape
-    """The sizes of the model, with its trained window, that the encoding was patched for."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        _, cls, *_ = type(self).__mro__[1:]
-        state = {name: value for name, value in vars(self).items() if name not in (KEPT, ROOM, RUNNING)}
-        return _new_tracked, (cls,), state  # the class itself cannot be found by its name
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Add keys and values of a layer.
-
-        Raises:
-            PatchError: the cache holds tokens, and the model is not patched with the encoding of their keys.
-        """
-        if RUNNING in vars(self):
-            return self._add(*args, **kwargs)
-        cache: Any = self
-        if seen := cached_tokens(cache):
-            raise PatchError(
-                f"this {type(self).__name__} was filled under {self.rope_extend_encoding}, but the model is "
-                f"no longer patched with it, so attention over the {seen} cached tokens would be wrong; "
-                f"start from an empty cache, or patch the model with {self.rope_extend_encoding} again"
-            )
-        # It was emptied: its next keys are those of another encoding, or of none.
-        forget(self)
-        for name in ("rope_extend_positions", "rope_extend_encoding", "rope_extend_shape"):
-            vars(self).pop(name, None)
-        _, cache.__class__, *_ = type(self).__mro__[1:]
-        return cache.update(*args, **kwargs)
-
-    def _add(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer with new ones; rotated keys that are kept follow it."""
-        cache: Any = self
-        _, cls, *_ = type(self).__mro__[1:]
-        layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-        rotated = released(cache, layer_idx, getattr(layer, "keys", None))
-        known, added = layer is not None and updates_as_stock(cls, layer), None
-        if known and not args and not kwargs:
-            added = append(cache, key_states, value_states, layer_idx)
-        if added is None:
-            added = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
-        if known and rotated is not None:  # a user's own update may have changed earlier keys
-            follow(cache, layer_idx, rotated, added[0])
-        return added
-
-    def reset(self) -> None:
-        forget(self)
-        super().reset()  # type: ignore[misc]
-
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        super().crop(*args, **kwargs)  # type: ignore[misc]
-        cache: Any = self
-        self.rope_extend_positions = self.rope_extend_positions[:, : held_tokens(cache)]
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self._select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Any) -> None:
-        super().batch_select_indices(indices)  # type: ignore[misc]
-        self._select_rows(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)  # type: ignore[misc]
-        forget(self)
-        if self.rope_extend_positions.shape[0] > 1:
-            self.rope_extend_positions = self.rope_extend_positions.repeat_interleave(repeats, dim=0)
-
-    def _select_rows(self, rows: Any) -> None:
-        """Select the positions of rows, by any index that tensors take."""
-        forget(self)
-        positions = self.rope_extend_positions
-        if positions.shape[0] > 1:
-            rows = rows.to(positions.device) if isinstance(rows, Tensor) else rows
-            self.rope_extend_positions = positions[rows]
-
-
-@cache
-def tracked(cls: Any) -> type:
-    """A cache's class, for caches whose keys have positions of their own."""
-    return type(cls.__name__, (_Tracked, cls), {"__module__": cls.__module__})
-
-
-def _new_tracked(cls: Any) -> Any:
-    """An empty object of a cache's class with positions, for pickle."""
-    new: Any = tracked(cls)
-    return new.__new__(new)
-
-
-def cached_tokens(past: Cache | None) -> int:
-    """The number of tokens in a cache; 0 without one."""
-    return 0 if past is None else int(past.get_seq_length())
-
-
-def held_tokens(past: Cache | None) -> int:
-    """The number of tokens whose keys are in a cache: not of those that it dropped."""
-    held: int | None = getattr(past, "held", None)
-    return cached_tokens(past) if held is None else held
 
 
 @dataclass
@@ -184,9 +72,14 @@ class Forward:
         copy: Tensor = self.tables[name][1]
         return copy
 
+    gradients: bool = field(default=True, kw_only=True)
+    """Whether the decoder was called with gradients enabled."""
+    step: TwoRows | None = field(default=None, kw_only=True)
+    """Set if the model rotates the one token of this forward itself."""
+
     def finish(self) -> None:
         """Drop what only the running decoder needs. The backward pass computes tables again."""
-        self.past, self.running = None, False
+        self.past, self.running, self.step = None, False, None
         self.tables.clear()
 
 
@@ -208,6 +101,8 @@ class _Frame:
     """Whether these have the same values."""
     marked: bool = False
     """Whether this decoder marked its cache as in use; an outer one may have done so before."""
+    gradients: bool = True
+    """Whether the decoder was called with gradients enabled; rotary modules run without."""
 
 
 class _Running(threading.local):
@@ -319,7 +214,8 @@ class AttentionHandler:
         if getattr(decoder, HANDLER, None) is self:
             past = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
             marked = past is not None and self._filled(past) and RUNNING not in vars(past)
-            frame = _Frame(is_decoder=True, module=decoder, past=past, marked=marked)
+            gradients = torch.is_grad_enabled()
+            frame = _Frame(is_decoder=True, module=decoder, past=past, marked=marked, gradients=gradients)
             self._running.frames.append(frame)
             if frame.marked:
                 setattr(past, RUNNING, True)
@@ -354,10 +250,10 @@ class AttentionHandler:
         values = output if isinstance(output, tuple) else output.values()
         past = forward.past or next((value for value in values if isinstance(value, Cache)), None)
         if past is not None:
-            if not isinstance(past, _Tracked):
+            if not isinstance(past, TrackedCache):
                 cls: Any = type(past)
                 past.__class__ = tracked(cls)
-            assert isinstance(past, _Tracked)
+            assert isinstance(past, TrackedCache)
             past.rope_extend_positions = forward.keys
             past.rope_extend_encoding, past.rope_extend_shape = self.encoding, self.shape
             self.keep(past, forward)
@@ -365,22 +261,40 @@ class AttentionHandler:
     def keep(self, past: Cache, forward: Forward) -> None:
         """Write into a cache what the next forward needs besides positions, at the end of the present one."""
 
-    @never_compiled
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of an attention module: find the forward that its cos and sin belong to."""
-        if getattr(module, HANDLER, None) is self:
-            named = kwargs.get("position_embeddings")  # the usual name; a search costs time
-            forward = getattr(named[0], _FORWARD, None) if type(named) is tuple and named else None
-            if forward is None:
-                forward = marked_forward((args, kwargs))
-            self._running.frames.append(_Frame(is_decoder=False, module=module, forward=forward))
+        """Forward pre-hook of an attention module: find the forward that its cos and sin belong to.
+
+        Most often it is that of the decoder that runs, as in every layer of a step of decoding.
+        """
+        if torch.compiler.is_compiling():
+            return self._enter(module, args, kwargs)
+        named = kwargs.get("position_embeddings")  # the usual name; a search costs time
+        forward = getattr(named[0], _FORWARD, None) if type(named) is tuple and named else None
+        frames = self._running.frames
+        if forward is None or not frames or not frames[-1].is_decoder or frames[-1].forward is not forward:
+            self._enter(module, args, kwargs)
+        return None
 
     @never_compiled
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if getattr(module, HANDLER, None) is self:
+            forward = marked_forward((args, kwargs))
+            self._running.frames.append(_Frame(is_decoder=False, module=module, forward=forward))
+
     def exit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook of an attention module, called after an exception too: forget its forward.
 
         If an earlier pre-hook raised, `enter` was not called.
         """
+        if torch.compiler.is_compiling():
+            self._exit(module)
+        else:
+            frames = self._running.frames
+            if frames and frames[-1].module is module:
+                self._exit(module)
+
+    @never_compiled
+    def _exit(self, module: nn.Module) -> None:
         if getattr(module, HANDLER, None) is self:
             self._left(module)
 
@@ -405,10 +319,22 @@ class AttentionHandler:
             keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
             frame.position_ids, frame.forward = position_ids, self.new_forward(queries, keys)
             frame.forward.past, frame.forward.running = frame.past, running is not None
-            frame.forward.read = read
+            frame.forward.read, frame.forward.gradients = read, frame.gradients
         if self._running.frames:
             self._running.frames[-1].forward = frame.forward  # of an attention module that has its own rotary
         return frame.forward
+
+    def two_rows(self, forward: Any, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin `[1, 2, dim]` that leave a state as it is and rotate it too; None in most forwards."""
+        return None
+
+    def rotated_query(self, query: Tensor, key: Tensor) -> Tensor | None:
+        """The rotated row of a query of two, if `key` is rotated too, see `TwoRows`; else None."""
+        frames = self._running.frames
+        forward = frames[-1].forward if frames else None
+        if forward is None or forward.step is None or not forward.step.gave(key):
+            return None
+        return query.narrow(2, 1, 1)
 
     @never_compiled
     def mark(self, tables: tuple[Tensor, ...], forward: Forward) -> None:
@@ -448,7 +374,7 @@ class AttentionHandler:
         seen = held_tokens(past)
         if seen == 0:
             return queries[:, :0]
-        known = past.rope_extend_positions.shape[1] if isinstance(past, _Tracked) else seen
+        known = past.rope_extend_positions.shape[1] if isinstance(past, TrackedCache) else seen
         if known < seen:
             raise PatchError(
                 f"{self.encoding} cannot use this {type(past).__name__}: it has positions for "
@@ -461,7 +387,7 @@ class AttentionHandler:
                 f"and holds {seen}, so the positions of its keys are not known; remove tokens by its crop, "
                 f"or compress keys under a method that rotates them before they are cached, such as yarn"
             )
-        if not isinstance(past, _Tracked):
+        if not isinstance(past, TrackedCache):
             raise PatchError(
                 f"{self.encoding} cannot use this {type(past).__name__}: its {seen} tokens were "
                 f"cached without the encoding, so their keys are already rotated; start from an empty cache"
@@ -487,7 +413,7 @@ class AttentionHandler:
 
     def _filled(self, past: Cache) -> bool:
         """Whether a cache was filled under this encoding, for the same sizes and trained window."""
-        if not isinstance(past, _Tracked) or not _equal(past.rope_extend_encoding, self.encoding):
+        if not isinstance(past, TrackedCache) or not _equal(past.rope_extend_encoding, self.encoding):
             return False
         return _equal(past.rope_extend_shape, self.shape)
 

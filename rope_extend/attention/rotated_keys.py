@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from rope_extend.attention.growing import GROWS, ROOM, Growing, allocated
+from rope_extend.attention.growing import GROWS, Growing, allocated, fits
 
 KEPT = "rope_extend_rotated_keys"
 """Attribute of a cache: `RotatedKeys` by the index of a layer. Copies of the cache do not have it."""
@@ -70,12 +70,21 @@ def keep(past: Cache, index: int, state: tuple[int, ...], keys: Growing, key: Te
     vars(past).setdefault(KEPT, {})[index] = RotatedKeys(state, keys, key, key._version)
 
 
-def extended(rotated: RotatedKeys, new: Tensor) -> Growing:
-    """The rotated keys, with those of further tokens."""
+def extended(rotated: RotatedKeys, new: Tensor, capacity: int = 0) -> Growing:
+    """The rotated keys, with those of further tokens; `capacity` as in `allocated`."""
     keys = rotated.keys
     if not keys.takes(keys.view, new):
-        keys = allocated(keys.view, new.shape[2])
+        keys = allocated(keys.view, new.shape[2], capacity)
     return keys.append(new)
+
+
+def replaced(kept: RotatedKeys | None, states: Tensor, capacity: int = 0) -> Growing:
+    """Keys `[batch, kv_heads, n, head_dim]` by another table, in the memory of those before if they fit."""
+    if kept is None or kept.keys.whole.shape[2] < states.shape[2] or not fits(kept.keys.whole, states):
+        return allocated(states, capacity=capacity)
+    whole = kept.keys.whole
+    view = whole.narrow(2, 0, states.shape[2])
+    return Growing(whole, view.copy_(states))
 
 
 def released(past: Cache, index: int, before: Tensor | None) -> RotatedKeys | None:
@@ -98,12 +107,6 @@ def follow(past: Cache, index: int, rotated: RotatedKeys, after: Tensor) -> None
     """After a layer got new keys: keep the rotated keys of the first tokens of `after`."""
     if not after.is_inference():  # its changes are not counted
         keep(past, index, rotated.state, rotated.keys, after)
-
-
-def forget(past: Any) -> None:
-    """Forget all rotated keys of a cache, and free memory for further tokens."""
-    vars(past).pop(KEPT, None)
-    vars(past).pop(ROOM, None)
 
 
 def _is_start_of(before: Tensor, rotated: RotatedKeys) -> bool:

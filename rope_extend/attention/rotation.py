@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.functions import AttentionCall
-from rope_extend.attention.growing import allocated
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler, Forward
 from rope_extend.attention.registry import (
@@ -25,7 +24,9 @@ from rope_extend.attention.registry import (
     takes_suffix,
     without_cudnn,
 )
-from rope_extend.attention.rotated_keys import extended, keep, kept_keys, layer_with
+from rope_extend.attention.rotated_keys import CHOICE, extended, keep, kept_keys, layer_with, replaced
+from rope_extend.attention.tracked_cache import RUNNING, is_plain
+from rope_extend.attention.two_rows import TwoRows
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
@@ -69,6 +70,8 @@ class _Forward(Forward):
     """Whether the model normalises queries and keys after rotating them, so that a factor has no effect."""
     length: int | None = None
     """The length that sets the table, if it is known: of one query without decay."""
+    position: int = -1
+    """The position of that query."""
     segments: list[_Segment] = field(init=False)
     scale: Tensor | None = field(init=False)
 
@@ -168,9 +171,10 @@ class RotationHandler(AttentionHandler):
         super().__init__(encoding, adapter)
         self.shape = shape
         self._normalised = normalised
-        self._latest: tuple[Any, Tensor] | None = None  # see `_of_position`
+        self._latest: tuple[Any, tuple[Tensor, ...]] | None = None  # see `_of_position`
         self._lengths: tuple[int, list[int]] = (0, [])  # see `_table_length`
         self._decays = encoding.decay(shape) is not None
+        self._two_rows = False
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Act inside the attention of a decoder; for a schedule with one table per row, only find the caches.
@@ -180,6 +184,7 @@ class RotationHandler(AttentionHandler):
                 implementation.
         """
         if self.encoding.effects(self.shape).in_attention:
+            self._two_rows = self._allows_two_rows(decoder.config.model_type)
             super().install(decoder, undo)
         else:
             self.watch(decoder, undo)
@@ -187,11 +192,38 @@ class RotationHandler(AttentionHandler):
     def new_forward(self, queries: Tensor, keys: Tensor) -> _Forward:
         """A forward, cut into segments where its tables change."""
         one = self.encoding.rotates_in_attention and not self._decays and queries.numel() == 1
-        length = self._table_length(int(queries)) if one else None
-        forward = _Forward(queries, keys, self.encoding, self.shape, self._normalised, length)
+        position = int(queries) if one else -1
+        length = self._table_length(position) if one else None
+        forward = _Forward(queries, keys, self.encoding, self.shape, self._normalised, length, position)
         if forward.scale is not None and self.share != 1:
             forward.scale = 1 + self.share * (forward.scale - 1)
         return forward
+
+    def _allows_two_rows(self, model_type: str) -> bool:
+        """Whether a decoded token may have cos and sin of two rows."""
+        if model_type not in self.adapter.two_rows or self._decays or self.encoding.start_tokens:
+            return False
+        return self.encoding.rotates_in_attention
+
+    def two_rows(self, forward: _Forward, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin `[1, 2, dim]` of no rotation and of the token, for a step of decoding; else None."""
+        past = forward.past
+        if not self._two_rows or self.share != 1 or forward.length is None or forward.scale is not None:
+            return None
+        if past is None or forward.gradients or like.is_meta or not is_plain(past):
+            return None
+        if RUNNING not in vars(past) or not vars(past).get(CHOICE, True):
+            return None
+        forward.step = TwoRows(past, (forward.length,), partial(self._rotate_keys, forward))
+        setattr(past, RUNNING, forward.step)
+        cos, sin = self._of_position(forward.position, forward.length, like, rows=2)
+        return cos, sin
+
+    def _rotate_keys(self, forward: _Forward, key: Tensor) -> Tensor:
+        """All keys of a layer, rotated by the table of a forward of one token."""
+        *_, cos, sin = forward.rotation(forward.segments[0], key)
+        sin = -sin if self.adapter.backwards else sin
+        return rotate(key, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
 
     def _table_length(self, position: int) -> int:
         """The length that sets the table of a query; those of the next few positions are computed with it."""
@@ -240,6 +272,14 @@ class RotationHandler(AttentionHandler):
             PatchError: the positions in this call are not known, or the attention implementation or the
                 encoding does not support its mask.
         """
+        known = self.known_forward(call.kwargs.get("position_ids"))
+        if known is not None and known.step is not None and call.query.shape[2] == 2:
+            plain, rotated = call.query.chunk(2, dim=2)
+            if known.step.gave(call.key):
+                return call.own(
+                    rotated, call.key, call.value, _part_of_mask(call.mask, 0, 1, call.key.shape[2])
+                )
+            call = replace(call, query=plain)  # in a layer whose rotated keys are not kept
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
         if forward.scale is not None:
@@ -270,12 +310,10 @@ class RotationHandler(AttentionHandler):
             query, new = both.split_with_sizes([query.shape[1], key.shape[1]], dim=1)
             keys = extended(kept, new)
         else:
-            cos_q, sin_q, cos_k, sin_k = forward.rotation(segment, query)
-            if self.adapter.backwards:
-                sin_q, sin_k = -sin_q, -sin_k
-            rotate_states = partial(rotate, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
-            query = rotate_states(query, cos_q, sin_q)
-            keys = allocated(rotate_states(key, cos_k, sin_k))
+            cos, sin, *_ = forward.rotation(segment, query)
+            sin = -sin if self.adapter.backwards else sin
+            query = rotate(query, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
+            keys = replaced(kept, self._rotate_keys(forward, key))
         keep(past, index, segment.lengths, keys, key)
         mask = _part_of_mask(call.mask, 0, 1, key.shape[2])
         return call.own(query, keys.view, call.value, mask)
@@ -307,13 +345,17 @@ class RotationHandler(AttentionHandler):
         if forward.queries.shape[0] > 1 or self.encoding.start_tokens:
             cos, sin, *_ = forward.rotation(segment, like, first=forward.keys.shape[1] - 1)
             return channels_of(cos, -sin if self.adapter.backwards else sin)
-        cos, sin = self._of_position(int(forward.queries), segment.lengths[0], like)
+        cos, sin = self._of_position(forward.position, segment.lengths[0], like)
         return cos, sin
 
-    def _of_position(self, position: int, length: int, like: Tensor) -> tuple[Tensor, ...]:
-        """cos and sin by channel, `[dim]` each; those of the next few positions are computed with them."""
+    def _of_position(self, position: int, length: int, like: Tensor, rows: int = 1) -> tuple[Tensor, ...]:
+        """cos and sin of a position; those of the next few positions are computed with them.
+
+        One row: by channel, `[dim]` each, see `channels_of`. Two rows: `[1, 2, dim]` each, as models take
+        them, the first one of no rotation.
+        """
         first, latest = position // POSITIONS * POSITIONS, self._latest
-        name = (first, length, like.dtype, like.device)
+        name = (first, length, like.dtype, like.device, rows)
         if latest is None or latest[0] != name:
             with torch.device("cpu"):
                 table = self.encoding.inv_freq(self.shape, length)
@@ -321,9 +363,14 @@ class RotationHandler(AttentionHandler):
                 factor = float(torch.tensor(factor))  # as `_Forward.rotation` rounds it
                 angles = torch.arange(first, first + POSITIONS, dtype=torch.float64)[:, None] * table
                 cos, sin = angles.cos() * factor, angles.sin() * factor
-                both = torch.stack(channels_of(cos, -sin if self.adapter.backwards else sin), dim=1)
-            self._latest = latest = name, both.to(like.device, like.dtype)
-        return latest[1][position - first].unbind()
+                sin = -sin if self.adapter.backwards else sin
+                if rows == 1:
+                    both = torch.stack(channels_of(cos, sin), dim=1)
+                else:
+                    each = torch.stack([torch.ones_like(cos), cos, torch.zeros_like(sin), sin], dim=1)
+                    both = torch.cat([each, each], dim=-1).view(POSITIONS, 2, 1, 2, -1)
+            self._latest = latest = name, both.to(like.device, like.dtype).unbind()
+        return latest[1][position - first].unbind()  # new tensors, which `mark` gives the forward
 
     def _by_segments(
         self, call: AttentionCall, forward: _Forward, later: bool

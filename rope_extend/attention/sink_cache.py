@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_extend.attention.functions import HANDLER
-from rope_extend.attention.positions import RUNNING, tracked
+from rope_extend.attention.tracked_cache import RUNNING, tracked
 from rope_extend.encodings import Sinks
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.view import unwrap

@@ -105,6 +105,9 @@ class PositionListener(Protocol):
     def begin_whole_rows(self, position_ids: Tensor) -> Any:
         """The same, for an encoding with one table per row."""
 
+    def two_rows(self, forward: Any, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin that leave a state as it is and rotate it too; None if the forward needs no such."""
+
     def mark(self, tables: tuple[Tensor, ...], forward: Any) -> None:
         """Remember which forward cos and sin belong to."""
 
@@ -274,7 +277,10 @@ class ExtendedRotaryEmbedding(nn.Module):
             forward = begin(position_ids)
         if in_attention:
             assert self.handler is not None
-            cos_sin = self._unrotated(position_ids, x)
+            both = None
+            if self.layout == "halves" and self.dtype is None and not torch.compiler.is_compiling():
+                both = self.handler.two_rows(forward, x)
+            cos_sin = self._unrotated(position_ids, x) if both is None else both
             self.handler.mark(cos_sin if isinstance(cos_sin, tuple) else (cos_sin,), forward)
             return cos_sin
         factor: Tensor | float
