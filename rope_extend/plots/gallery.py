@@ -200,12 +200,13 @@ def draw_spectra(path: Path, names: Sequence[str] = ("none", "linear", "ntk", "y
     axes.set_xlabel("radians per token", color=INK)
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
-    for length, window in ((ROTARY.trained_length, "the trained window"), (TARGET, "the extended one")):
+    windows = ((ROTARY.trained_length, "the trained window", "left"), (TARGET, "the extended one", "right"))
+    for length, window, side in windows:  # one text on each side of the two lines, which are near
         axes.axvline(2 * np.pi / length, color=QUIET, linewidth=1, linestyle=(0, (4, 2)))
         axes.annotate(
-            f"one turn in\n{window}, {format_length(length)}", (2 * np.pi / length, 1), (3, -2),
-            xycoords=axes.get_xaxis_transform(), textcoords="offset points", color=QUIET, fontsize=8,
-            va="bottom",
+            f"one turn in\n{window}, {format_length(length)}", (2 * np.pi / length, 1),
+            (3 if side == "left" else -3, -2), xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points", color=QUIET, fontsize=8, va="bottom", ha=side,
         )  # fmt: skip
     return save(figure, path)
 
