@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 
+import forked_workers
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="every method in every family, and random examples: takes hours"
     )
+    forked_workers.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     OPTIONS.full = config.getoption("--full")
     config.pluginmanager.import_plugin("shared_fixtures")
     config.pluginmanager.import_plugin("less_work")
+    config.pluginmanager.register(forked_workers)
     settings.load_profile("full" if OPTIONS.full else "default")
 
 
