@@ -58,8 +58,9 @@ help:
 demo: .venv/.runtime
 	$(BIN)/rope-extend demo --output demo-output
 
+# Its workers are forked after collection: those of pytest-xdist would import and collect everything again.
 test: .venv/.dev
-	$(PYTEST) -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers auto -m "not slow and not gpu"
 
 test-slow: .venv/.dev
 	$(PYTEST) -m "slow and not gpu"
