@@ -22,12 +22,17 @@ from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import checkpoints, read_state
 
 
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("private_cache")
 def test_a_short_demo_writes_its_report_and_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rope_extend.demo.run.DOCUMENTS", 2)
+    monkeypatch.setattr("rope_extend.demo.run.TRIALS", 1)
     arguments = ["demo", "--output", str(tmp_path), "--methods", "none,yarn", "--steps", "1"]
     main(arguments)
     shown = capsys.readouterr().out
@@ -55,8 +60,10 @@ def test_a_short_demo_writes_its_report_and_resumes(
     main(arguments)
     assert "already in" in capsys.readouterr().out
     (tmp_path / "results.jsonl").unlink()
-    main(arguments)
-    assert "already done" in capsys.readouterr().out
+    monkeypatch.setattr(demo, "evaluate", interrupted)  # the runs are what is kept
+    with pytest.raises(SystemExit, match="130"):
+        main(arguments)
+    assert capsys.readouterr().out.count("already done") == 3
     assert (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns == adapter
 
 
@@ -85,10 +92,6 @@ def test_old_results_are_gone_once_a_demonstration_starts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise the command that resumes would show them as those of the new runs."""
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
     (tmp_path / "results.jsonl").touch()
     (tmp_path / "runs" / "yarn").mkdir(parents=True)
     monkeypatch.setattr(demo, "finetune_once", lambda *_: None)
