@@ -85,9 +85,7 @@ COMPARED = {
 }
 """Where the pictures of each folder of `docs/` are compared with what they should show."""
 CURVE = DOCS / "interpolation_curve.json"
-"""The numbers of a picture that takes 40 minutes of computing. The benchmark writes them next to it."""
-OLD = set() if CURVE.exists() else {DOCS / "interpolation_curve.png"}
-"""Pictures that were drawn before files said what they show, and were not measured again since."""
+"""The numbers of a picture that takes minutes of computing. The benchmark writes them next to it."""
 
 
 def test_every_picture_says_what_it_shows_and_is_compared() -> None:
@@ -96,7 +94,7 @@ def test_every_picture_says_what_it_shows_and_is_compared() -> None:
     own = {path.stem for path in DOCS.glob("*.png")}
     named = {"perplexity", "training_free", "training_free_passkeys", "interpolation_curve"}
     assert own == named  # each has a test below
-    for path in pictures - OLD:
+    for path in pictures:
         assert written(path), path
 
 
@@ -197,7 +195,6 @@ def compare_with_table(
         assert ours[2] == pytest.approx(theirs[2], rel=6e-3)
 
 
-@pytest.mark.skipif(not CURVE.exists(), reason="measured before its numbers were kept")
 def test_the_curve_of_interpolation_is_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
