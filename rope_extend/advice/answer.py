@@ -25,7 +25,7 @@ from rope_extend.advice.estimates import Memory, fit
 from rope_extend.advice.gpus import Gpu, find_gpu
 from rope_extend.advice.measuring_commands import measuring_commands
 from rope_extend.advice.question import Question
-from rope_extend.advice.training_amount import first_fields, within_hours
+from rope_extend.advice.training_amount import first_fields, notes_on_books, within_hours
 from rope_extend.advice.windows import Window, window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
@@ -205,9 +205,8 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
     notes += _notes(question, memory)
     if memory.fits and not memory.evaluates:
         fields = {key: value for key, value in fields.items() if not key.startswith("eval_")}
-        notes.append(
-            "The evaluation at the target length does not fit next to the training. Evaluate after it."
-        )
+        notes.append("The run's evaluations do not fit next to the training. Evaluate after it.")
+    notes += notes_on_books(fields) if memory.fits else []
     if fields.get("positions"):
         notes.append(
             f"Blocks have {format_length(fields['block_length'])} tokens, with positions from the whole "

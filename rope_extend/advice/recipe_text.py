@@ -28,7 +28,8 @@ _COMMENTS = {
     "dtype": "dtype of the frozen weights; LoRA stays in float32",
     "eval_data": "documents for perplexity before, during and after",
     "eval_split": "not used for training",
-    "eval_documents": "whole documents, cut to the target window",
+    "eval_lengths": "windows that books reach",
+    "eval_documents": "whole documents, cut to the longest window",
     "eval_every": "steps between evaluations",
     "save_every": "steps between checkpoints",
     "max_documents": "about 100k tokens each in this dataset",
@@ -45,7 +46,10 @@ def recipe_text(fields: Mapping[str, Any], head: Sequence[str]) -> str:
     rows = []
     for name, value in fields.items():
         shown = format_length(value) if name in _LENGTHS else value
-        line = yaml.safe_dump({name: shown}, default_flow_style=False, allow_unicode=True, width=1000).strip()
+        if name == "eval_lengths":
+            shown = [format_length(length) for length in value]
+        flow = None if isinstance(shown, list) else False  # a list stays on its line
+        line = yaml.safe_dump({name: shown}, default_flow_style=flow, allow_unicode=True, width=1000).strip()
         rows.append((line, _COMMENTS.get(name, "")))
     width = min(40, max(len(line) for line, _ in rows))
     lines = [f"{line:<{width}}  # {comment}" if comment else line for line, comment in rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ SHORT_BLOCK_STEPS = 1000
 """The PoSE paper's steps (2309.10400)."""
 FEWEST_STEPS = 200
 """Position interpolation is below the original perplexity after 200 steps (2306.15595, section 3.3)."""
+BOOKS = "emozilla/pg19"
+LONGEST_BOOKS = 131_072
+"""Tokens that enough books of PG-19 have: the mean is about 100k."""
 
 
 def first_fields(question: Question, data: str | None) -> dict[str, Any]:
@@ -35,7 +39,7 @@ def first_fields(question: Question, data: str | None) -> dict[str, Any]:
     name = Path(question.model).name or "model"
     fields: dict[str, Any] = {
         "model": question.model,
-        "data": data or "emozilla/pg19",
+        "data": data or BOOKS,
         "output_dir": f"runs/{name}-{format_length(question.target)}-yarn",
         "target_length": question.target,
         **({"trained_length": question.stated} if question.stated else {}),
@@ -48,10 +52,33 @@ def first_fields(question: Question, data: str | None) -> dict[str, Any]:
     }
     if data is None:
         fields |= {
-            "eval_data": "emozilla/pg19", "eval_split": "test", "eval_documents": 8, "eval_every": 50,
-            "max_documents": 1000,
+            "eval_data": BOOKS, "eval_split": "test", **_lengths_of_books(question),
+            "eval_documents": 8, "eval_every": 50, "max_documents": 1000,
         }  # fmt: skip
     return {**fields, "save_every": 50}
+
+
+def _lengths_of_books(question: Question) -> dict[str, Any]:
+    """The windows to evaluate at, if books do not reach the target; otherwise those of a run."""
+    if question.target <= LONGEST_BOOKS:
+        return {}
+    lengths = [question.extended]
+    while 2 * lengths[-1] <= LONGEST_BOOKS:
+        lengths.append(2 * lengths[-1])
+    return {"eval_lengths": tuple(min(length, LONGEST_BOOKS) for length in lengths)}
+
+
+def notes_on_books(fields: Mapping[str, Any]) -> list[str]:
+    """What to know of a recipe whose target is longer than the books that it trains on."""
+    if fields["data"] != BOOKS or fields["target_length"] <= LONGEST_BOOKS:
+        return []
+    said = "PG-19 has books of about 100k tokens."
+    block = fields.get("block_length", fields["target_length"])
+    if block > LONGEST_BOOKS:
+        said += f" Few fill a block of {format_length(block)}, and all are read to find them."
+    if "eval_lengths" in fields:
+        said += f" The run evaluates at up to {format_length(max(fields['eval_lengths']))}."
+    return [f"{said} Give longer documents of your own with data=."]
 
 
 def sequences_per_step(length: int) -> int:

@@ -93,7 +93,7 @@ def advise(arguments: argparse.Namespace) -> None:
         named = advice.with_recipe_file(written) if written else advice
         print(json.dumps({**named.to_dict(), "recipe_file": written}, indent=2))
         return
-    print(in_flags(describe(advice, written), ("--trained-length",)))
+    print(in_flags(describe(advice, written), ("--trained-length", "--data")))
     if written:
         print(f"\nwritten: {written}")
     elif file is not None:

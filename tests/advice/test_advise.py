@@ -53,7 +53,8 @@ WINDOWS = {
     "qwen2-7b": 131_072, "qwen25-7b-instruct": 32_768, "qwen25-3b": 32_768, "qwen25-math-7b": 4096,
     "qwen3-8b": 40_960, "qwen3-1.7b-base": 32_768, "mistral-7b-v0.1": 32_768, "mistral-7b-v0.3": 32_768,
     "gemma-2b": 8192, "gemma-7b": 8192,
-    "gemma2-2b": 8192, "gemma2-9b": 8192, "gemma3-1b": 32_768, "phi-2": 2048, "phi3-mini-4k": 4096, "phi4": 16_384,
+    "gemma2-2b": 8192, "gemma2-9b": 8192, "gemma3-1b": 32_768, "phi-2": 2048,
+    "phi3-mini-4k": 4096, "phi4": 16_384,
 }  # fmt: skip
 WITH_STANZA = {"qwen25-7b-instruct", "qwen3-8b"}
 LOCAL = {"mistral-7b-v0.1": 4096, "phi3-mini-4k": 2047}
