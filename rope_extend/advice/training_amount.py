@@ -105,8 +105,9 @@ def within_hours(
         return fields, memory, amount
     steps = int(fields["steps"] * hours / amount.hours[0].most)
     if steps < FEWEST_STEPS and not fields.get("positions"):
+        full = {key: value for key, value in fields.items() if key != "quantize"}  # short blocks need less
         with suppress(RopeExtendError):  # not every family takes sampled positions
-            shorter, memory = fit(short_blocks(fields, trained), trained, gpu)
+            shorter, memory = fit(short_blocks(full, trained), trained, gpu)
             return within_hours(shorter, memory, gpu, hours, trained, notes)
     if steps < FEWEST_STEPS:
         sequences = fields["gradient_accumulation"] * steps // FEWEST_STEPS

@@ -11,6 +11,8 @@ from rope_extend.advice import answer, training_amount
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
 from rope_extend.advice.estimates import Memory
+from rope_extend.advice.gpus import find_gpu
+from rope_extend.advice.training_amount import within_hours
 from rope_extend.training.recipe import Recipe
 
 FITS = Memory("24 GB", 24 * 10**9, 1, 0, "none", fits=True, evaluates=True, recomputes=False)
@@ -43,3 +45,20 @@ def test_books_are_evaluated_at_windows_that_they_reach(
     assert Recipe.from_yaml(tmp_path / "recipe.yaml").eval_lengths == lengths
     own = fitting(monkeypatch, model, target, data="path/to/texts")
     assert not any("Give longer documents" in note for note in own.notes)
+
+
+def test_short_blocks_are_not_quantised_for_the_memory_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few hours give short blocks, which may fit without weights of 4 bits."""
+    monkeypatch.setattr(training_amount, "fit", lambda fields, *_: (dict(fields), FITS))
+    monkeypatch.setattr(training_amount, "operations_per_token", lambda *_: 1e9)
+    fields = {
+        "model": "m", "data": "texts", "output_dir": "runs/m", "target_length": 32_768, "method": "yarn",
+        "steps": 400, "batch_size": 1, "gradient_accumulation": 8, "quantize": "4bit",
+    }  # fmt: skip
+    gpu = find_gpu("l4")
+    long, _, work = within_hours(fields, FITS, gpu, None, 2048, [])
+    assert work is not None
+    assert long["quantize"] == "4bit"
+    short, _, _ = within_hours(fields, FITS, gpu, work.hours[0].most / 10, 2048, [])
+    assert short["positions"] == "pose"
+    assert "quantize" not in short
