@@ -81,6 +81,8 @@ def _training(config: StudyConfig) -> list[str]:
         return [advice.reason]
     model = shlex.quote(public_name(config.model))
     command = f"rope-extend advise {model} --target-length {format_length(config.target_length)}"
+    if config.trained_length is not None:
+        command += f" --trained-length {format_length(config.trained_length)}"
     return [f"Train: {command} --gpu GPU --output recipe.yaml writes a recipe.", *_work(advice)]
 
 

@@ -443,6 +443,13 @@ def test_the_verdict_names_no_folder_of_the_author(work: Path, tmp_path: Path) -
     assert str(tmp_path) not in verdict.markdown()
 
 
+def test_the_advice_counts_from_the_same_window(work: Path) -> None:
+    """Without --trained-length, `advise` would refuse a config that states no window."""
+    config = StudyConfig(model=str(work / "model"), target_length=64, trained_length=32)
+    verdict = decision([cropped(), judged("yarn", 1.1, 1.0)], config)
+    assert "--target-length 64 --trained-length 32 --gpu GPU" in verdict.markdown()
+
+
 def test_a_model_that_reads_the_window_needs_nothing() -> None:
     rows = [judged("none", 1.0, None)]
     verdict = decision(rows, StudyConfig(model="m", target_length=32))
