@@ -59,6 +59,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     sys.stdout.flush()
     forked = dict(_fork(session, number, take) for number in range(workers(config)))
     running: dict[Connection, tuple[str, Any]] = {}
+    ended: set[Connection] = set()
     try:
         while forked:
             for receiver in wait(list(forked)):
@@ -66,10 +67,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
                     kind, *values = receiver.recv()
                 except EOFError:
                     _, status = os.waitpid(forked.pop(receiver), 0)
-                    if status:
+                    if receiver not in ended:
                         _report_death(config, status, *running.get(receiver, ("no test", ("", None, ""))))
                     continue
-                if kind == "started":
+                if kind == "ended":
+                    ended.add(receiver)
+                elif kind == "started":
                     running[receiver] = tuple(values)
                 elif kind == "finished":
                     config.hook.pytest_runtest_logfinish(nodeid=values[0], location=values[1])
@@ -136,6 +139,7 @@ def _work(
                 break
         block = following
     session._setupstate.teardown_exact(None)
+    sender.send(("ended",))  # a test may end the process with exit code 0, and others would be lost
 
 
 class _Sender:

@@ -226,10 +226,13 @@ def test_a_merge_reads_in_stock_transformers_as_the_adapter_did(
         assert_same_but_rounding(logits(auto), expected)
 
 
-def test_a_guard_can_be_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_memory", [False, True], ids=["files", "memory"])
+def test_a_guard_can_be_left_out(tmp_path: Path, in_memory: bool) -> None:
     adapted(llama(), tmp_path, encoding=rx.encoding("drope", factor=8.0))
-    rx.merge(tmp_path / "adapter", tmp_path / "merged", guard=False)
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["model_type"] == "llama"
+    for guard, model_type in ((True, MODEL_TYPE), (False, "llama")):
+        merged = tmp_path / f"merged-{guard}"
+        rx.merge(tmp_path / "adapter", merged, guard=guard, in_memory=in_memory)
+        assert json.loads((merged / "config.json").read_text())["model_type"] == model_type
 
 
 def test_a_cast_is_one_rounding_of_the_float32_merge(tmp_path: Path) -> None:

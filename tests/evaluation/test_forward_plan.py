@@ -364,7 +364,8 @@ def test_a_family_that_needs_values_has_no_plan(tmp_path: Path, caplog: pytest.L
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_nearly_every_family_has_a_plan(family: Any, tmp_path: Path) -> None:
-    found = plan_forward(checkpoint(tiny_config(family), tmp_path), [64, 128], load_options=CPU, chunk=64)
+    # More than three chunks, so that some are skipped.
+    found = plan_forward(checkpoint(tiny_config(family), tmp_path), [64, 256], load_options=CPU, chunk=64)
     if family.model_type in ("longcat_flash", "jetmoe"):
         assert found is None
     else:

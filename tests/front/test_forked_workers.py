@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 
 CONFTEST = """
@@ -75,12 +77,13 @@ def test_each_test_runs_once_and_is_reported(tmp_path: Path) -> None:
     assert len({path for *_, path in ran}) == 12
 
 
-def test_a_worker_that_dies_is_a_failure(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_worker_that_dies_is_a_failure(tmp_path: Path, code: int) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_dies.py").write_text("import os\n\ndef test_dies():\n    os._exit(3)\n")
+    (tmp_path / "test_dies.py").write_text(f"import os\n\ndef test_dies():\n    os._exit({code})\n")
     done = run(tmp_path, "--workers", "2")
     assert done.returncode == 1
-    assert "ended with exit code 3 while it ran test_dies.py::test_dies" in done.stdout
+    assert f"ended with exit code {code} while it ran test_dies.py::test_dies" in done.stdout
 
 
 def test_the_first_failure_may_end_the_run(tmp_path: Path) -> None:
