@@ -71,7 +71,7 @@ def find_gpu(text: str) -> Gpu:
             "such as 24GB"
         )
     memory = memory_size(text)
-    return Gpu(f"{memory / 1e9:g} GB", memory)
+    return Gpu(f"{memory / 1e9:g} GB" if memory >= 1e6 else f"{memory} bytes", memory)
 
 
 def gpu_words() -> list[str]:

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from rope_extend.advice.gpus import Gpu, find_gpu
+from rope_extend.advice.gpus import find_gpu
 from rope_extend.advice.shipped import check_new, write_recipe
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.arguments import argument, checkpoint, export_target, length
@@ -17,9 +17,9 @@ from rope_extend.models.locating import check_checkpoint
 
 @argument
 def gpu(text: str) -> str:
-    """A GPU's name or its memory."""
-    found: Gpu = find_gpu(text)
-    return found.name
+    """A GPU's name or its memory, as it was written."""
+    find_gpu(text)
+    return text
 
 
 @argument

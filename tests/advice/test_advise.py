@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from known_models import CONFIGS, write_config
 from transformers import AutoConfig
 
@@ -21,7 +18,7 @@ from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe
 from rope_extend.advice.estimates import Memory
-from rope_extend.advice.gpus import GPUS, UTILISATION, Gpu, find_gpu
+from rope_extend.advice.gpus import UTILISATION, Gpu
 from rope_extend.advice.training_amount import FEWEST_STEPS, STEPS
 from rope_extend.advice.windows import window_of_config
 from rope_extend.checkpoint.export.support import support
@@ -32,7 +29,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.models.loading import empty_model
 from rope_extend.models.locating import check_path
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.utilisation import peak_flops
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
@@ -332,61 +328,6 @@ def test_an_engine_that_cannot_run_a_family_is_named_with_the_reason(tmp_path: P
     assert advice.engines == ("transformers",)
     assert "(2309.00071); transformers can run it" in text
     assert "cannot run" not in text  # that we do not know it is no reason to say so
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "gigabytes"),
-    [
-        ("h100", "H100", 80),
-        ("H100-PCIe", "H100 PCIe", 80),
-        ("rtx 4090", "RTX 4090", 24),
-        ("4090", "RTX 4090", 24),
-        ("a100_80gb", "A100 80GB", 80),
-        ("24GB", "24 GB", 24),
-        ("1.5TB", "1500 GB", 1500),
-    ],
-)
-def test_gpus_by_name_and_by_memory(text: str, name: str, gigabytes: int) -> None:
-    gpu = find_gpu(text)
-    assert (gpu.name, gpu.memory) == (name, gigabytes * 10**9)
-    assert find_gpu(gpu.name) == gpu
-
-
-def test_every_known_gpu_has_a_peak() -> None:
-    assert all(peak_flops(gpu.name) for gpu in GPUS)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("h1000", "Did you mean 'h100'"),
-        ("h100-80gb", "Did you mean 'h100'"),
-        ("H10080GB", "Did you mean 'h100'"),
-        ("h100 80", "Did you mean 'h100'"),
-        ("h100 SXM5 80GB", "Did you mean 'h100'"),
-        ("v100", "'v100'. Known"),
-        ("4090-24gb", "Did you mean 'rtx-4090'"),
-        ("l40s-48gb", "Did you mean 'l40s'"),
-        ("a100-80", "Did you mean 'a100-80gb'"),
-        ("a100", "40 or 80 GB"),
-        ("2xh100", "one GPU is planned for, got '2xh100'; give 'h100'"),
-        ("8 x A100 80GB", "give 'A100 80GB'"),
-        ("h100 x2", "give 'h100'"),
-        ("2x24GB", "give '24GB'"),
-        ("rtx 4080", "no GPU is known as 'rtx 4080'"),
-        ("24", "24GB"),
-    ],
-)
-def test_an_unknown_gpu_is_refused_with_what_was_meant(text: str, message: str) -> None:
-    with pytest.raises(rx.RopeExtendError, match=message):
-        find_gpu(text)
-
-
-@given(st.text(max_size=12))
-def test_any_other_gpu_is_refused_in_one_way(text: str) -> None:
-    """Never by another kind of error."""
-    with suppress(rx.RopeExtendError):
-        assert find_gpu(text).memory > 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""GPUs by name and by memory, as people write them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rope_extend as rx
+from rope_extend.advice.gpus import GPUS, find_gpu
+from rope_extend.cli.main import parse
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.training.utilisation import peak_flops
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "gigabytes"),
+    [
+        ("h100", "H100", 80),
+        ("H100-PCIe", "H100 PCIe", 80),
+        ("rtx 4090", "RTX 4090", 24),
+        ("4090", "RTX 4090", 24),
+        ("a100_80gb", "A100 80GB", 80),
+        ("24GB", "24 GB", 24),
+        ("1.5TB", "1500 GB", 1500),
+    ],
+)
+def test_gpus_by_name_and_by_memory(text: str, name: str, gigabytes: int) -> None:
+    gpu = find_gpu(text)
+    assert (gpu.name, gpu.memory) == (name, gigabytes * 10**9)
+    assert find_gpu(gpu.name) == gpu
+
+
+@pytest.mark.parametrize("text", ["1KB", "24GiB", "rtx 4090"])
+def test_a_gpu_at_the_command_line_is_the_one_that_was_written(text: str) -> None:
+    words = ["advise", str(MODEL_DIR), "--target-length", "2k", "--gpu", text]
+    assert find_gpu(parse(words).gpu) == find_gpu(text)
+    assert "e-" not in find_gpu(text).name
+
+
+def test_every_known_gpu_has_a_peak() -> None:
+    assert all(peak_flops(gpu.name) for gpu in GPUS)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h1000", "Did you mean 'h100'"),
+        ("h100-80gb", "Did you mean 'h100'"),
+        ("H10080GB", "Did you mean 'h100'"),
+        ("h100 80", "Did you mean 'h100'"),
+        ("h100 SXM5 80GB", "Did you mean 'h100'"),
+        ("v100", "'v100'. Known"),
+        ("4090-24gb", "Did you mean 'rtx-4090'"),
+        ("l40s-48gb", "Did you mean 'l40s'"),
+        ("a100-80", "Did you mean 'a100-80gb'"),
+        ("a100", "40 or 80 GB"),
+        ("2xh100", "one GPU is planned for, got '2xh100'; give 'h100'"),
+        ("8 x A100 80GB", "give 'A100 80GB'"),
+        ("h100 x2", "give 'h100'"),
+        ("2x24GB", "give '24GB'"),
+        ("rtx 4080", "no GPU is known as 'rtx 4080'"),
+        ("24", "24GB"),
+    ],
+)
+def test_an_unknown_gpu_is_refused_with_what_was_meant(text: str, message: str) -> None:
+    with pytest.raises(rx.RopeExtendError, match=message):
+        find_gpu(text)
+
+
+@given(st.text(max_size=12))
+def test_any_other_gpu_is_refused_in_one_way(text: str) -> None:
+    """Never by another kind of error."""
+    with suppress(rx.RopeExtendError):
+        assert find_gpu(text).memory > 0
