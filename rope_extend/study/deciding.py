@@ -51,9 +51,10 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
         return Sentences("Verdict", said)
     undecided = [verdict for verdict in judged if verdict.success is None]
     if undecided:
+        counted = "1 row is" if len(undecided) == 1 else f"{len(undecided)} rows are"
         said = [
-            f"Not decided yet: no row fails or meets all three criteria at {target}. The nearest is "
-            f"{undecided[0].label}.",
+            f"Not decided yet: no row meets all three criteria at {target}, and {counted} measured only in "
+            f"part. The nearest is {undecided[0].label}.",
             str(undecided[0]),
         ]
         return Sentences("Verdict", said)

@@ -426,6 +426,15 @@ def test_the_verdict(level: float, found: float | None, said: str, work: Path) -
     assert trains == said.startswith("No row meets")
 
 
+def test_a_row_that_fails_is_not_called_undecided(work: Path) -> None:
+    config = StudyConfig(model=str(work / "model"), target_length=64)
+    rows = [cropped(), judged("yarn", 1.1, 1.0), judged("rerope", 0.9, None)]
+    assert decision(rows, config).items[0] == (
+        "Not decided yet: no row meets all three criteria at 64, and 1 row is measured only in part. The "
+        "nearest is rerope."
+    )
+
+
 def test_no_verdict_while_rows_are_missing(work: Path) -> None:
     config = StudyConfig(model=str(work / "model"), target_length=64)
     first, *rest = decision([cropped(), judged("yarn", 1.1, 1.0)], config, ["rerope", "string"]).items
