@@ -94,6 +94,9 @@ def advise(
             )
         if not window.scaled:
             window = Window(trained_length, "you say so, and its config does not state one", window.local)
+    if trained_length is not None and trained_length > window.tokens:
+        said = f"you say so, and its config says {format_length(window.tokens)}"
+        window = replace(window, tokens=trained_length, source=said)
     done = _nothing_to_do(name, config.model_type, window, target, trained_length)
     if done is not None:
         return done
@@ -149,8 +152,9 @@ def _nothing_to_do(
             f"The model reads {format_length(window.tokens)} tokens as it is, and you want "
             f"{format_length(target)}. {said}. Nothing is to be done; measure it if in doubt.{local}"
         )
+        stated = f" --trained-length {format_length(trained_length)}" if trained_length else ""
         measure = (
-            f"rope-extend evaluate {quote(name)} --lengths {format_length(target)} "
+            f"rope-extend evaluate {quote(name)} --lengths {format_length(target)}{stated} "
             "--data path/to/long/documents --output as-it-is"
         )
         return Advice(name, model_type, window, target, READS_ALREADY, reason, commands=(measure,))

@@ -458,6 +458,15 @@ def test_a_config_without_a_window_is_not_read_as_the_default_of_its_class(tmp_p
     assert (advice.window.tokens, advice.factor) == (4096, 4.0)
 
 
+def test_a_window_that_the_user_knows_to_be_longer_is_read_already(tmp_path: Path) -> None:
+    model = write_config(tmp_path, "llama3-8b")
+    advice = advise(model, "32k", trained_length=65_536)
+    assert (advice.verdict, advice.window.tokens) == (advising.READS_ALREADY, 65_536)
+    assert "reads 64k tokens as it is" in advice.reason
+    assert "You say so, and its config says 8k" in advice.reason
+    assert "--lengths 32k --trained-length 64k" in advice.commands[0]
+
+
 @pytest.mark.slow
 def test_the_commands_name_the_file_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = small(tmp_path, "llama3-8b"), tmp_path / "my recipe.yaml"
