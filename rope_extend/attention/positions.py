@@ -95,6 +95,8 @@ class _Frame:
     """The decoder's positions as the rotary module got them; None before it is called."""
     forward: Forward | None = None
     """None if it is not known."""
+    others: list[Forward] = field(default_factory=list)
+    """Of a decoder: forwards at other positions, for which its rotary module was called too."""
     compared: Tensor | None = None
     """The latest positions that a module got instead of the decoder's."""
     equal: bool = False
@@ -194,7 +196,12 @@ class AttentionHandler:
         decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True)
 
     def leave(self, decoder: nn.Module) -> None:
-        """Remove the hooks from a decoder and its modules."""
+        """Remove the hooks from a decoder and its modules, and end what an interrupt (Ctrl-C) left running.
+
+        PyTorch calls no hook after an interrupt.
+        """
+        while self._running.frames:
+            self._finish(self._running.frames.pop())
         for module in decoder.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
@@ -236,14 +243,19 @@ class AttentionHandler:
         frame = self._left(decoder)
         if frame is None:
             return
-        forward = frame.forward
+        try:
+            if frame.forward is not None and output is not None:
+                self._write_positions(frame.forward, output)
+        finally:
+            self._finish(frame)
+
+    @staticmethod
+    def _finish(frame: _Frame) -> None:
+        """End a decoder's frame: its cache is no longer in use."""
         if frame.marked:
             vars(frame.past).pop(RUNNING, None)
-        if forward is not None:
-            try:
-                if output is not None:
-                    self._write_positions(forward, output)
-            finally:
+        for forward in (frame.forward, *frame.others):
+            if forward is not None:
                 forward.finish()
 
     def _write_positions(self, forward: Forward, output: Any) -> None:
@@ -278,7 +290,11 @@ class AttentionHandler:
     @never_compiled
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if getattr(module, HANDLER, None) is self:
-            forward = marked_forward((args, kwargs))
+            forward, decoder = marked_forward((args, kwargs)), self._decoder_frame
+            if forward is not None and decoder is not None and any(one is forward for one in decoder.others):
+                # A user had called the rotary module before the decoder did: attention uses the later one.
+                decoder.others.append(decoder.forward)
+                decoder.position_ids, decoder.forward = None, forward
             self._running.frames.append(_Frame(is_decoder=False, module=module, forward=forward))
 
     def exit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -312,17 +328,37 @@ class AttentionHandler:
         """
         running = self._decoder_frame
         frame = running or _Frame(is_decoder=True)
-        if frame.forward is None or position_ids is not frame.position_ids:
+        forward = frame.forward
+        if forward is None or position_ids is not frame.position_ids:
             queries, read = self._read(position_ids, frame.past)
+            if forward is None or not torch.equal(queries, forward.queries):
+                forward = self._new_forward(queries, read, frame)
+                forward.running = running is not None
+            if frame.forward is None:
+                frame.position_ids, frame.forward = position_ids, forward
+            elif frame.forward is not forward:
+                frame.others.append(forward)
+        innermost = self._running.frames[-1] if self._running.frames else None
+        if innermost is not None and not innermost.is_decoder:
+            innermost.forward = forward  # of an attention module that has its own rotary
+        return forward
+
+    def _new_forward(self, queries: Tensor, read: tuple[float, ...], frame: _Frame) -> Forward:
+        """A forward of tokens at positions `[1 or batch, T]`, of a decoder."""
+        if frame.forward is None:
             past = self._positions_of_past(queries, frame.past)
-            rows = max(past.shape[0], queries.shape[0])
-            keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
-            frame.position_ids, frame.forward = position_ids, self.new_forward(queries, keys)
-            frame.forward.past, frame.forward.running = frame.past, running is not None
-            frame.forward.read, frame.forward.gradients = read, frame.gradients
-        if self._running.frames:
-            self._running.frames[-1].forward = frame.forward  # of an attention module that has its own rotary
-        return frame.forward
+        else:  # some layers may have added their new keys to the cache
+            past = frame.forward.keys[:, : -frame.forward.queries.shape[1]]
+        rows = max(past.shape[0], queries.shape[0])
+        keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
+        forward = self.new_forward(queries, keys)
+        forward.past, forward.read, forward.gradients = frame.past, read, frame.gradients
+        return forward
+
+    def _belongs_to_decoder(self, forward: Forward) -> bool:
+        """Whether a forward is that of the decoder that runs, and no module with a frame runs inside it."""
+        frames = self._running.frames
+        return bool(frames) and frames[-1].is_decoder and frames[-1].forward is forward
 
     def two_rows(self, forward: Any, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """cos and sin `[1, 2, dim]` that leave a state as it is and rotate it too; None in most forwards."""

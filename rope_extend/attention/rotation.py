@@ -7,6 +7,7 @@ Queries and keys are rotated here, just before the model's own attention functio
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.attention.causal_suffix import without_mask
-from rope_extend.attention.functions import AttentionCall
+from rope_extend.attention.functions import AttentionCall, extended_modules
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler, Forward
 from rope_extend.attention.registry import (
@@ -184,8 +185,8 @@ class RotationHandler(AttentionHandler):
                 implementation.
         """
         if self.encoding.effects(self.shape).in_attention:
-            self._two_rows = self._allows_two_rows(decoder.config.model_type)
             super().install(decoder, undo)
+            self._two_rows = self._allows_two_rows(decoder)
         else:
             self.watch(decoder, undo)
 
@@ -199,23 +200,31 @@ class RotationHandler(AttentionHandler):
             forward.scale = 1 + self.share * (forward.scale - 1)
         return forward
 
-    def _allows_two_rows(self, model_type: str) -> bool:
+    def _allows_two_rows(self, decoder: Any) -> bool:
         """Whether a decoded token may have cos and sin of two rows."""
-        if model_type not in self.adapter.two_rows or self._decays or self.encoding.start_tokens:
+        if (
+            decoder.config.model_type not in self.adapter.two_rows
+            or self._decays
+            or self.encoding.start_tokens
+        ):
             return False
-        return self.encoding.rotates_in_attention
+        modules = extended_modules(self.encoding, decoder, self.adapter)
+        return self.encoding.rotates_in_attention and all(map(_is_of_transformers, modules))
 
     def two_rows(self, forward: _Forward, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """cos and sin `[1, 2, dim]` of no rotation and of the token, for a step of decoding; else None."""
         past = forward.past
         if not self._two_rows or self.share != 1 or forward.length is None or forward.scale is not None:
             return None
-        if past is None or forward.gradients or like.is_meta or not is_plain(past):
+        if past is None or forward.gradients or like.is_meta or not is_plain(past) or "update" in vars(past):
             return None
         if RUNNING not in vars(past) or not vars(past).get(CHOICE, True):
             return None
-        forward.step = TwoRows(past, (forward.length,), partial(self._rotate_keys, forward))
-        setattr(past, RUNNING, forward.step)
+        if like.dim() != 3 or like.shape[1] != 1 or not self._belongs_to_decoder(forward):
+            return None
+        if forward.step is None:
+            forward.step = TwoRows(past, (forward.length,), partial(self._rotate_keys, forward))
+            setattr(past, RUNNING, forward.step)
         cos, sin = self._of_position(forward.position, forward.length, like, rows=2)
         return cos, sin
 
@@ -273,13 +282,18 @@ class RotationHandler(AttentionHandler):
                 encoding does not support its mask.
         """
         known = self.known_forward(call.kwargs.get("position_ids"))
-        if known is not None and known.step is not None and call.query.shape[2] == 2:
-            plain, rotated = call.query.chunk(2, dim=2)
-            if known.step.gave(call.key):
-                return call.own(
-                    rotated, call.key, call.value, _part_of_mask(call.mask, 0, 1, call.key.shape[2])
+        if known is not None and known.step is not None and known.step.awaits(call.module.layer_idx):
+            if not known.step.gave(call.key) or call.query.shape[2] != 2:
+                raise PatchError(
+                    f"{self.encoding}: between the cache and the attention of layer {call.module.layer_idx}, "
+                    f"the queries or the rotated keys were replaced by other tensors, so it is not known "
+                    f"which are rotated; set cache.rope_extend_keep_rotated_keys = False on an empty cache, "
+                    f"or pass on the tensors that cache.update returned"
                 )
-            call = replace(call, query=plain)  # in a layer whose rotated keys are not kept
+            rotated = call.query.narrow(2, 1, 1)
+            return call.own(rotated, call.key, call.value, _part_of_mask(call.mask, 0, 1, call.key.shape[2]))
+        if known is not None and known.step is not None and call.query.shape[2] == 2:
+            call = replace(call, query=call.query.narrow(2, 0, 1))  # rotated keys of the layer are not kept
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
         if forward.scale is not None:
@@ -468,6 +482,16 @@ class RotationHandler(AttentionHandler):
             kwargs = {name: value for name, value in call.kwargs.items() if name != "position_ids"}
             return replace(call, kwargs=kwargs)
         return call
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Whether an attention module computes as transformers does, with the rotation of its own file.
+
+    A method or a function that a user put in its place may not take two rows.
+    """
+    rotation = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
+    places = [getattr(part, "__module__", None) for part in (module.forward, rotation)]
+    return all(str(place).startswith("transformers.models.") for place in places)
 
 
 def _part_of_mask(mask: Any, start: int, stop: int, keys: int) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from rope_extend.attention.growing import ROOM, append, updates_as_stock
-from rope_extend.attention.rotated_keys import KEPT, follow, released
+from rope_extend.attention.rotated_keys import CHOICE, KEPT, follow, released
 from rope_extend.attention.two_rows import PLACES, TwoRows, settle
 from rope_extend.encodings import Encoding, ModelShape, RopeShape
 from rope_extend.errors import PatchError
@@ -41,12 +41,20 @@ class TrackedCache:
         """Add keys and values of a layer.
 
         Raises:
-            PatchError: the cache holds tokens, and the model is not patched with the encoding of their keys.
+            PatchError: the cache holds tokens, and the model is not patched with the encoding of their keys;
+                or cos and sin of two rows did not give two keys.
         """
         running = vars(self).get(RUNNING)
         if running is not None:
-            if type(running) is not TwoRows or key_states.shape[2] == value_states.shape[2]:
+            if type(running) is not TwoRows:
                 return self.add_states(key_states, value_states, layer_idx, *args, **kwargs)
+            if key_states.shape[2] != 2 or value_states.shape[2] != 1:
+                raise PatchError(
+                    f"{self.rope_extend_encoding}: cos and sin had two rows for one token, but layer "
+                    f"{layer_idx} caches {key_states.shape[2]} keys and {value_states.shape[2]} values; a "
+                    f"hook or another rotation changed them. Set {CHOICE} = False on an empty cache, for "
+                    f"cos and sin of one row"
+                )
             if args or kwargs:
                 return self.add_states(key_states[:, :, :1], value_states, layer_idx, *args, **kwargs)
             add = running.add_uncompiled if torch.compiler.is_compiling() else running.add
@@ -79,7 +87,9 @@ class TrackedCache:
             added = append(cache, key_states, value_states, layer_idx)
         if added is None:
             added = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
-        if known and rotated is not None:  # a user's own update may have changed earlier keys
+        if (
+            known and rotated is not None and vars(self).get(CHOICE, True)
+        ):  # a user's own update may have changed earlier keys
             follow(cache, layer_idx, rotated, added[0])
         return added
 

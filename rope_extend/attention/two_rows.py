@@ -70,10 +70,15 @@ class TwoRows:
         self.rotated = rotated
         self._places: dict[int, Places] = vars(past).setdefault(PLACES, {})
         self._given: Tensor | None = None
+        self._layer = -1
 
     def gave(self, key: Tensor) -> bool:
         """Whether `key` are the rotated keys that the latest `add` returned."""
         return key is self._given
+
+    def awaits(self, index: int) -> bool:
+        """Whether the latest `add` returned rotated keys, and was of this layer."""
+        return self._given is not None and self._layer == index
 
     def add(self, key_states: Tensor, value_states: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """Add a token to a layer: its key `[batch, kv_heads, 2, head_dim]` and value `[..., 1, value_dim]`.
@@ -94,7 +99,7 @@ class TwoRows:
         here = coming[-1]
         layer.keys, layer.values = here.keys, here.values
         places.version[0] = here.keys._version
-        self._given = here.rotated
+        self._given, self._layer = here.rotated, index
         return here.rotated, here.values
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -118,7 +123,7 @@ class TwoRows:
             rotated = replaced(kept, self.rotated(keys), capacity)
         keep(past, index, self.state, rotated, keys)
         _prepare(past, index, _like(self.state, key_states, value_states))
-        self._given = rotated.view
+        self._given, self._layer = rotated.view, index
         return rotated.view, values
 
 
@@ -128,9 +133,9 @@ def settle(past: Cache, index: int) -> None:
     if places is None:
         return
     here, (keys, rotated, values) = places.coming[-1], places.wholes
-    vars(past)[ROOM][index] = Growing(keys, here.keys), Growing(values, here.values)
+    vars(past).setdefault(ROOM, {})[index] = Growing(keys, here.keys), Growing(values, here.values)
     kept = RotatedKeys(places.like[0], Growing(rotated, here.rotated), here.keys, places.version[0])
-    vars(past)[KEPT][index] = kept
+    vars(past).setdefault(KEPT, {})[index] = kept
 
 
 def _prepare(past: Cache, index: int, like: tuple[Any, ...]) -> None:
