@@ -113,8 +113,12 @@ def advise(
 
 
 def _states_window(name: str, config: Any) -> bool:
-    """Whether the config file has a window; transformers replaces a missing one by the class default."""
-    if gguf_file(name) is not None:
+    """Whether the config file has a window; transformers replaces a missing one by the class default.
+
+    Only the default of a nested config is the model's own: there, transformers left out values that equal it,
+    as in the file of Gemma 3 4B.
+    """
+    if gguf_file(name) is not None or config.get_text_config(decoder=True) is not config:
         return True
     key = "max_position_embeddings"
     values, _ = PretrainedConfig.get_config_dict(name)

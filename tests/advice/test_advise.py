@@ -467,6 +467,17 @@ def test_a_window_that_the_user_knows_to_be_longer_is_read_already(tmp_path: Pat
     assert "--lengths 32k --trained-length 64k" in advice.commands[0]
 
 
+def test_a_nested_config_may_leave_its_window_to_the_default_of_its_class(tmp_path: Path) -> None:
+    """As in the config of Gemma 3 4B, which reads 128k by its card."""
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240,
+        "num_hidden_layers": 34, "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    advice = advise(tmp_path, "128k")
+    assert (advice.verdict, advice.window.tokens) == (advising.READS_ALREADY, 131_072)
+
+
 @pytest.mark.slow
 def test_the_commands_name_the_file_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, file = small(tmp_path, "llama3-8b"), tmp_path / "my recipe.yaml"
