@@ -132,8 +132,27 @@ def _memory(estimate: TrainingPlan, step: StepMemory, gpu: Gpu) -> Memory:
     )  # fmt: skip
 
 
-def operations_per_token(fields: Mapping[str, Any], memory: Memory) -> float | None:
-    """Operations that a training step executes per token, recomputation included; None if not countable.
+@dataclass(frozen=True)
+class Cost:
+    """Operations of a recipe's parts.
+
+    Attributes:
+        token: of a training step, per token, recomputation included.
+        evaluation: of one evaluation: a forward pass over each document, at the longest window.
+    """
+
+    token: float
+    evaluation: float
+
+    def evaluations(self, fields: Mapping[str, Any]) -> float:
+        """Operations of all evaluations of a run: before it, every `eval_every` steps, and at the end."""
+        recipe = Recipe.from_dict(fields)
+        between = (recipe.steps - 1) // recipe.eval_every if recipe.eval_every else 0
+        return self.evaluation * (2 + between)
+
+
+def cost_of(fields: Mapping[str, Any], memory: Memory) -> Cost | None:
+    """Operations of a training step and of an evaluation; None if not countable.
 
     Args:
         fields: of the recipe.
@@ -149,7 +168,12 @@ def operations_per_token(fields: Mapping[str, Any], memory: Memory) -> float | N
     if memory.recomputes:
         layers = counted.forward.linear - 2 * head
         total += layers + counted.forward.attention(recipe.length) / recipe.length
-    return total
+    evaluation = 0.0
+    if recipe.eval_data is not None and memory.evaluates:
+        window = max(recipe.eval_lengths or (recipe.target_length,))
+        document = counted.forward.linear * window + counted.forward.attention(window)
+        evaluation = recipe.eval_documents * document
+    return Cost(total, evaluation)
 
 
 def work(fields: Mapping[str, Any], operations: float, gpu: Gpu) -> Work:
@@ -157,7 +181,7 @@ def work(fields: Mapping[str, Any], operations: float, gpu: Gpu) -> Work:
 
     Args:
         fields: of the recipe.
-        operations: per token.
+        operations: of training, per token.
         gpu: if only its memory is known, the hours are those of all known GPUs with that memory.
     """
     recipe = Recipe.from_dict(fields)

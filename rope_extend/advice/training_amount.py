@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rope_extend.advice.estimates import Memory, Work, fit, operations_per_token, short_blocks, work
+from rope_extend.advice.estimates import Cost, Memory, Work, cost_of, fit, short_blocks, work
 from rope_extend.advice.gpus import Gpu
 from rope_extend.advice.question import Question
 from rope_extend.errors import RopeExtendError
@@ -29,6 +29,8 @@ SHORT_BLOCK_STEPS = 1000
 """The PoSE paper's steps (2309.10400)."""
 FEWEST_STEPS = 200
 """Position interpolation is below the original perplexity after 200 steps (2306.15595, section 3.3)."""
+LARGE_SHARE = 0.05
+"""From this share of the operations of training, the operations of evaluations are worth a note."""
 BOOKS = "emozilla/pg19"
 LONGEST_BOOKS = 131_072
 """Tokens that enough books of PG-19 have: the mean is about 100k."""
@@ -96,12 +98,13 @@ def within_hours(
     if fields.get("positions"):
         sequences = sequences_per_step(fields["block_length"])
         fields = {**fields, "steps": SHORT_BLOCK_STEPS, "gradient_accumulation": sequences}
-    operations = operations_per_token(fields, memory)
-    if operations is None:
+    cost = cost_of(fields, memory)
+    if cost is None:
         notes.append("The operations of this family cannot be counted, so no hours are estimated.")
         return fields, memory, None
-    amount = work(fields, operations, gpu)
+    amount = work(fields, cost.token, gpu)
     if hours is None or amount.hours[0].most <= hours:
+        notes += _note_on_evaluations(fields, cost, amount)
         return fields, memory, amount
     steps = int(fields["steps"] * hours / amount.hours[0].most)
     if steps < FEWEST_STEPS and not fields.get("positions"):
@@ -118,4 +121,17 @@ def within_hours(
             )
         fields = {**fields, "gradient_accumulation": max(sequences, 1)}
     fields = {**fields, "steps": max(steps, FEWEST_STEPS)}
-    return fields, memory, work(fields, operations, gpu)
+    amount = work(fields, cost.token, gpu)
+    notes += _note_on_evaluations(fields, cost, amount)
+    return fields, memory, amount
+
+
+def _note_on_evaluations(fields: dict[str, Any], cost: Cost, amount: Work) -> list[str]:
+    """That the run's evaluations take time as well, if it is more than the hours can leave out."""
+    share = cost.evaluations(fields) / amount.operations
+    if share < LARGE_SHARE:
+        return []
+    return [
+        f"The hours are those of training. The run's evaluations have {100 * share:.0f} % of its operations "
+        "in addition. For fewer, raise eval_every or lower eval_documents in the recipe."
+    ]

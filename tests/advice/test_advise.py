@@ -17,7 +17,7 @@ from rope_extend.advice import answer, training_amount
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe
-from rope_extend.advice.estimates import Memory
+from rope_extend.advice.estimates import Cost, Memory
 from rope_extend.advice.gpus import UTILISATION, Gpu
 from rope_extend.advice.training_amount import FEWEST_STEPS, STEPS
 from rope_extend.advice.windows import window_of_config
@@ -242,7 +242,7 @@ def test_tokens_do_not_grow_with_the_window(
     """105 million from 32k to 512k, as position interpolation needed: 200 steps of 64 sequences of 8k."""
     memory = Memory("24 GB", 24 * 10**9, 1, 0, "none", fits=True, evaluates=True, recomputes=False)
     monkeypatch.setattr(answer, "fit", lambda fields, *_: (dict(fields), memory))
-    monkeypatch.setattr(training_amount, "operations_per_token", lambda *_: 1.0)
+    monkeypatch.setattr(training_amount, "cost_of", lambda *_: Cost(1.0, 0.0))
     work = advise(small(tmp_path, "tinyllama-1b", max_position_embeddings=512), window).work
     assert work is not None
     assert (work.steps, work.tokens) == (steps, steps * sequences * window)
@@ -383,7 +383,7 @@ def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
         return fields, Memory(gpu.name, gpu.memory, 1, 0, "none", fits=True, evaluates=True, recomputes=False)
 
     monkeypatch.setattr(answer, "fit", fitting)
-    monkeypatch.setattr(training_amount, "operations_per_token", lambda *_: None)
+    monkeypatch.setattr(training_amount, "cost_of", lambda *_: None)
     model = small(tmp_path, "llama31-8b", max_position_embeddings=window, rope_scaling=scaling)
     advice = advise(model, "256k", engine="vllm")
     assert advice.window.tokens == 131_072
@@ -471,7 +471,8 @@ def test_a_nested_config_may_leave_its_window_to_the_default_of_its_class(tmp_pa
     """As in the config of Gemma 3 4B, which reads 128k by its card."""
     text = {
         "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240,
-        "num_hidden_layers": 34, "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "num_hidden_layers": 34, "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     advice = advise(tmp_path, "128k")
