@@ -21,6 +21,8 @@ from rope_extend.training.resume import MAY_CHANGE, checkpoints, read_state
 Line = dict[str, Any]
 
 TRAINING, SEARCH = "training", "search"
+SEARCHED = ("label", "score", "by_document", "divisors", "attention_factor")
+"""Values of each table of a search."""
 DAMAGED = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 """What reading values raises if some of them are missing or of another type."""
 _MEASURED = ("label", "model", "dtype", "adapter", "trained_length", "cpu_seconds", "seconds")
@@ -163,7 +165,8 @@ def _searches(run: Path) -> Iterator[Line]:
                 "kind": SEARCH, "name": file.parent.name, "strategy": values["config"]["strategy"],
                 "label": best["label"], "score": best["score"], "divisors": best["divisors"],
                 "attention_factor": best["attention_factor"], "cost": values["cost"],
-                "rows": [{"label": row["label"], "score": row["score"]} for row in values["rows"]],
+                "curve": values["curve"], "documents": len(values["documents"]),
+                "rows": [{name: row[name] for name in SEARCHED} for row in values["rows"]],
             }  # fmt: skip
         except DAMAGED as error:
             raise RopeExtendError(

@@ -81,6 +81,7 @@ COMPARED = {
     "methods/pictures": "tests/front/test_methods.py",
     "alternatives": "tests/front/test_compare_alternatives.py",
     "results": "tests/front/test_make_results.py",
+    "search": "tests/front/test_search_page.py",
     ".": "this file",
 }
 """Where the pictures of each folder of `docs/` are compared with what they should show."""
