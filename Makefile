@@ -83,7 +83,7 @@ test-all: .venv/.dev
 	@touch $@
 
 test-oldest: .venv-oldest/.installed
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(WORKERS) -m "not slow and not gpu" $(CORE)
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --workers auto -m "not slow and not gpu" $(CORE)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
