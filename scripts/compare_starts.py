@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from page_parts import difference_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import rope_extend as rx
@@ -40,7 +41,7 @@ def rows(
                     target, results[0].document_nll[target], result.document_nll[target],
                     result.document_terms[target],
                 )  # fmt: skip
-                change = f"{difference.nats:+.4f} ({difference.low:+.4f} … {difference.high:+.4f})"
+                change = difference_text(difference)
             values = " | ".join(f"{result.ppl[length]:.2f}" for length in lengths)
             lines.append(f"| {method} | {start} | {values} | {change} |")
     return lines

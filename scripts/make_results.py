@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from page_parts import with_part
 from results_lines import Line, is_measured_line, lines_of, read_lines, write_lines
 from results_page import in_readme, page, readme_table
 from results_recorded import check_model, is_measured, is_trained, merged, plain_cells, restore
@@ -268,9 +269,7 @@ def draw(results: Results, path: Path) -> None:
 
 def with_table(text: str, table: str) -> str:
     """The README with the table between its two marks; without marks it stays as it is."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    return f"{before}{begin}\n{table}\n{end}{after}" if begin and end else text
+    return with_part(text, table, BEGIN, END)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from page_parts import with_part
 from results_lines import lines_of, read_lines, write_lines
 from search_page import draw, section
 
@@ -123,15 +124,13 @@ class Setting:
 def write_page() -> None:
     """Write what was measured into the page."""
     text = PAGE.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
+    if BEGIN not in text or END not in text:
         raise RopeExtendError(f"{PAGE.name} has lost the marks {BEGIN} and {END}; put them where tables go")
     found = {file.stem: read_lines(file) for file in sorted(FOLDER.glob("*.jsonl"))}
     for name, lines in found.items():
         draw(name, lines, FOLDER)
     parts = [section(name, lines) for name, lines in found.items()]
-    write_text(PAGE, f"{before}{begin}\n\n" + "\n".join(parts) + f"\n{end}{after}")
+    write_text(PAGE, with_part(text, "\n" + "\n".join(parts), BEGIN, END))
 
 
 def main() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from page_parts import filled
 from results_lines import SEARCH, TRAINING
 from results_rows import Results, longest_of, machines, results_of, seconds
 from results_says import says
@@ -69,7 +69,7 @@ def page(results: Results, source: str) -> str:
     """The whole page as Markdown."""
     parts = [_head(results, source)]
     if sentences := says(results):
-        items = [_filled(text, "- ") for text in sentences]
+        items = [filled(text, "- ") for text in sentences]
         parts.append(_section("In short", "\n".join(items)))
     untrained = [row for row in results.rows if row.adapter is None]
     if untrained:
@@ -130,7 +130,7 @@ def _precision(results: Results) -> str:
     }
     pairs = [(losses["float32"][key], losses["bfloat16"][key]) for key in shared]
     most = max(abs(ppl((small - large) / terms) - 1) for (large, terms), (small, _) in pairs)
-    return "\n" + _filled(
+    return "\n" + filled(
         f"At {format_length(int(length))} tokens of {books_text(len(shared))}, plain RoPE has "
         f"{means['float32']:.3f} in float32 and {means['bfloat16']:.3f} in bfloat16. On no book do they "
         f"differ by more than {100 * most:.2f} %."
@@ -176,7 +176,7 @@ def _shorter(results: Results) -> Iterator[str]:
         text = f"The rows of this table are extended to {format_length(length)}, over {_books_of(shorter)}."
         if "string" in added:
             text += f" {_reach_of_string(results)}"
-        yield _section(f"{names} at {format_length(length)}", _filled(text), table(shorter, shorter.rows))
+        yield _section(f"{names} at {format_length(length)}", filled(text), table(shorter, shorter.rows))
 
 
 def _reach_of_string(results: Results) -> str:
@@ -258,17 +258,10 @@ def _training_text(results: Results) -> str:
     texts = "other books" if all(count == 0 for count in trained_on) else "text"
     if any(trained_on):
         texts = "text that is measured on too"
-    return _filled(
+    return filled(
         f"LoRA on {tokens} tokens of {texts}, in blocks of 2,048 tokens with positions from the whole "
         f"target window (PoSE): `configs/results/lora.yaml`. A run took {hours} on average."
     )
-
-
-def _filled(text: str, bullet: str = "") -> str:
-    return textwrap.fill(
-        text, 110, break_long_words=False, break_on_hyphens=False, initial_indent=bullet,
-        subsequent_indent=" " * len(bullet),
-    )  # fmt: skip
 
 
 def _by_step(results: Results) -> Iterator[str]:
@@ -289,7 +282,7 @@ def _by_step(results: Results) -> Iterator[str]:
         rows.append([NAMES.get(run, run), *(_shown(by_step.get(step)) for step in steps)])
     yield _section(
         "Position interpolation against direct fine-tuning",
-        _filled(
+        filled(
             f"Perplexity at {format_length(longest)} tokens on one book, by step. Section 3.3 of "
             "2306.15595 has this curve for LLaMA."
         ),
@@ -305,7 +298,7 @@ def _searched(results: Results) -> Iterator[str]:
         divisors = " ".join(f"{divisor:g}" for divisor in line["divisors"])
         yield _section(
             f"The table of `{line['name']}`",
-            _filled(
+            filled(
                 f"Found by `rope-extend search` with {line['cost']['forward_tokens']:,} forward tokens. "
                 f"Attention factor {line['attention_factor']:g}, divisors {divisors}."
             ),

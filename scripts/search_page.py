@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from page_parts import difference_text, filled
 from results_lines import SEARCH, Line
 from results_rows import Results, results_of
 
 from rope_extend.evaluation.comparison import differences
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult, file_name
-from rope_extend.evaluation.statistics import Difference, paired
+from rope_extend.evaluation.statistics import paired
 from rope_extend.plots.style import INK, PALETTE, QUIET, Canvas, Floats, draw_line, name_ends
 from rope_extend.report.tables import markdown_table, number
 from rope_extend.searching.search_config import GENETIC
@@ -42,7 +42,7 @@ def section(name: str, lines: Sequence[Line]) -> str:
     parts += [f"![Divisors by channel pair](search/{name}_tables.svg)"]
     parts += [f"![The course of each search](search/{name}_curves.svg)"]
     about = f"Perplexity on {documents} documents that nobody searched or trained on"
-    parts.append(_filled(f"{about}. {_against(results)}") + "\n\n" + rows_table(results, untrained))
+    parts.append(filled(f"{about}. {_against(results)}") + "\n\n" + rows_table(results, untrained))
     if trained:
         parts.append("After the same LoRA run of each row:\n\n" + rows_table(results, trained))
     return "\n\n".join(parts) + "\n"
@@ -75,25 +75,18 @@ def found_table(searches: dict[str, Line]) -> str:
         change = paired(1, best["by_document"], row["by_document"], [1] * len(row["by_document"]))
         tokens = f"{cost['forward_tokens']:,}" if cost else ""
         divisors = " ".join(f"{divisor:g}" for divisor in row["divisors"])
-        difference = "" if row is best else shown(change)
+        difference = "" if row is best else difference_text(change)
         rows.append(
             [label, f"{row['score']:.4f}", difference, tokens, f"{row['attention_factor']:g}", divisors]
         )
     return markdown_table(rows)
 
 
-def shown(change: Difference) -> str:
-    """A difference in nats, with its interval if there are documents enough."""
-    if change.low is None or change.high is None:
-        return f"{change.nats:+.4f}"
-    return f"{change.nats:+.4f} ({change.low:+.4f} … {change.high:+.4f})"
-
-
 def _not_their_own(searches: dict[str, Line]) -> Iterator[str]:
     """A sentence for each search that a closed form won."""
     for name, search in searches.items():
         if not search["label"].startswith(f"{search['strategy']} "):
-            yield _filled(
+            yield filled(
                 f"On its held-out documents, `{name}` found nothing better than `{search['label']}`. A "
                 f"search writes the winner, so the rows `{name}` below are of that table."
             )
@@ -125,7 +118,7 @@ def rows_table(results: Results, rows: Sequence[EvaluationRow]) -> str:
         line = [name(row), *(number(row.result.ppl[length]) for length in lengths)]
         if first is not None:
             change = differences(first.result, row.result, lengths[-1:])[0]
-            line.append("" if row is first else shown(change))
+            line.append("" if row is first else difference_text(change))
         if answers:
             found = answers.get((name(row), row.adapter is None))
             line.append("" if found is None else str(found.rate("passkey", results.longest)))
@@ -187,7 +180,3 @@ def _curves(searches: dict[str, Line]) -> Iterator[tuple[str, Floats, Floats]]:
             curve.append((search["cost"]["passes"], curve[-1][1]))
             passes, values = np.array(curve, dtype=np.float64).T
             yield label, passes, values
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(text, 110, break_long_words=False, break_on_hyphens=False)
