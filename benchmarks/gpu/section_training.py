@@ -15,7 +15,8 @@ from gpu.steps import Figure, Setting, Step, free_cache, seconds_of
 from rope_extend.memory.budget import available_memory
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-from rope_extend.training.step_plan import TrainingPlan, plan_training
+from rope_extend.training.step_memory import TrainingPlan
+from rope_extend.training.step_plan import plan_training
 
 SUBJECT = (
     "LoRA of rank 16 on all linear layers of 8 billion random weights in bfloat16. What a card has beyond "

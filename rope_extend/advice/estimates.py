@@ -15,7 +15,7 @@ from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_plan import StepMemory, TrainingPlan
+from rope_extend.training.step_memory import StepMemory, TrainingPlan
 from rope_extend.training.utilisation import training_operations
 
 

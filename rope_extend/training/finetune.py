@@ -49,6 +49,7 @@ from rope_extend.training.launch import check_launch, check_variables
 from rope_extend.training.loop import FinetuneInterrupted, RunData, TrainingRun
 from rope_extend.training.lora import extended, left_out, lora_config
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
+from rope_extend.training.option_choice import default_memory_options, resumed_options
 from rope_extend.training.recipe import Recipe, add_recipe_arguments, recipe_from_arguments
 from rope_extend.training.resume import (
     RunState,
@@ -60,12 +61,8 @@ from rope_extend.training.resume import (
 from rope_extend.training.run_log import log_run
 from rope_extend.training.run_report import add_training_report
 from rope_extend.training.sharding import Sharding
-from rope_extend.training.step_plan import (
-    TrainingPlan,
-    default_memory_options,
-    plan_training,
-    resumed_options,
-)
+from rope_extend.training.step_memory import TrainingPlan
+from rope_extend.training.step_plan import plan_training
 from rope_extend.training.text_reach import TextReach, text_reach
 from rope_extend.training.tracking import check_trackers
 from rope_extend.training.training_data import check_split, load_held_out, load_training_data, trained_on

@@ -17,7 +17,8 @@ from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.memory_options import MemoryOptions, _in_tiles, _norms, apply_memory_options
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_plan import StepMemory, plan_training
+from rope_extend.training.step_memory import StepMemory
+from rope_extend.training.step_plan import plan_training
 
 EIGHT_BILLION = LlamaConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,

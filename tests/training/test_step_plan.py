@@ -29,9 +29,11 @@ from rope_extend.training import step_plan as planning
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import TILE, MemoryOptions, apply_memory_options
+from rope_extend.training.option_choice import resumed_options
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import RunState, read_state
-from rope_extend.training.step_plan import StepMemory, TrainingPlan, plan_training, resumed_options
+from rope_extend.training.step_memory import StepMemory, TrainingPlan
+from rope_extend.training.step_plan import plan_training
 
 CPU = LoadOptions(device="cpu", dtype=torch.float32)
 CONFIGS = sorted([*(Path(__file__).parents[2] / "configs").glob("*.yaml"), *FOLDER.glob("*.yaml")])
@@ -290,7 +292,7 @@ def limited(limit: float) -> LoadOptions:
 def steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same step of the same run is counted once: what is chosen changes with the limit, no step does."""
     known: dict[str, StepMemory] = {}
-    count = planning._StepEstimator.step
+    count = planning.StepEstimator.step
 
     def step(self: Any, memory_options: MemoryOptions, tokens: int) -> StepMemory:
         key = repr(
@@ -300,7 +302,7 @@ def steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[key] = count(self, memory_options, tokens)
         return known[key]
 
-    monkeypatch.setattr(planning._StepEstimator, "step", step)
+    monkeypatch.setattr(planning.StepEstimator, "step", step)
 
 
 @pytest.mark.usefixtures("steps_once")
@@ -504,7 +506,7 @@ def test_a_family_without_a_dry_run_trains_with_the_options_of_the_recipe(
     def fail(*_: Any) -> None:
         raise RuntimeError("needs values")
 
-    monkeypatch.setattr(planning._StepEstimator, "step", fail)
+    monkeypatch.setattr(planning.StepEstimator, "step", fail)
     finetune(replace(tiny, steps=1))
     checkpoint = Path(tiny.output_dir) / "checkpoints" / "step-1"
     assert read_state(checkpoint).memory_options == asdict(MemoryOptions(True))

@@ -16,8 +16,9 @@ from rope_extend.training import finetune as tuning
 from rope_extend.training import host_offload
 from rope_extend.training.host_offload import HostOffload, PinnedCopy, pinned_blocks
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, tiled
+from rope_extend.training.option_choice import candidate_options
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_plan import candidate_options, plan_training
+from rope_extend.training.step_plan import plan_training
 
 EIGHT_BILLION = 4096
 """Channels of an 8B Llama, each of 2 bytes."""

@@ -1,0 +1,177 @@
+"""Counts the bytes of a training step, without a formula per family.
+
+The step itself, with adapter, loss, backward pass and optimizer, runs on the meta device, where tensors have
+shapes and no values, and the bytes that it would hold are counted. The memory that kernels and allocators
+need apart from tensors is covered by the margin of the plan.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from rope_extend.attention.functions import acts_inside
+from rope_extend.attention.packed import takes_no_mask
+from rope_extend.data.choices import CONSECUTIVE
+from rope_extend.loss import NextTokenLoss, default_chunk_bytes
+from rope_extend.memory.budget import quantized_savings
+from rope_extend.memory.meta_device import (
+    META,
+    DirectKernelCalls,
+    MetaBytes,
+    dry_run_attention,
+    quiet_patching,
+)
+from rope_extend.models.planned_device import planned_for
+from rope_extend.models.view import decoder_layers
+from rope_extend.training.host_offload import HostOffload
+from rope_extend.training.lora import adapted, extended
+from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
+from rope_extend.training.meta_autocast import casting_as_autocast
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.step_memory import StepMemory
+from rope_extend.training.text_reach import TextReach
+
+DEPTH = 2
+"""Number of layers of a dry run, if all layers are equal; one more layer shows what each adds."""
+
+
+class StepEstimator:
+    """Runs steps on a model without weights, and counts bytes. Use it as a context manager.
+
+    Attention of the model is replaced within the context, and restored at its end.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: Any,
+        weights: int,
+        device: torch.device,
+        processes: int,
+        reach: TextReach,
+    ) -> None:
+        self.reach = reach
+        self.recipe, self.base, self.weights = recipe, model, weights
+        self.device, self.quantized, self.processes = device, recipe.quantize is not None, processes
+        self.dtype = model.dtype
+        self.quantized_savings = quantized_savings(model, "4bit")
+        vocabulary = model.get_output_embeddings().weight.shape[0]
+        self.scored = 3 * max(1, default_chunk_bytes(device) // (4 * vocabulary))  # tokens of three chunks
+
+    def __enter__(self) -> Self:
+        model, packed = self.base, self.recipe.packs
+        with DirectKernelCalls(), MetaBytes(scored=2):
+            self.masked = packed and not takes_no_mask(model)
+        config = model.config.get_text_config(decoder=True)
+        flash = "flash" in config._attn_implementation
+        with ExitStack() as stack:
+            stack.enter_context(planned_for(self.device))
+            # Before the patch, which may wrap the attention function that it finds.
+            stack.enter_context(dry_run_attention(model, maskless=False))
+            with quiet_patching():
+                stack.enter_context(extended(model, self.recipe))
+            # Encodings that act inside attention need a mask, unless the kernel is flash attention.
+            self.masked |= packed and acts_inside(model) and not flash
+            self.model = adapted(model, self.recipe, self.reach).train()
+            self._context = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._context.close()
+
+    def step(self, memory_options: MemoryOptions, tokens: int) -> StepMemory:
+        """The memory of a step after the first, when the optimizer has its moments."""
+        applied = memory_options
+        if self.device.type == "cpu":  # all memory is host memory
+            applied = replace(memory_options, offload_checkpoints=False)
+        trained, saved, forward, backward, host = self._count(applied, tokens)
+        return StepMemory(
+            memory_options, self.quantized, self.weights, trained, saved, max(0, forward - saved),
+            max(0, backward - saved), host,
+        )  # fmt: skip
+
+    def _count(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
+        """Bytes of what is trained; and in addition to that and the weights: at the end of the forward pass,
+        the peak until then, and the peak after that; and bytes in host memory.
+
+        If all layers are equal, each adds the same, so a few layers are enough.
+        """
+        decoder = decoder_layers(self.base)
+        if decoder is None or not decoder.complete:
+            return self._step(memory_options, tokens)
+        parent, name, layers, _ = decoder
+        # The embeddings, and the inputs of the two latest layers, are still on the device while a layer runs.
+        least = DEPTH + memory_options.offload_checkpoints
+        if len(layers) <= 2 * DEPTH or not _equal_layers(self.base, layers):
+            return self._step(memory_options, tokens)
+        counts = []
+        for depth in (least, least + 1):
+            setattr(parent, name, layers[:depth])
+            try:
+                counts.append(self._step(memory_options, tokens))
+            finally:
+                setattr(parent, name, layers)
+        return [few + (len(layers) - least) * (more - few) for few, more in zip(*counts, strict=True)]
+
+    def _step(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
+        recipe = self.recipe
+        self.parameters = [value for value in self.model.parameters() if value.requires_grad]
+        optimizer = torch.optim.AdamW(self.parameters, foreach=self.device.type == "cuda")
+        counter = MetaBytes(scored=self.scored)
+        tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if tensor.is_meta]
+        for tensor in tensors:
+            counter.add(tensor)
+        trainable = sum(parameter.nbytes for parameter in self.parameters)
+        frozen = counter.live - trainable
+        batch = {"input_ids": torch.zeros(recipe.batch_size, tokens, dtype=torch.int64, device=META)}
+        if recipe.positions != CONSECUTIVE:
+            batch["position_ids"] = torch.zeros_like(batch["input_ids"])
+        buckets = self.processes > 1  # those of DistributedDataParallel hold a second copy of every gradient
+        objective, offload = NextTokenLoss(self.model), HostOffload()
+        with (
+            # Before tiles, which take over a layer's forward.
+            casting_as_autocast(self.model, self.dtype) as cast,
+            apply_memory_options(self.base, memory_options, offload),
+            DirectKernelCalls(),
+            counter,
+        ):
+            self._gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+            held = counter.live
+            if self.masked:
+                _mask = torch.empty(recipe.batch_size, tokens, tokens, dtype=torch.bool, device=META)
+            if recipe.gradient_accumulation > 1 or buckets:
+                self._gradients()
+            counter.peak = counter.live
+            loss = objective(**batch)
+            cast.clear()
+            saved, forward = counter.live - held - offload.leaving_bytes, counter.peak - held
+            counter.peak = counter.live
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters, recipe.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            backward = counter.peak - held
+        return [held - frozen + trainable * buckets, saved, forward, backward, offload.host_bytes]
+
+    def _gradients(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _equal_layers(model: Any, layers: nn.ModuleList) -> bool:
+    """Whether all layers of a model need the same memory."""
+    if len(set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())) > 1:
+        return False
+    kinds = {
+        tuple((name, type(part), *(tuple(value.shape) for value in part.parameters(recurse=False)))
+              for name, part in layer.named_modules())
+        for layer in layers
+    }  # fmt: skip
+    return len(kinds) == 1
