@@ -8,8 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Any Python with torch, transformers, accelerate and peft: nothing is installed for `make gpu`.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # Tests are many and small: one thread each, and as many workers as cores.
-WORKERS := -n auto --dist worksteal
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS)
+PYTEST := -m pytest --workers auto
 # Tests that compare float32 results of two orders of summation. Tests of attention that count pairs, look at masks or
 # place tensors on devices give the same on every CPU.
 NUMERICAL := $(filter-out tests/attention/test_remap_work.py tests/attention/test_masks.py \
@@ -59,20 +58,19 @@ help:
 demo: .venv/.runtime
 	$(BIN)/rope-extend demo --output demo-output
 
-# Its workers are forked after collection: those of pytest-xdist would import and collect everything again.
 test: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --workers auto -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow and not gpu"
 
 test-slow: .venv/.dev
-	$(PYTEST) -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "slow and not gpu"
 
 # Threads that wait without sleeping would take the cores from the other workers: four times the CPU time.
 test-other-cpu: .venv/.dev
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(WORKERS) \
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python $(PYTEST) \
 		-m "not slow and not gpu" $(NUMERICAL)
 
 test-all: .venv/.dev
-	$(PYTEST) --full -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --full -m "not gpu"
 
 # Most modules of the libraries are never imported: those that are get compiled then.
 .venv-oldest/.installed: pyproject.toml constraints.txt
@@ -83,7 +81,7 @@ test-all: .venv/.dev
 	@touch $@
 
 test-oldest: .venv-oldest/.installed
-	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest --workers auto -m "not slow and not gpu" $(CORE)
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) -m "not slow and not gpu" $(CORE)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

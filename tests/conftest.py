@@ -1,7 +1,4 @@
-"""The options of a test run, and which tests it has. The fixtures are in `shared_fixtures.py`.
-
-This file imports nothing heavy: the process that hands tests to the workers needs torch for nothing.
-"""
+"""The options of a test run, and which tests it has. The fixtures are in `shared_fixtures.py`."""
 
 from __future__ import annotations
 
@@ -20,11 +17,6 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 
-def hands_tests_out(config: pytest.Config) -> bool:
-    """Whether this process runs no test, because its workers do."""
-    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="every method in every family, and random examples: takes hours"
@@ -33,8 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if hands_tests_out(config):
-        return
     from covering import OPTIONS
     from hypothesis import settings
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,9 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ON_A_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+LIMIT = 900.0
+"""Seconds that a command may take: many times what the longest takes on a slow machine."""
 
 _SERVER = """
-import importlib, json, os, runpy, signal, sys
+import gc, importlib, json, os, runpy, signal, sys
 
 for name in (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "transformers.generation", "peft",
@@ -27,9 +30,12 @@ for name in (
 ):
     importlib.import_module(name)
 assert "rope_extend" not in sys.modules
+gc.collect()
+gc.freeze()  # or each process would look for garbage among all that is imported, for two seconds
 for line in sys.stdin:
     words, where, output, environment = json.loads(line)
     process = os.fork()
+    os.setpgid(process, process)  # processes that it starts end with it
     if process == 0:
         break
     print(process, flush=True)
@@ -66,7 +72,7 @@ class Commands:
         self.where = where
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._server = subprocess.Popen(
-            [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
             env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
         )  # fmt: skip
         self._count = 0
@@ -81,24 +87,40 @@ class Commands:
         Returns the process id.
         """
         assert self._server.stdin is not None
-        if self._running is not None:  # of a test that failed
-            with suppress(ProcessLookupError):
-                os.kill(self._running, signal.SIGKILL)
-            self.wait()
+        self._kill()  # of a test that failed
         self._count += 1
         job = json.dumps([words, str(where), str(self._output), environment or {}])
-        print(job, file=self._server.stdin, flush=True)
-        self._running = self._answer()
+        self._server.stdin.write(f"{job}\n".encode())
+        self._running = self._answer(LIMIT)
         return self._running
 
-    def wait(self) -> int:
-        """The exit status of the process that was started last, negative if a signal ended it."""
-        status = self._answer()
+    def wait(self, limit: float = LIMIT) -> int:
+        """The exit status of the process that was started last, negative if a signal ended it.
+
+        Raises:
+            AssertionError: it still ran after `limit` seconds, and was killed.
+        """
+        try:
+            status = self._answer(limit)
+        except TimeoutError:
+            self._kill()
+            raise AssertionError(f"killed after {limit:g} s: {self.printed()[-6000:]}") from None
         self._running = None
         return status
 
-    def _answer(self) -> int:
+    def _kill(self) -> None:
+        """End the process that runs, if one does, and those that it has started."""
+        if self._running is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._running, signal.SIGKILL)
+            self._answer(LIMIT)
+            self._running = None
+
+    def _answer(self, limit: float) -> int:
+        """The next number from the process that starts the others."""
         assert self._server.stdout is not None
+        if not select.select([self._server.stdout], [], [], limit)[0]:
+            raise TimeoutError
         return int(self._server.stdout.readline())
 
     @property
@@ -109,18 +131,25 @@ class Commands:
         """What the process that was started last has printed so far."""
         return self._output.read_text(encoding="utf-8")
 
-    def run(self, *words: str, where: Path = ROOT, environment: dict[str, str] | None = None) -> str:
+    def run(
+        self,
+        *words: str,
+        where: Path = ROOT,
+        environment: dict[str, str] | None = None,
+        limit: float = LIMIT,
+    ) -> str:
         """Start a process and wait for its end; returns what it printed.
 
         Raises:
-            AssertionError: it failed.
+            AssertionError: it failed, or still ran after `limit` seconds.
         """
         self.start(*words, where=where, environment=environment)
-        assert self.wait() == 0, f"{words}: {self.printed()[-6000:]}"
+        assert self.wait(limit) == 0, f"{words}: {self.printed()[-6000:]}"
         return self.printed()
 
     def close(self) -> None:
         """End the process that starts the others."""
         assert self._server.stdin is not None
+        self._kill()
         self._server.stdin.close()
         self._server.wait()

@@ -1,7 +1,7 @@
 """`--workers N`: tests are collected once, and run by N processes that are forked then.
 
-Each worker of pytest-xdist imports and collects everything, which takes it eight seconds of CPU time. A fork
-has it all. A worker that is done with a block of tests takes the next one.
+A worker that imports and collects by itself, as those of pytest-xdist do, takes eight seconds of CPU time
+for that. A fork has it all. A worker that is done with a block of tests takes the next one.
 """
 
 from __future__ import annotations
@@ -37,15 +37,25 @@ def workers(config: pytest.Config) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def in_blocks(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """Tests as blocks. Those with long tests come first: at the end, no process waits for one of them."""
+    files = [list(tests) for _, tests in itertools.groupby(items, lambda item: item.path)]
+    blocks = [tests[start : start + BLOCK] for tests in files for start in range(0, len(tests), BLOCK)]
+    return sorted(blocks, key=lambda block: -sum(map(_seconds, block)))
+
+
+def _seconds(item: pytest.Item) -> float:
+    """The time that the mark of a long test gives: `slow(seconds=100)`."""
+    return max((mark.kwargs.get("seconds", 0) for mark in item.iter_markers("slow")), default=0)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Fork the workers, and report what they send."""
     config = session.config
     if workers(config) < 2 or config.option.collectonly or session.testsfailed:
         return None
-    files = itertools.groupby(session.items, lambda item: item.path)
-    tests = [list(items) for _, items in files]
-    blocks = [each[start : start + BLOCK] for each in tests for start in range(0, len(each), BLOCK)]
+    blocks = in_blocks(session.items)
     begun = Value("i", 0)
 
     def take() -> list[pytest.Item]:

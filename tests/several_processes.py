@@ -19,8 +19,8 @@ TIMEOUT = 280
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([
-    "accelerate", "datasets", "matplotlib.pyplot", "peft", "safetensors.torch", "torch.distributed.fsdp",
-    "transformers.models.llama.modeling_llama", "rope_extend.training.finetune",
+    "accelerate", "datasets", "matplotlib.pyplot", "peft", "pytest", "safetensors.torch",
+    "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "rope_extend.training.finetune",
 ])  # fmt: skip
 
 

@@ -35,9 +35,15 @@ FIRST = {case.name: case for case in reversed(ENCODINGS)}
 """The first case of each method."""
 
 
+REFUSED = ("phi3", "dynamic_ntk")
+"""A pair that is saved in addition: a `rope_type` of transformers that the family's own config refuses."""
+
+
 def mark(family: int, encoding: int) -> Any:
     """Every sixth method in one family by default, each encoding in one when slow, in all with `--full`."""
     turn, case = (family - encoding) % len(SIX), ENCODINGS[encoding]
+    if (str(SIX[family]), str(case)) == REFUSED:
+        return pytest.mark.slow
     if turn == 0 and FIRST[case.name] is case and list(FIRST).index(case.name) % 6 == 0:
         return ()
     return pytest.mark.full if turn else pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from cases import tiny_llama
+from covering import OPTIONS
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
@@ -191,4 +192,4 @@ def test_a_directory_is_whole_and_files_of_others_stay(sources: Sources) -> None
 
 @pytest.mark.slow
 def test_a_directory_is_whole_and_files_of_others_stay_for_long(sources: Sources) -> None:
-    run(sources, 150, 20)
+    run(sources, 150 if OPTIONS.full else 75, 20)

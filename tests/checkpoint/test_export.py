@@ -225,13 +225,14 @@ def test_every_verdict_is_true(tmp_path: Path, model_type: str, case: EncodingCa
     check_export(tmp_path, case, model_type, to)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["yarn", *(pytest.param(name, marks=pytest.mark.full) for name in ("ntk_by_parts", "p_rope"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["ntk_by_parts", "p_rope"])
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_no_family_is_exported_to_something_else(tmp_path: Path, family: FamilyCase, name: str) -> None:
-    """In every family, the export computes the original's logits, or is refused with a reason."""
+    """In every family, the export computes the original's logits, or is refused with a reason.
+
+    `test_merge.py` exports a merge in every family, with another method.
+    """
     if not family.auto_reloads:
         pytest.skip("AutoModelForCausalLM does not load it")
     directory, expected = saved(tmp_path / "saved", ROWS[name], family.model_type)

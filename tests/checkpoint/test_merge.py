@@ -528,11 +528,11 @@ def test_repeated_layers_are_refused_by_name(tmp_path: Path, in_memory: bool) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [case for case in FAMILIES if case.auto_reloads], ids=str)
-def test_every_family_merges_from_files_or_says_why_not(tmp_path: Path, family: FamilyCase) -> None:
-    """With the default target modules of a recipe."""
+def test_every_family_is_merged_and_exported_or_says_why_not(tmp_path: Path, family: FamilyCase) -> None:
+    """With the default target modules of a recipe. An export computes the same logits, or is refused."""
     tiny_model(family).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
-    rx.extend(model, TARGET, "linear")
+    rx.extend(model, TARGET, "yarn")
     recipe = rx.Recipe(model="unused", data="unused", output_dir="unused", target_length=TARGET, lora_rank=2)
     live = get_peft_model(model, lora_config(model, recipe)).eval()
     torch.manual_seed(1)
@@ -546,8 +546,17 @@ def test_every_family_merges_from_files_or_says_why_not(tmp_path: Path, family: 
         with pytest.raises(rx.RopeExtendError, match=r"merge with in_memory=True"):
             rx.merge(tmp_path / "adapter", tmp_path / "merged")
     rx.merge(tmp_path / "adapter", tmp_path / "merged", in_memory=in_memory)
-    merged = rx.load(tmp_path / "merged", dtype=torch.float32).eval()
-    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-2)  # hrm_text is recurrent
+    merged = logits(rx.load(tmp_path / "merged", dtype=torch.float32).eval())
+    torch.testing.assert_close(merged, expected, rtol=0, atol=1e-2)  # hrm_text is recurrent
+    try:
+        rx.export(tmp_path / "merged", tmp_path / "out", verify=False)
+    except rx.RopeExtendError as error:
+        assert "cannot be exported" in str(error)  # noqa: PT017
+        assert not (tmp_path / "out").exists()
+    else:
+        stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        assert rx.current_patch(stock) is None
+        assert_same_but_rounding(logits(stock), merged)
 
 
 def test_from_the_command_line(adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

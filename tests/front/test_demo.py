@@ -18,54 +18,13 @@ from rope_extend.demo.run import DOCUMENTS, RECIPE, finetune_once, run_demo
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import checkpoints, read_state
 
 
 def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_a_short_demo_writes_its_report_and_resumes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rope_extend.demo.run.DOCUMENTS", 2)
-    monkeypatch.setattr("rope_extend.demo.run.TRIALS", 1)
-    arguments = ["demo", "--output", str(tmp_path), "--methods", "none,yarn", "--steps", "1"]
-    main(arguments)
-    shown = capsys.readouterr().out
-    assert shown.count("$ rope-extend finetune") == 3
-    assert shown.count("$ rope-extend evaluate") == 1
-    assert shown.count("$ rope-extend card") == 3
-    labels = [row.label for row in read_results(tmp_path)]
-    assert labels == [
-        "none", "none, cropped to 256", "yarn", "yarn + LoRA", "short_original(yarn) + LoRA",
-        "none + LoRA at 256",
-        "none + LoRA at 256, cropped to 256",
-    ]  # fmt: skip
-    assert shown.count(", texts of 256 tokens: perplexity") == 3  # what the runs cost, said in the output
-    runs = tmp_path / "runs"
-    for name, mixed in {"yarn": False, "short_original-yarn": True, "control": False}.items():
-        assert Recipe.from_yaml(runs / name / "recipe.yaml").mixed_windows == mixed
-        card = (runs / name / "README.md").read_text()
-        assert "Not measured yet" not in card
-        assert "| yarn + LoRA" in card
-    table = (tmp_path / "table.md").read_text()
-    assert re.search(r"Retrieval, passkey:\n\n\| +\| +256 \| +2k \|", table)
-    assert "Sample 1, continued by each row:" in table
-    assert table.count("rope-extend finetune") == 3
-    adapter = (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns
-    main(arguments)
-    assert "already in" in capsys.readouterr().out
-    rows = read_results(tmp_path)
-    (tmp_path / "results.jsonl").unlink()
-    monkeypatch.setattr(demo, "evaluate", lambda _: rows)  # what it measures is not asked again
-    main(arguments)
-    assert capsys.readouterr().out.count("already done") == 3
-    assert [row.to_dict() for row in read_results(tmp_path)] == [row.to_dict() for row in rows]
-    assert (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns == adapter
 
 
 def test_results_of_another_demonstration_are_not_reused(
@@ -95,12 +54,14 @@ def test_old_results_are_gone_once_a_demonstration_starts_again(
     """Otherwise the command that resumes would show them as those of the new runs."""
     (tmp_path / "results.jsonl").touch()
     (tmp_path / "runs" / "yarn").mkdir(parents=True)
-    monkeypatch.setattr(demo, "finetune_once", lambda *_: None)
+    recipes: list[Recipe] = []
+    monkeypatch.setattr(demo, "finetune_once", lambda recipe, *_: recipes.append(recipe))
     monkeypatch.setattr(demo, "pretrained", lambda *_, **__: None)
     monkeypatch.setattr(demo, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_demo(tmp_path, tuned=["yarn"], overwrite=True)
+        run_demo(tmp_path, tuned=["yarn"], steps=5, overwrite=True)
     assert [*tmp_path.iterdir()] == []
+    assert [(recipe.method, recipe.steps) for recipe in recipes] == [("yarn", 5), ("none", 5)]
     assert "The same command resumes from here; leave --overwrite out" in capsys.readouterr().out
 
 
@@ -136,11 +97,39 @@ def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> Non
     assert not (tmp_path / "demo").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=150)
 @pytest.mark.usefixtures("private_cache")
-def test_the_demo_shows_what_it_claims(tmp_path: Path) -> None:
-    """The project's promise, on the whole demonstration."""
-    measured = run_demo(tmp_path)
+def test_the_demo_shows_what_it_claims_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The project's promise, on the whole demonstration, and the files that it writes."""
+    arguments = ["demo", "--output", str(tmp_path)]
+    main(arguments)
+    shown = capsys.readouterr().out
+    measured = read_results(tmp_path)
+    assert [row.label for row in measured] == [
+        "none", "none, cropped to 256", "yarn", "yarn + LoRA", "short_original(yarn) + LoRA",
+        "none + LoRA at 256",
+        "none + LoRA at 256, cropped to 256",
+    ]  # fmt: skip
+    check_claims(measured)
+    check_files(tmp_path, shown)
+    adapter = (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns
+    main([*arguments, "--methods", "yarn", "--tune", "yarn", "--steps", "18"])
+    assert "already in" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*arguments, "--steps", "3"])
+    assert "with runs of 18 steps" in capsys.readouterr().err
+    (tmp_path / "results.jsonl").unlink()
+    monkeypatch.setattr(demo, "evaluate", lambda _: measured)  # what it measures is not asked again
+    main(arguments)
+    assert capsys.readouterr().out.count("already done") == 3
+    assert [row.to_dict() for row in read_results(tmp_path)] == [row.to_dict() for row in measured]
+    assert (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns == adapter
+
+
+def check_claims(measured: list[EvaluationRow]) -> None:
+    """What the extension gives, compared with controls, and what it costs."""
     rows = {row.label: row.result for row in measured}
     plain, trained, longest = rows["none"], 256, 2048
     assert plain.documents == DOCUMENTS
@@ -159,3 +148,20 @@ def test_the_demo_shows_what_it_claims(tmp_path: Path) -> None:
     assert found.second.mean >= 0.7
     # Short texts in training keep more of the perplexity.
     assert by_label["short_original(yarn) + LoRA"].after < by_label["yarn + LoRA"].after
+
+
+def check_files(output: Path, shown: str) -> None:
+    """The runs with their cards, the table, and what is printed."""
+    assert shown.count("$ rope-extend finetune") == 3
+    assert shown.count("$ rope-extend evaluate") == 1
+    assert shown.count("$ rope-extend card") == 3
+    assert shown.count(", texts of 256 tokens: perplexity") == 3  # what the runs cost, said in the output
+    for name, mixed in {"yarn": False, "short_original-yarn": True, "control": False}.items():
+        assert Recipe.from_yaml(output / "runs" / name / "recipe.yaml").mixed_windows == mixed
+        card = (output / "runs" / name / "README.md").read_text()
+        assert "Not measured yet" not in card
+        assert "| yarn + LoRA" in card
+    table = (output / "table.md").read_text()
+    assert re.search(r"Retrieval, passkey:\n\n\| +\| +256 \| +2k \|", table)
+    assert "Sample 1, continued by each row:" in table
+    assert table.count("rope-extend finetune") == 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,16 +96,40 @@ def written(recipe: Recipe, where: Path) -> str:
     return str(path)
 
 
-@pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the base model, and with the runs in one process that several tests compare with."""
+    directory = tmp_path_factory.mktemp("one-process")
     base = tiny_llama(tie_word_embeddings=True)  # so that trained embeddings are a trained head
-    base.save_pretrained(tmp_path / "base")
+    base.save_pretrained(directory / "base")
+    return directory
+
+
+@pytest.fixture
+def recipe(
+    work: Path, shared: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None
+) -> Recipe:
     recipe = Recipe(
         **{**settings(work), "lora_dropout": 0.0, "steps": 4, "save_every": 2, "gradient_accumulation": 4},
         output_dir=str(tmp_path / "one"),
     )
-    tokenizer_of(recipe).save_pretrained(tmp_path / "base")
-    return replace(recipe, model=str(tmp_path / "base"), eval_data=str(work / "data" / "a.txt"), eval_every=2)
+    if not (shared / "base" / "tokenizer.json").exists():
+        tokenizer_of(recipe).save_pretrained(shared / "base")
+    return replace(recipe, model=str(shared / "base"), eval_data=str(work / "data" / "a.txt"), eval_every=2)
+
+
+@pytest.fixture
+def in_one_process(recipe: Recipe, shared: Path) -> Callable[..., Recipe]:
+    """The recipe of a run in this process, which the first test that needs it makes."""
+
+    def trained(way: str, **changes: Any) -> Recipe:
+        name = "-".join([way, *map(str, changes.values())])
+        one = replace(recipe, **{**WAYS[way], **changes}, output_dir=str(shared / name))
+        if not Path(one.output_dir).exists():
+            finetune(one)
+        return one
+
+    return trained
 
 
 def assert_close(ours: Recipe, theirs: Recipe) -> None:
@@ -127,28 +152,31 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-def test_data_parallel_trains_as_one_process(recipe: Recipe, tmp_path: Path) -> None:
+def in_several(one: Recipe, where: Path, processes: int = 2) -> Recipe:
+    """The same run, with the gradients of its steps shared among processes."""
+    accumulation = one.gradient_accumulation // processes
+    output = str(where / f"{Path(one.output_dir).name}-{processes}")
+    return replace(one, gradient_accumulation=accumulation, output_dir=output)
+
+
+@pytest.mark.slow(seconds=20)
+def test_data_parallel_trains_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
     """DDP: the loss, the norm of the gradient, the weights and the perplexity are those of one process."""
-    ones, twos = [], []
-    for way, changes in WAYS.items():
-        ones.append(replace(recipe, **changes, output_dir=str(tmp_path / way)))
-        twos.append(replace(ones[-1], gradient_accumulation=2, output_dir=str(tmp_path / f"{way}-2")))
-        finetune(ones[-1])
+    ones = [in_one_process(way) for way in WAYS]
+    twos = [in_several(one, tmp_path) for one in ones]
     paths = [written(two, tmp_path) for two in twos]
     launch(TRAIN, *paths, where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"})
     for one, two in zip(ones, twos, strict=True):
         assert_close(two, one)
+        generators = Path(two.output_dir, "checkpoints", "step-4").glob("rng-*")
+        assert {path.name for path in generators} == {"rng-0.pt", "rng-1.pt"}
 
 
-@pytest.mark.slow
-def test_sharded_weights_train_as_one_process(recipe: Recipe, tmp_path: Path) -> None:
+@pytest.mark.slow(seconds=20)
+def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
     """FSDP2 in two processes: weights, metrics, record and a resumed run are those of one process."""
-    ones, twos = [], []
-    for way, changes in WAYS.items():
-        ones.append(replace(recipe, **changes, output_dir=str(tmp_path / way)))
-        twos.append(replace(ones[-1], gradient_accumulation=2, output_dir=str(tmp_path / f"{way}-2")))
-        finetune(ones[-1])
+    ones = [in_one_process(way) for way in WAYS]
+    twos = [in_several(one, tmp_path) for one in ones]
     half = replace(twos[1], steps=2, output_dir=str(tmp_path / "resumed"))
     again = replace(twos[1], output_dir=half.output_dir)
     written(half, tmp_path)
@@ -173,11 +201,11 @@ def test_sharded_weights_train_as_one_process(recipe: Recipe, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_sharded_weights_that_one_process_reads_train_as_one_process(recipe: Recipe, tmp_path: Path) -> None:
-    ones = [replace(recipe, **WAYS[way], output_dir=str(tmp_path / way)) for way in ("lora", "learned")]
-    twos = [replace(one, gradient_accumulation=2, output_dir=f"{one.output_dir}-2") for one in ones]
-    for one in ones:
-        finetune(one)
+def test_sharded_weights_that_one_process_reads_train_as_one_process(
+    in_one_process: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    ones = [in_one_process(way) for way in ("lora", "learned")]
+    twos = [in_several(one, tmp_path) for one in ones]
     launch(
         AS_IF_GPUS + TRAIN, *(written(two, tmp_path) for two in twos), where=tmp_path,
         environment={**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
@@ -192,24 +220,21 @@ CONTEXT = {**FSDP, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CON
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2], ids=["two processes", "two by two"])
-def test_ring_attention_trains_as_one_process(recipe: Recipe, tmp_path: Path, groups: int) -> None:
+def test_ring_attention_trains_as_one_process(
+    in_one_process: Callable[..., Recipe], tmp_path: Path, groups: int
+) -> None:
     """Each process has half of each sequence, in one or two groups; results equal those of one process."""
-    ones = [replace(recipe, output_dir=str(tmp_path / "ring"))]
+    ones = [in_one_process("lora")]
     if groups == 1:
-        ones.append(replace(recipe, **WAYS["all"], batch_size=2, output_dir=str(tmp_path / "ring-all")))
-    accumulation = recipe.gradient_accumulation // groups
-    twos = [
-        replace(one, gradient_accumulation=accumulation, output_dir=f"{one.output_dir}-2") for one in ones
-    ]
-    for one in ones:
-        finetune(one)
+        ones.append(in_one_process("all", batch_size=2))
+    twos = [in_several(one, tmp_path, groups) for one in ones]
     said = launch(
         AS_IF_GPUS + RING_ON_CPU + TRAIN, *(written(one, tmp_path) for one in twos), where=tmp_path,
         environment={**CONTEXT, "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(groups)}, processes=2 * groups,
     )  # fmt: skip
     # Every attention of a training step, two layers in each process, was over half of a sequence; the run
     # with gradient checkpointing computes each a second time, in the backward pass.
-    calls = recipe.steps * recipe.gradient_accumulation * 2 * 2 * (3 if groups == 1 else 1)
+    calls = ones[0].steps * ones[0].gradient_accumulation * 2 * 2 * (3 if groups == 1 else 1)
     found = re.findall(r"ring (\d+) (\d+)", said)
     assert [length for length, _ in found] == ["64"] * 2 * groups
     assert sum(int(count) for _, count in found) == calls
@@ -237,28 +262,25 @@ atexit.register(lambda: print("read", *set(seen), len(seen)))
 
 
 @pytest.mark.slow
-def test_ulysses_in_two_groups_trains_as_one_process(recipe: Recipe, tmp_path: Path) -> None:
+def test_ulysses_in_two_groups_trains_as_one_process(
+    in_one_process: Callable[..., Recipe], tmp_path: Path
+) -> None:
     pytest.importorskip("deepspeed")
-    finetune(recipe)
-    two = replace(recipe, gradient_accumulation=2, output_dir=str(tmp_path / "two"))
+    one = in_one_process("lora")
+    two = in_several(one, tmp_path)
     launch(
         AS_IF_GPUS + TRAIN, written(two, tmp_path), where=tmp_path, processes=4,
         environment={**ULYSSES, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
     )  # fmt: skip
-    assert_close(two, recipe)
+    assert_close(two, one)
 
 
 @pytest.mark.slow
-def test_ulysses_trains_as_one_process(recipe: Recipe, tmp_path: Path) -> None:
+def test_ulysses_trains_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
     """With DeepSpeed's accelerator for CPUs; also if the run is interrupted."""
     pytest.importorskip("deepspeed")
-    ones = [
-        replace(recipe, output_dir=str(tmp_path / "lora")),
-        replace(recipe, **WAYS["all"], batch_size=2, output_dir=str(tmp_path / "all")),
-    ]
-    twos = [replace(one, output_dir=f"{one.output_dir}-2") for one in ones]
-    for one in ones:
-        finetune(one)
+    ones = [in_one_process("lora"), in_one_process("all", batch_size=2)]
+    twos = [in_several(one, tmp_path, processes=1) for one in ones]
     half = replace(twos[0], steps=2, output_dir=str(tmp_path / "half"))
     again = replace(twos[0], output_dir=half.output_dir)
     (tmp_path / "again.yaml").write_text(again.to_yaml())

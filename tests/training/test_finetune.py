@@ -22,7 +22,6 @@ from cases import TRAINED, tiny_llama
 from covering import few
 from peft import get_peft_model
 from safetensors.torch import load_file
-from several_processes import launch
 from tolerances import assert_same_but_rounding
 from transformers import (
     AutoModelForCausalLM,
@@ -826,34 +825,3 @@ def test_attention_targets_are_found_by_family(recipe: Recipe) -> None:
         )
     )
     assert lora_config(neox, recipe).target_modules == {"query_key_value", "dense"}
-
-
-_TWO_PROCESSES = """
-import sys
-from rope_extend.training.finetune import Recipe, finetune
-finetune(Recipe.from_yaml(sys.argv[1]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"train_norm_embed": True}], ids=["lora", "with the head"])
-def test_two_processes_train_as_one_with_twice_the_batch(
-    recipe: Recipe, tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    base = tiny_llama(tie_word_embeddings=True)  # so that trained embeddings are a trained head
-    base.save_pretrained(tmp_path / "base")
-    tokenizer_of(recipe).save_pretrained(tmp_path / "base")
-    recipe = replace(recipe, model=str(tmp_path / "base"), lora_dropout=0, steps=3, **changes)
-    finetune(recipe)
-    other = replace(recipe, gradient_accumulation=1, output_dir=str(tmp_path / "two"))
-    (tmp_path / "two.yaml").write_text(other.to_yaml())
-    launch(
-        _TWO_PROCESSES, str(tmp_path / "two.yaml"), where=tmp_path, environment={"ACCELERATE_USE_CPU": "true"}
-    )
-    ours, theirs = weights(recipe.output_dir), weights(other.output_dir)
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=1e-4)
-    rngs = {path.name for path in Path(other.output_dir, "checkpoints", "step-3").glob("rng-*")}
-    assert rngs == {"rng-0.pt", "rng-1.pt"}
-    losses = [[line["loss"] for line in metrics(r.output_dir)] for r in (recipe, other)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
