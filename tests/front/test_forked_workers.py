@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from forked_workers import BLOCK, in_blocks
 
 TESTS = Path(__file__).parents[1]
 
@@ -84,6 +87,20 @@ def test_a_worker_that_dies_is_a_failure(tmp_path: Path, code: int) -> None:
     done = run(tmp_path, "--workers", "2")
     assert done.returncode == 1
     assert f"ended with exit code {code} while it ran test_dies.py::test_dies" in done.stdout
+
+
+def test_blocks_with_long_tests_are_the_first() -> None:
+    def tests(name: str, *seconds: float) -> list[Any]:
+        marks = [[pytest.mark.slow(seconds=each).mark, pytest.mark.slow.mark] for each in seconds]
+        return [
+            SimpleNamespace(path=Path(name), name=f"{name}{number}", iter_markers=lambda _, own=own: own)
+            for number, own in enumerate(marks)
+        ]
+
+    short, long, longest = tests("short", 0, 0), tests("long", 30, 30), tests("longest", 0, 50, 40)
+    many = tests("many", *[0] * (BLOCK + 1))
+    blocks = in_blocks([*short, *long, *many, *longest])
+    assert blocks == [longest, long, short, many[:BLOCK], many[BLOCK:]]
 
 
 def test_the_first_failure_may_end_the_run(tmp_path: Path) -> None:
