@@ -135,19 +135,14 @@ def _work(
     capture.start_global_capturing()
     config.pluginmanager.unregister(name="terminalreporter")
     config.pluginmanager.register(_Sender(config, sender))
-    block = take()
-    while block and not session.shouldfail:
-        following: list[pytest.Item] = []
-        for item, successor in itertools.zip_longest(block, block[1:]):
-            if successor is None:
-                following = take()
-                successor = following[0] if following else None
+    while not (session.shouldfail or session.shouldstop) and (block := take()):
+        # What the session has is kept from block to block. A block is not taken before it can begin.
+        for item, successor in itertools.zip_longest(block, block[1:], fillvalue=session):
             sender.send(("started", item.nodeid, item.location))
             config.hook.pytest_runtest_protocol(item=item, nextitem=successor)
             sender.send(("finished", item.nodeid, item.location))
             if session.shouldfail or session.shouldstop:
                 break
-        block = following
     session._setupstate.teardown_exact(None)
     sender.send(("ended",))  # a test may end the process with exit code 0, and others would be lost
 

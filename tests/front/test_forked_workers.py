@@ -39,6 +39,19 @@ def test_runs_once(number, tmp_path):
         file.write(f"{__name__} {number} {os.getpid()} {tmp_path}\\n")
 """
 
+FIXTURES = """
+import os
+import pytest
+
+@pytest.fixture(scope="session")
+def of_the_session():
+    with open("made.txt", "a") as file:
+        file.write(f"session {os.getpid()}\\n")
+    yield
+    with open("made.txt", "a") as file:
+        file.write(f"end {os.getpid()}\\n")
+"""
+
 OTHERS = """
 def test_fails():
     print("what the test printed")
@@ -78,6 +91,17 @@ def test_each_test_runs_once_and_is_reported(tmp_path: Path) -> None:
     ]
     assert len({process for *_, process, _ in ran}) == 2
     assert len({path for *_, path in ran}) == 12
+
+
+def test_a_fixture_of_the_session_is_made_once_in_each_process(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST + FIXTURES)
+    for number in range(8):
+        (tmp_path / f"test_{number}.py").write_text("def test_first(of_the_session):\n    pass\n")
+    done = run(tmp_path, "--workers", "2")
+    assert "8 passed" in done.stdout, done.stdout + done.stderr
+    made = (tmp_path / "made.txt").read_text().splitlines()
+    assert len(made) == len(set(made)) <= 4
+    assert len([line for line in made if line.startswith("end")]) == len(made) / 2
 
 
 @pytest.mark.parametrize("code", [0, 3])
