@@ -38,6 +38,9 @@ HANDLER = "_rope_extend_handler"
 _handled: dict[str, str] = {}
 """Names of attention implementations, and the names under which the same functions are called by handlers."""
 
+_NEVER_NAMED = ("sdpa", "eager")
+"""Implementations whose functions do not read their name from the config, as flash attention does."""
+
 _in_own_function = ContextVar("_in_own_function", default=False)
 """Whether a handler is calling a model's own attention function; each thread has its own value."""
 
@@ -87,15 +90,17 @@ class AttentionCall:
 
     def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Call the model's own function on other tensors; gives `[batch, T, heads, head_dim]` and weights."""
-        return _run_own(self.inner, self.module, query, key, value, mask, self.kwargs)
+        return _run_own(self.inner, self.implementation, self.module, query, key, value, mask, self.kwargs)
 
 
 def _run_own(
-    inner: AttentionFunction, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any,
-    kwargs: dict[str, Any],
+    inner: AttentionFunction, implementation: str, module: Any, query: Tensor, key: Tensor, value: Tensor,
+    mask: Any, kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Call a model's own attention function."""
-    token = _in_own_function.set(True)  # flash attention reads the implementation from the config
+    if implementation in _NEVER_NAMED:
+        return inner(module, query, key, value, mask, **kwargs)
+    token = _in_own_function.set(True)
     try:
         return inner(module, query, key, value, mask, **kwargs)
     finally:
@@ -133,10 +138,12 @@ class HandlerConfig:
     @property
     def _attn_implementation(self) -> str:
         implementation: str = self.model_config._attn_implementation
+        name = _handled.get(implementation) or handled_implementation(implementation)
+        if implementation in _NEVER_NAMED:
+            return name
         # The model's own function is never compiled, and the compiler cannot read a context variable.
-        if not torch.compiler.is_compiling() and _in_own_function.get():
-            return implementation
-        return handled_implementation(implementation)
+        own = not torch.compiler.is_compiling() and _in_own_function.get()
+        return implementation if own else name
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model_config, name)
@@ -187,7 +194,7 @@ def _attention(
     if handler is not None and query.shape[2] == 2 and not torch.compiler.is_compiling():
         rotated = handler.rotated_query(query, key)
         if rotated is not None:
-            return _run_own(inner, module, rotated, key, value, attention_mask, kwargs)
+            return _run_own(inner, implementation, module, rotated, key, value, attention_mask, kwargs)
     return _call_handler(handler, inner, implementation, module, query, key, value, attention_mask, kwargs)
 
 

@@ -7,6 +7,7 @@ views that a user has, or the layer of another cache, keep their values, as with
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,8 @@ def allocated(states: Tensor, more: int = 0, capacity: int = 0) -> Growing:
     """
     rows, heads, tokens, width = states.shape
     columns = capacity if capacity >= tokens + more else tokens + more + spare(tokens + more)
-    with torch.inference_mode(False):  # tensors of inference mode do not count their changes
+    # Tensors of inference mode do not count their changes.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         whole = states.new_empty(rows, heads, columns, width)
     view = whole.narrow(2, 0, tokens)
     view.copy_(states)

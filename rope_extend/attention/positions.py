@@ -29,6 +29,7 @@ from rope_extend.attention.functions import (
     extended_modules,
     handled_implementation,
 )
+from rope_extend.attention.interrupts import still_running
 from rope_extend.attention.registry import never_compiled
 from rope_extend.attention.tracked_cache import RUNNING, TrackedCache, cached_tokens, held_tokens, tracked
 from rope_extend.attention.two_rows import TwoRows
@@ -148,7 +149,10 @@ class AttentionHandler:
     @property
     def _decoder_frame(self) -> _Frame | None:
         """The innermost decoder that runs in this thread."""
-        return next((frame for frame in reversed(self._running.frames) if frame.is_decoder), None)
+        for frame in reversed(self._running.frames):
+            if frame.is_decoder:
+                return frame
+        return None
 
     def new_forward(self, queries: Tensor, keys: Tensor) -> Forward:
         """A forward with queries at positions `[1 or batch, T]`, and keys at `[1 or batch, past + T]`."""
@@ -201,7 +205,7 @@ class AttentionHandler:
         PyTorch calls no hook after an interrupt.
         """
         while self._running.frames:
-            self._finish(self._running.frames.pop())
+            self._interrupted(self._running.frames.pop())
         for module in decoder.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
@@ -219,7 +223,11 @@ class AttentionHandler:
                 work with.
         """
         if getattr(decoder, HANDLER, None) is self:
-            past = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
+            past = kwargs.get("past_key_values")  # the usual name; a search costs time
+            if not isinstance(past, Cache):
+                past = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
+            if self._running.frames:
+                self._end_interrupted(decoder)
             marked = past is not None and self._filled(past) and RUNNING not in vars(past)
             gradients = torch.is_grad_enabled()
             frame = _Frame(is_decoder=True, module=decoder, past=past, marked=marked, gradients=gradients)
@@ -227,6 +235,24 @@ class AttentionHandler:
             if frame.marked:
                 setattr(past, RUNNING, True)
             self._check_implementations()
+
+    def _end_interrupted(self, decoder: nn.Module) -> None:
+        """End what an interrupt left running, when a decoder is called while something seems to run."""
+        frames = self._running.frames
+        running = still_running([frame.module for frame in frames], decoder)
+        for frame, runs in zip(frames, running, strict=True):
+            if not runs:
+                self._interrupted(frame)
+        frames[:] = [frame for frame, runs in zip(frames, running, strict=True) if runs]
+
+    def _interrupted(self, frame: _Frame) -> None:
+        """End a frame whose module was interrupted, and refuse its cache: some layers may have more tokens.
+
+        They still have after a `crop`, which removes as many tokens from all layers.
+        """
+        self._finish(frame)
+        if frame.marked and isinstance(frame.past, TrackedCache):
+            frame.past.rope_extend_positions = frame.past.rope_extend_positions[:, :0]
 
     def _check_implementations(self) -> None:
         for config in self._configs:
@@ -240,14 +266,16 @@ class AttentionHandler:
         """
         if getattr(decoder, HANDLER, None) is not self:
             return
-        frame = self._left(decoder)
-        if frame is None:
-            return
+        frames = self._running.frames
+        if not frames or frames[-1].module is not decoder:
+            return  # it never began
+        frame = frames[-1]
         try:
             if frame.forward is not None and output is not None:
                 self._write_positions(frame.forward, output)
         finally:
             self._finish(frame)
+            frames.pop()  # the last thing, as an interrupt may come at any time
 
     @staticmethod
     def _finish(frame: _Frame) -> None:
@@ -259,15 +287,17 @@ class AttentionHandler:
                 forward.finish()
 
     def _write_positions(self, forward: Forward, output: Any) -> None:
-        values = output if isinstance(output, tuple) else output.values()
-        past = forward.past or next((value for value in values if isinstance(value, Cache)), None)
+        past = forward.past
+        if past is None:
+            values = output if isinstance(output, tuple) else output.values()
+            past = next((value for value in values if isinstance(value, Cache)), None)
         if past is not None:
-            if not isinstance(past, TrackedCache):
-                cls: Any = type(past)
-                past.__class__ = tracked(cls)
-            assert isinstance(past, TrackedCache)
-            past.rope_extend_positions = forward.keys
-            past.rope_extend_encoding, past.rope_extend_shape = self.encoding, self.shape
+            cache: Any = past
+            cls: Any = type(past)
+            cache.rope_extend_positions = forward.keys
+            cache.rope_extend_encoding, cache.rope_extend_shape = self.encoding, self.shape
+            if not isinstance(past, TrackedCache):  # the last thing, as an interrupt may come at any time
+                cache.__class__ = tracked(cls)
             self.keep(past, forward)
 
     def keep(self, past: Cache, forward: Forward) -> None:
@@ -326,7 +356,9 @@ class AttentionHandler:
         Raises:
             PatchError: the cache was filled under another encoding, or with another number of rows.
         """
-        running = self._decoder_frame
+        frames = self._running.frames
+        innermost = frames[-1] if frames else None
+        running = innermost if innermost is not None and innermost.is_decoder else self._decoder_frame
         frame = running or _Frame(is_decoder=True)
         forward = frame.forward
         if forward is None or position_ids is not frame.position_ids:
@@ -338,7 +370,6 @@ class AttentionHandler:
                 frame.position_ids, frame.forward = position_ids, forward
             elif frame.forward is not forward:
                 frame.others.append(forward)
-        innermost = self._running.frames[-1] if self._running.frames else None
         if innermost is not None and not innermost.is_decoder:
             innermost.forward = forward  # of an attention module that has its own rotary
         return forward
@@ -349,8 +380,11 @@ class AttentionHandler:
             past = self._positions_of_past(queries, frame.past)
         else:  # some layers may have added their new keys to the cache
             past = frame.forward.keys[:, : -frame.forward.queries.shape[1]]
-        rows = max(past.shape[0], queries.shape[0])
-        keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
+        if past.shape[0] == queries.shape[0]:
+            keys = torch.cat([past, queries], dim=1)
+        else:
+            rows = max(past.shape[0], queries.shape[0])
+            keys = torch.cat([past.expand(rows, -1), queries.expand(rows, -1)], dim=1)
         forward = self.new_forward(queries, keys)
         forward.past, forward.read, forward.gradients = frame.past, read, frame.gradients
         return forward
@@ -361,7 +395,10 @@ class AttentionHandler:
         return bool(frames) and frames[-1].is_decoder and frames[-1].forward is forward
 
     def two_rows(self, forward: Any, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin `[1, 2, dim]` that leave a state as it is and rotate it too; None in most forwards."""
+        """cos and sin `[1, 2, dim]` that leave a state as it is and rotate it too; None in most forwards.
+
+        They are marked.
+        """
         return None
 
     def rotated_query(self, query: Tensor, key: Tensor) -> Tensor | None:
@@ -375,6 +412,10 @@ class AttentionHandler:
     @never_compiled
     def mark(self, tables: tuple[Tensor, ...], forward: Forward) -> None:
         """Remember which forward cos and sin belong to."""
+        self._mark(tables, forward)
+
+    @staticmethod
+    def _mark(tables: tuple[Tensor, ...], forward: Forward) -> None:
         for table in tables:
             setattr(table, _FORWARD, forward)
 
@@ -414,8 +455,8 @@ class AttentionHandler:
         if known < seen:
             raise PatchError(
                 f"{self.encoding} cannot use this {type(past).__name__}: it has positions for "
-                f"{known} of its {seen} tokens, as when its layers are "
-                f"shared with a copy.copy that went on; use copy.deepcopy, and start from an empty cache"
+                f"{known} of its {seen} tokens, as after an interrupt, or when its layers are shared with a "
+                f"copy.copy that went on; use copy.deepcopy, and start from an empty cache"
             )
         if known > seen:
             raise PatchError(
@@ -428,12 +469,12 @@ class AttentionHandler:
                 f"{self.encoding} cannot use this {type(past).__name__}: its {seen} tokens were "
                 f"cached without the encoding, so their keys are already rotated; start from an empty cache"
             )
-        if not _equal(past.rope_extend_encoding, self.encoding):
-            raise PatchError(
-                f"{self.encoding} cannot use this {type(past).__name__}: it was filled under "
-                f"{past.rope_extend_encoding}; start from an empty cache"
-            )
         if not self._filled(past):
+            if not _equal(past.rope_extend_encoding, self.encoding):
+                raise PatchError(
+                    f"{self.encoding} cannot use this {type(past).__name__}: it was filled under "
+                    f"{past.rope_extend_encoding}; start from an empty cache"
+                )
             raise PatchError(
                 f"{self.encoding} cannot use this {type(past).__name__}: it was filled for "
                 f"{past.rope_extend_shape}, but the model is patched for {self.shape}; start "

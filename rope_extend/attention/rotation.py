@@ -226,6 +226,7 @@ class RotationHandler(AttentionHandler):
             forward.step = TwoRows(past, (forward.length,), partial(self._rotate_keys, forward))
             setattr(past, RUNNING, forward.step)
         cos, sin = self._of_position(forward.position, forward.length, like, rows=2)
+        self._mark((cos, sin), forward)
         return cos, sin
 
     def _rotate_keys(self, forward: _Forward, key: Tensor) -> Tensor:
@@ -384,7 +385,7 @@ class RotationHandler(AttentionHandler):
                     each = torch.stack([torch.ones_like(cos), cos, torch.zeros_like(sin), sin], dim=1)
                     both = torch.cat([each, each], dim=-1).view(POSITIONS, 2, 1, 2, -1)
             self._latest = latest = name, both.to(like.device, like.dtype).unbind()
-        return latest[1][position - first].unbind()  # new tensors, which `mark` gives the forward
+        return latest[1][position - first].unbind()  # new tensors, which are marked
 
     def _by_segments(
         self, call: AttentionCall, forward: _Forward, later: bool

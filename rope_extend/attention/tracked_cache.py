@@ -45,9 +45,7 @@ class TrackedCache:
                 or cos and sin of two rows did not give two keys.
         """
         running = vars(self).get(RUNNING)
-        if running is not None:
-            if type(running) is not TwoRows:
-                return self.add_states(key_states, value_states, layer_idx, *args, **kwargs)
+        if type(running) is TwoRows:
             if key_states.shape[2] != 2 or value_states.shape[2] != 1:
                 raise PatchError(
                     f"{self.rope_extend_encoding}: cos and sin had two rows for one token, but layer "
@@ -59,6 +57,8 @@ class TrackedCache:
                 return self.add_states(key_states[:, :, :1], value_states, layer_idx, *args, **kwargs)
             add = running.add_uncompiled if torch.compiler.is_compiling() else running.add
             return add(key_states, value_states, layer_idx)
+        if running is not None:
+            return self.add_states(key_states, value_states, layer_idx, *args, **kwargs)
         cache: Any = self
         if seen := cached_tokens(cache):
             raise PatchError(

@@ -106,7 +106,7 @@ class PositionListener(Protocol):
         """The same, for an encoding with one table per row."""
 
     def two_rows(self, forward: Any, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin that leave a state as it is and rotate it too; None if the forward needs no such."""
+        """Marked cos and sin that leave a state as it is and rotate it too; None if that is not needed."""
 
     def mark(self, tables: tuple[Tensor, ...], forward: Any) -> None:
         """Remember which forward cos and sin belong to."""
@@ -277,10 +277,11 @@ class ExtendedRotaryEmbedding(nn.Module):
             forward = begin(position_ids)
         if in_attention:
             assert self.handler is not None
-            both = None
             if self.layout == "halves" and self.dtype is None and not torch.compiler.is_compiling():
                 both = self.handler.two_rows(forward, x)
-            cos_sin = self._unrotated(position_ids, x) if both is None else both
+                if both is not None:
+                    return both
+            cos_sin = self._unrotated(position_ids, x)
             self.handler.mark(cos_sin if isinstance(cos_sin, tuple) else (cos_sin,), forward)
             return cos_sin
         factor: Tensor | float
