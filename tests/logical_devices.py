@@ -23,11 +23,13 @@ class LogicalDevices(TorchFunctionMode):
 
     Attributes:
         reads: the names of functions that read values of a tensor on a GPU, in order.
+        writes: the names of functions that copy values to a GPU and wait until it has done all before.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[str] = []
+        self.writes: list[str] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -41,8 +43,12 @@ class LogicalDevices(TorchFunctionMode):
             target, args, kwargs = _target(name, args, kwargs)
             if (source.type, target.type) == ("cuda", "cpu"):
                 self.reads.append("cpu")
+            if (source.type, target.type) == ("cpu", "cuda") and not kwargs.get("non_blocking"):
+                self.writes.append(name)
         elif kwargs.get("device") is not None:
             target, kwargs["device"] = torch.device(kwargs["device"]), CPU
+            if name in ("tensor", "as_tensor") and target.type == "cuda":
+                self.writes.append(name)
         elif tensors:
             target = self._common(name, tensors)
         if name in READS and target is not None and target.type == "cuda":

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rope_extend.encodings import BiasEncoding, ModelShape, RelativeEncoding
+from rope_extend.encodings.core.transfers import to_device
 from rope_extend.models.planned_device import device_of
 
 PART_ELEMENTS, GPU_PART_ELEMENTS = 2**22, 2**28
@@ -53,8 +54,8 @@ class CallPositions:
         """Positions `[1 or batch, Q]` and `[1 or batch, K]` of any device, moved to `device`."""
         rows = max(len(queries), len(keys))
         return cls(
-            queries.to(device).expand(rows, -1),
-            keys.to(device).expand(rows, -1),
+            to_device(queries, device).expand(rows, -1),
+            to_device(keys, device).expand(rows, -1),
             bool((keys.diff() == 1).all()),
             int(queries.max()),
             int((queries.amax(dim=1) - keys.amin(dim=1)).max()),

@@ -36,6 +36,7 @@ from rope_extend.attention.registry import (
     without_cudnn,
 )
 from rope_extend.encodings import BiasEncoding, ModelShape
+from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.planned_device import device_of
 from rope_extend.models.rotary import has_float64
@@ -136,9 +137,9 @@ class BiasHandler(SizedHandler):
         table = ("channels", scale, len(slopes), key.shape[2], query.dtype, query.device)
         if table not in forward.tables:
             device = query.device if has_float64(query.device) else torch.device("cpu")
-            positions = (call.positions.queries.to(device), call.positions.keys.to(device))
+            positions = (to_device(call.positions.queries, device), to_device(call.positions.keys, device))
             span = call.positions.span
-            both = position_channels(slopes.to(device) / scale, *positions, query.dtype, span)
+            both = position_channels(to_device(slopes, device) / scale, *positions, query.dtype, span)
             forward.tables[table] = tuple(channels.to(query.device) for channels in both)
         of_queries, of_keys = forward.tables[table]
         width, more = value.shape[-1], of_queries.shape[-1]

@@ -34,6 +34,7 @@ from rope_extend.attention.registry import never_compiled
 from rope_extend.attention.tracked_cache import RUNNING, TrackedCache, cached_tokens, held_tokens, tracked
 from rope_extend.attention.two_rows import TwoRows
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape, RopeShape
+from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.parameters import LearnedParameters
@@ -69,7 +70,7 @@ class Forward:
         """A tensor of this forward, copied to a device once for all layers there."""
         name = ("copy", id(values), device)
         if name not in self.tables:  # with the tensor, so that no other one gets its id
-            self.tables[name] = values, values.to(device)
+            self.tables[name] = values, to_device(values, device)
         copy: Tensor = self.tables[name][1]
         return copy
 

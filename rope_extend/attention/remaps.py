@@ -38,6 +38,7 @@ from rope_extend.attention.sink_cache import SinkCache
 from rope_extend.attention.text_rows import TextRows, refuse_unknown_documents, text_rows
 from rope_extend.encodings import RemapEncoding, RopeShape
 from rope_extend.encodings.core.remap import DROPPED, NEAR, Chunks, Region
+from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.planned_device import device_of
@@ -155,7 +156,7 @@ def _cos_sin(positions: Tensor, tables: Tensor, like: Tensor) -> Rotation:
     `tables` are the frequencies of each row, `[rows, dim/2]` float64.
     """
     device = like.device if has_float64(like.device) else torch.device("cpu")
-    angles = positions.to(device)[:, None, :, None] * tables.to(device)[:, None, None]
+    angles = to_device(positions, device)[:, None, :, None] * to_device(tables, device)[:, None, None]
     cos, sin = angles.cos(), angles.sin()
     return cos.to(like.device, like.dtype), sin.to(like.device, like.dtype)
 
@@ -302,7 +303,7 @@ class RemapHandler(AttentionHandler):
         name = ("own rotation", like.dtype, like.device)
         if name not in forward.tables:
             device = self._stock.inv_freq.device
-            values = self._stock(like.new_empty(1, device=device), forward.keys.to(device))
+            values = self._stock(like.new_empty(1, device=device), to_device(forward.keys, device))
             if self.adapter.layout == "complex":
                 cos, sin = values.real, values.imag
             elif self.adapter.layout == "neighbours":
@@ -350,8 +351,8 @@ class RemapHandler(AttentionHandler):
             sin[here] = -angles.sin().to(like.dtype)[which]
         hidden = region == DROPPED
         cos[hidden], sin[hidden] = 1.0, 0.0
-        shown = (~hidden).to(like.device) if bool(hidden.any()) else None
-        tables = (part[:, None].to(like.device) for part in (cos, sin))
+        shown = to_device(~hidden, like.device) if bool(hidden.any()) else None
+        tables = (to_device(part[:, None], like.device) for part in (cos, sin))
         return (next(tables), next(tables)), shown
 
     # Rows of plain text.

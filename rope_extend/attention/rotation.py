@@ -29,6 +29,7 @@ from rope_extend.attention.rotated_keys import CHOICE, extended, keep, kept_keys
 from rope_extend.attention.tracked_cache import RUNNING, is_plain
 from rope_extend.attention.two_rows import TwoRows
 from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.planned_device import device_of
@@ -125,17 +126,17 @@ class _Forward(Forward):
             for length in segment.lengths
         ]
         table = torch.stack([inv_freq for inv_freq, _ in tables])[:, None]  # [1 or batch, 1, dim/2]
-        factor = torch.tensor([factor for _, factor in tables], device=like.device)[:, None, None]
+        factor = to_device(torch.tensor([factor for _, factor in tables]), like.device)[:, None, None]
         angles = angles_of(self.encoding, self.shape, keys, table)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         new = slice(past + segment.start - first, past + segment.stop - first)
         pair_q, pair_k = (cos[:, new], sin[:, new]), (cos, sin)
         decay = self.encoding.decay(self.shape)
         if decay is not None:
-            centre = torch.tensor(segment.centres, device=like.device)[:, None]
+            centre = to_device(torch.tensor(segment.centres), like.device)[:, None]
             # No query attends to keys after the block, but their factor must stay finite.
-            distance = (keys - centre).clamp(max=_decay_block(decay))[..., None] * decay.to(
-                like.device, cos.dtype
+            distance = (keys - centre).clamp(max=_decay_block(decay))[..., None] * to_device(
+                decay, like.device, cos.dtype
             )
             pair_q = tuple(part * distance[:, new].exp() for part in pair_q)  # type: ignore[assignment]
             pair_k = tuple(part * (-distance).exp() for part in pair_k)  # type: ignore[assignment]
@@ -384,7 +385,7 @@ class RotationHandler(AttentionHandler):
                 else:
                     each = torch.stack([torch.ones_like(cos), cos, torch.zeros_like(sin), sin], dim=1)
                     both = torch.cat([each, each], dim=-1).view(POSITIONS, 2, 1, 2, -1)
-            self._latest = latest = name, both.to(like.device, like.dtype).unbind()
+            self._latest = latest = name, to_device(both, like.device, like.dtype).unbind()
         return latest[1][position - first].unbind()  # new tensors, which are marked
 
     def _by_segments(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rope_extend.encodings.core.alternatives import BiasEncoding
 from rope_extend.encodings.core.shapes import ModelShape
+from rope_extend.encodings.core.transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class ALiBi(BiasEncoding):
         self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
     ) -> Tensor:
         """`-slope * distance`, `[heads, ...]` float32."""
-        slopes = self.slopes(shape).to(distance.device, torch.float32)
+        slopes = to_device(self.slopes(shape), distance.device, torch.float32)
         return -slopes.view(-1, *[1] * distance.dim()) * distance
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
+from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
 from rope_extend.models.families import Layout
 
@@ -66,8 +67,8 @@ def angles_of(encoding: RopeEncoding, shape: RopeShape, position_ids: Tensor, in
 
     def angles(table: Tensor) -> Tensor:
         if has_float64(position_ids.device):
-            return position_ids[..., None].to(torch.float64) * table.to(position_ids.device)
-        return split_angles(position_ids, split_turns(table).to(position_ids.device))
+            return position_ids[..., None].to(torch.float64) * to_device(table, position_ids.device)
+        return split_angles(position_ids, to_device(split_turns(table), position_ids.device))
 
     if encoding.start_tokens == 0:
         return angles(inv_freq)
@@ -329,7 +330,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         if self.encoding.start_tokens:
             return angles_of(self.encoding, self.shape, position_ids, self.encoding.inv_freq(self.shape))
         # A model dispatched over several devices by hooks never calls `_apply`.
-        table = self._table.to(x.device) if self._table.device != x.device else self._table
+        table = to_device(self._table, x.device)
         return self._angles(position_ids, table)
 
     def _rotated_by_start(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
@@ -360,7 +361,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         tables = torch.stack([self.encoding.inv_freq(self.shape, length) for length in lengths])
         factors = [self.encoding.attention_factor(self.shape, length) for length in lengths]
         angles = angles_of(self.encoding, self.shape, position_ids, tables[:, None])
-        return angles, torch.tensor(factors, device=x.device, dtype=torch.float32)[:, None, None]
+        return angles, to_device(torch.tensor(factors, dtype=torch.float32), x.device)[:, None, None]
 
     def extra_repr(self) -> str:
         """The encoding and the shape, for `print(model)`."""

@@ -91,7 +91,7 @@ def test_methods_that_change_positions_may_be_on_any_devices(
                 found = cached_logits(model, inputs(ids, devices[0]))
         for ours, theirs in zip(found, expected, strict=True):
             same(ours, theirs)
-        counts.append(len(mode.reads))
+        counts.append((len(mode.reads), len(mode.writes) - 2 * layers))  # two of a new cache
     assert counts[0] == counts[1] or len(devices) == 2
 
 
@@ -125,14 +125,20 @@ def test_flash_attention_finds_its_kernel_by_name(name: str, monkeypatch: pytest
 @pytest.mark.parametrize(("name", "most"), [(name, int(name != "yarn")) for name in INSIDE])
 @torch.no_grad()
 def test_the_host_looks_at_a_gpu_once_in_a_forward(name: str, most: int) -> None:
-    """At the positions, which then are on the host for all layers. A static method never looks."""
+    """At the positions, which then are on the host for all layers. A static method never looks.
+
+    What the host copies to the GPU, such as tables, does not wait for it.
+    """
     model, ids = llama(num_hidden_layers=3), tokens(1, LENGTH)
     with extended(model, name), spread(model, "cuda:0") as mode:
         cache = DynamicCache(config=model.config)
         for part in (ids[:, :-1], ids[:, -1:]):  # a whole text without a mask, and a step of decoding
+            empty = cache.get_seq_length() == 0
             model.model(inputs(part, "cuda:0"), past_key_values=cache)
             assert mode.reads == ["cpu"] * most
+            assert mode.writes == ["tensor"] * (6 if empty else 0)  # transformers' own, of a new cache
             mode.reads.clear()
+            mode.writes.clear()
 
 
 @pytest.mark.parametrize("name", INSIDE)
