@@ -126,6 +126,10 @@ def _work(
     session: pytest.Session, number: int, take: Callable[[], list[pytest.Item]], sender: Connection
 ) -> None:
     """Run blocks of tests until there are none, or until a failure stops the run."""
+    if torch := sys.modules.get("torch"):
+        # After a fork, torch makes its pool of threads anew when it is next used. If two threads do so at
+        # once, as in loading weights, one may find none and raise "Invalid thread pool!".
+        torch.set_num_threads(torch.get_num_threads())
     config = session.config
     config._tmp_path_factory._basetemp = config._tmp_path_factory.getbasetemp() / f"worker-{number}"
     config._tmp_path_factory._basetemp.mkdir()
