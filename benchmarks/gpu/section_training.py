@@ -66,12 +66,18 @@ def ids_of(setting: Setting, tokens: int) -> Tensor:
     return document(tokens, setting.config.vocab_size).input_ids[None].to(setting.device)
 
 
-def step_peak(case: Trained, ids: Tensor, options: MemoryOptions) -> tuple[float, float]:
-    """Peak bytes of a step in addition to the ballast, weights included; and its seconds."""
+def step_peak(
+    case: Trained, ids: Tensor, options: MemoryOptions, *, theirs: bool = False
+) -> tuple[float, float]:
+    """Peak bytes of a step in addition to the ballast, weights included; and its seconds.
+
+    `theirs` takes the loss as the peer computes it.
+    """
     before = torch.cuda.memory_allocated() if ids.is_cuda else 0
     held = sum(tensor.nbytes for tensor in (*case.model.parameters(), *case.model.buffers()))
     peaks: list[float] = []
-    seconds = seconds_of(lambda: peaks.append(case.peak(case.ours, ids, options)), ids.device.type)
+    how = case.theirs if theirs else case.ours
+    seconds = seconds_of(lambda: peaks.append(case.peak(how, ids, options)), ids.device.type)
     return peaks[0] - max(0, before - held), seconds
 
 
@@ -143,10 +149,10 @@ def longest_window(setting: Setting) -> Iterator[Figure]:
 
 def longest_of_the_peer(setting: Setting) -> Iterator[Figure]:
     """The longest window of Trainer and peft without memory options, to within a quarter of 4,096 tokens."""
-    with card(setting, setting.config.num_hidden_layers) as (case, _):
+    with card(setting, setting.config.num_hidden_layers) as (case, budget):
 
         def fits(tokens: int) -> bool:
-            return case.peak(case.theirs, ids_of(setting, tokens), MemoryOptions()) < setting.budget
+            return step_peak(case, ids_of(setting, tokens), MemoryOptions(), theirs=True)[0] < budget
 
         found, step = 0, setting.tile
         while fits(found + step):  # by powers of two

@@ -95,8 +95,15 @@ def append(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, 
         keys, values = layer.keys, layer.values
         if keys is None or not fits(keys, key) or not fits(values, value) or keys.shape[2] != values.shape[2]:
             return None
-        rooms.pop(index, None)  # its memory is not needed for the copies
-        room = allocated(keys, key.shape[2]), allocated(values, value.shape[2])
+        rooms.pop(index, None)
+        room = None
+        of_keys = allocated(keys, key.shape[2])
+        layer.keys = of_keys.view
+        del keys  # one copy at a time takes memory
+        of_values = allocated(values, value.shape[2])
+        layer.values = of_values.view
+        del values
+        room = of_keys, of_values
     rooms[index] = room = room[0].append(key), room[1].append(value)
     layer.keys, layer.values = room[0].view, room[1].view
     return layer.keys, layer.values

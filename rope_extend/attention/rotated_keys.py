@@ -100,7 +100,7 @@ def released(past: Cache, index: int, before: Tensor | None) -> RotatedKeys | No
     if before.shape[2] < keys.view.shape[2]:
         # Nobody else has these keys, so the cropped ones are written to again.
         rotated = rotated._replace(keys=Growing(keys.whole, keys.whole.narrow(2, 0, before.shape[2])))
-    return rotated
+    return rotated._replace(source=rotated.keys.view)  # the layer's keys can be freed
 
 
 def follow(past: Cache, index: int, rotated: RotatedKeys, after: Tensor) -> None:

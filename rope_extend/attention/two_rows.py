@@ -86,21 +86,26 @@ class TwoRows:
         Returns all rotated keys and values; unrotated keys if rotated ones cannot be kept for the layer.
         """
         places = self._places.get(index)
-        if places is None or places.like != _like(self.state, key_states, value_states):
-            return self._add(key_states, value_states, index)
-        layer, coming = self.past.layers[index], places.coming
-        here = coming[-1]
+        if places is not None and self._is_next(places, key_states, value_states, index):
+            layer, coming = self.past.layers[index], places.coming
+            torch._foreach_copy_(coming[-1].slots, [*key_states.chunk(2, dim=2), value_states])
+            coming.pop()
+            here = coming[-1]
+            layer.keys, layer.values = here.keys, here.values
+            places.version[0] = here.keys._version
+            self._given, self._layer = here.rotated, index
+            return here.rotated, here.values
+        del places  # frees its memory as soon as all is copied
+        return self._add(key_states, value_states, index)
+
+    def _is_next(self, places: Places, key_states: Tensor, value_states: Tensor, index: int) -> bool:
+        """Whether a layer is as its prepared places say, and the next one fits a token."""
+        here, layer = places.coming[-1], self.past.layers[index]
         if not here.slots or layer.keys is not here.keys or layer.values is not here.values:
-            return self._add(key_states, value_states, index)
+            return False
         if here.keys._version != places.version[0] or torch.is_grad_enabled() or "update" in vars(layer):
-            return self._add(key_states, value_states, index)
-        torch._foreach_copy_(here.slots, [*key_states.chunk(2, dim=2), value_states])
-        coming.pop()
-        here = coming[-1]
-        layer.keys, layer.values = here.keys, here.values
-        places.version[0] = here.keys._version
-        self._given, self._layer = here.rotated, index
-        return here.rotated, here.values
+            return False
+        return places.like == _like(self.state, key_states, value_states)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def add_uncompiled(self, *arguments: Any) -> tuple[Tensor, Tensor]:
