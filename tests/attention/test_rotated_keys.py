@@ -432,3 +432,18 @@ def test_memory_is_that_of_keys_values_and_rotated_keys() -> None:
 
     positions = 8 * ids.numel()
     assert held(model) <= held(stock) * 1.5 * (1 + spare(ids.shape[1]) / ids.shape[1]) + positions
+
+
+@torch.no_grad()
+def test_a_cache_that_grows_copies_one_tensor_at_a_time() -> None:
+    """Counted: the most bytes that a step holds in addition to those before it."""
+    model = patched("short_original")  # one table beyond the window
+    cache, extra = filled(model, tokens(1, 400)), []
+    with LiveBytes() as memory:  # counts what the cache gets when it grows first
+        for token in tokens(1, 3 * AHEAD).split(1, dim=1):
+            before, memory.peak, place = memory.live, memory.live, cache.layers[0].keys.data_ptr()
+            fed(model, token, cache)
+            if cache.layers[0].keys.data_ptr() != place:
+                extra.append(memory.peak - before)
+    assert len(extra) > 1
+    assert max(extra[1:]) < 1.5 * cache.layers[0].keys.nbytes
