@@ -3,63 +3,48 @@
 LongRoPE's and LongRoPE2's results have few free numbers: where the divisors leave 1, where they reach their
 largest value, that value, and the attention factor. So the race looks for these first:
 
-1. Closed forms, on one document.
+1. Closed forms, on one document, and other attention factors for the best of them.
 2. Successive halving over the family, on one document and then on more.
 3. Gradient steps on all pairs from the best of both.
-4. Steps of single fast pairs, those with more than a period within the trained window. The loss is not smooth
-   in their divisors, so gradients say little about them.
+4. Draws of the fastest divisors, and then steps of the pairs with more than a period within the trained
+   window. The loss is not smooth in these divisors, so gradients say little about them.
 
 All stages together measure at most a twentieth of the documents of LongRoPE's search. Without gradients (a
-device without float64, or `gradient_steps: false`) the third stage is:
-
-- random steps around the best of both, with a shrinking width;
-- steps of single pairs or groups of pairs, from the pair with ten periods in the trained window on. Faster
-  pairs turn so often within the target that the loss is not smooth in their divisors. They follow the family.
+device without float64, or `gradient_steps: false`) the third stage is random steps around the best of both,
+with a shrinking width. The last steps are then those of all pairs.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from rope_extend.encodings.core.critical import critical_range
-from rope_extend.searching.closed_forms import (
-    longrope_attention_factor,
-    published,
-    seeds,
-    with_moved_critical_pair,
-    yarn_attention_factor,
-)
+from rope_extend.searching.closed_forms import published, with_moved_critical_pair
+from rope_extend.searching.fast_pairs import KEEP, drawn, stepped
 from rope_extend.searching.ordered_steps import ordered_steps
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.searching.space import STEP, Space, Table, steps_of
+from rope_extend.searching.space import Space, Table
 from rope_extend.searching.strategies import FINALISTS, Context, Strategy
 
 HEAD_ROOM = 2.0
 """The largest divisor, divided by the factor."""
-FAMILY_SHARE, WALK_SHARE = 0.35, 0.35
-"""The parts of what is left after the closed forms for halving and for random steps."""
-GRADIENT_FAMILY_SHARE = 0.2
-"""The part for halving, if gradient steps follow."""
-FAST_SHARE = 0.4
-"""The part of what is left before the gradient steps for steps of fast pairs after them."""
-FAST_WIDTH = 0.08
-"""The first step of a fast pair, in logarithms of its divisor."""
-LEAST_FAMILY = 8
-"""Halving needs this number of passes for each document; with fewer, gradient steps get them."""
-KEEP = 3
-"""One candidate in this number survives a round of halving."""
+ATTENTION_STEP, ATTENTION_STEPS = 1.1, 6
+"""The ratio of two attention factors that the best closed form is measured with, and their largest number."""
+FAMILY_SHARE = 0.2
+"""The part of what is left after the closed forms for halving."""
+LEAST_FAMILY = 10
+"""Halving needs this number of passes for each document; with fewer, the other stages get them."""
+MIDDLE_SHARE, DRAWN_SHARE = 0.25, 0.25
+"""The parts of what is left after halving for gradient steps or random steps, and for draws."""
 WALK_PARENTS, WALK_CHILDREN = 3, 9
 """Candidates that a round of random steps starts from and makes."""
 SHRINK = 0.75
 """Factor on the width of the random steps from one round to the next."""
-WIDTH = 0.16
-"""The first step of single pairs or groups of pairs, in logarithms of their divisors."""
-KNOTS = 12
-"""The largest number of groups of pairs that are moved one by one."""
+WIDTH = 0.25
+"""The largest of the last steps, in logarithms of divisors."""
 
 
 @dataclass(frozen=True)
@@ -102,17 +87,16 @@ class Ranges:
     attention: tuple[float, float]
 
     @classmethod
-    def of(cls, config: SearchConfig, space: Space) -> Ranges:
-        """The ranges for a model and a target."""
+    def of(cls, config: SearchConfig, space: Space, attention: float) -> Ranges:
+        """The ranges for a model and a target, around an attention factor."""
         first, last = critical_range(space.shape)
-        fixed = config.attention_factor
-        most = 2 * yarn_attention_factor(space) - 1
+        wide = ATTENTION_STEP if config.attention_factor is None else 1.0
         return cls(
             critical=(float(first), min(float(last + 1), space.pairs - 0.5)),
             start=(-0.5, float(max(last - 1, 0))),
             bend=(0.0, 1.2),
             end=(0.9, 1.6),
-            attention=(1.0, most) if fixed is None else (fixed, fixed),
+            attention=(attention / wide, attention * wide),
         )
 
     def clamp(self, values: Sequence[float]) -> Point:
@@ -146,35 +130,31 @@ def budget(config: SearchConfig) -> int:
 def run(context: Context) -> list[Table]:
     """Search, and return the best candidates on all documents."""
     config, space = context.config, context.space
-    closed = _closed_forms(config, space)
-    best = context.ranked(closed, 1)
-    left = budget(config) - context.evaluator.passes
-    if config.gradient_steps and context.evaluator.has_gradients:
-        return _by_gradients(context, best, left)
-    ranges = Ranges.of(config, space)
-    points = _halving(context, ranges, math.floor(FAMILY_SHARE * left))
-    points = _walk(context, ranges, points, math.floor(WALK_SHARE * left))
-    top = context.ranked([*best[:FINALISTS], *(point.table(space) for point in points[:FINALISTS])])
-    first, _ = critical_range(space.shape)
-    groups = _groups(list(range(min(first, space.pairs - 1), space.pairs)))
-    passes = budget(config) - FINALISTS * config.documents
-    top = _single_steps(context, top[0], passes, groups, WIDTH) + top
-    return context.ranked(top[: 2 * FINALISTS])[:FINALISTS]
-
-
-def _by_gradients(context: Context, best: list[Table], left: int) -> list[Table]:
-    """Halving over the family, if there is enough left for it, and gradient steps from the best table."""
-    config, space = context.config, context.space
-    share = math.floor(GRADIENT_FAMILY_SHARE * left)
+    gradients = config.gradient_steps and context.evaluator.has_gradients
+    closed = context.ranked(_closed_forms(config, space), 1)[0]
+    best = _with_attention_factor(context, closed)
+    ranges = Ranges.of(config, space, best.attention_factor)
+    share = math.floor(FAMILY_SHARE * _left(context))
     points: list[Point] = []
-    if share >= LEAST_FAMILY * config.documents:
-        points = _halving(context, Ranges.of(config, space), share)
-    top = context.ranked([*best[:FINALISTS], *(point.table(space) for point in points[:FINALISTS])])
-    left = budget(config) - context.evaluator.passes
-    found = ordered_steps(context, top[0], left - math.floor(FAST_SHARE * left))
-    fast = [[pair] for pair in range(1, min(index_of_a_period(space), space.pairs))]
-    found = _single_steps(context, found[0], budget(config), fast, FAST_WIDTH) + found
-    return context.ranked([*found, *top])[:FINALISTS]
+    if not gradients or share >= LEAST_FAMILY * config.documents:
+        points = _halving(context, ranges, share)
+    found = context.ranked([best, closed, *(point.table(space) for point in points[:FINALISTS])])
+    left = _left(context)
+    if gradients:
+        more = ordered_steps(context, found[0], math.floor(MIDDLE_SHARE * left))
+    else:
+        points = _walk(context, ranges, points, math.floor(MIDDLE_SHARE * left))
+        more = [point.table(space) for point in points]
+    found = context.ranked([*found, *more])
+    found = context.ranked([*found, *drawn(context, found[0], math.floor(DRAWN_SHARE * left))])
+    end = index_of_a_period(space) + 1 if gradients else space.pairs
+    last, others = stepped(context, found[0], budget(config), range(1, min(end, space.pairs)), WIDTH)
+    return context.ranked([last, *context.ranked([*others, *found])[: FINALISTS - 1]])
+
+
+def _left(context: Context) -> int:
+    """Documents that may still be measured before the held-out ones."""
+    return budget(context.config) - context.evaluator.passes
 
 
 def index_of_a_period(space: Space) -> int:
@@ -183,16 +163,30 @@ def index_of_a_period(space: Space) -> int:
 
 
 def _closed_forms(config: SearchConfig, space: Space) -> list[Table]:
-    """The closed forms: as published, with a moved critical pair, and with other attention factors."""
-    factors = [1.0, yarn_attention_factor(space)]
+    """The closed forms, as published and with a moved critical pair."""
     tables = [*published(space).values(), *with_moved_critical_pair(space).values()]
-    for factor in factors:
-        tables += seeds(space, factor)
     if config.attention_factor is not None:
         tables = [space.table(table.divisors, config.attention_factor) for table in tables]
-    else:
-        tables += seeds(space, longrope_attention_factor(config, space))
     return list(dict.fromkeys(tables))
+
+
+def _with_attention_factor(context: Context, table: Table) -> Table:
+    """A table with the best attention factor, by steps up or else down, on one document."""
+    if context.config.attention_factor is not None:
+        return table
+    tried = 0
+    for ratio in (ATTENTION_STEP, 1 / ATTENTION_STEP):
+        start = table
+        while tried < ATTENTION_STEPS:
+            other = context.space.table(table.divisors, table.attention_factor * ratio)
+            tried += 1
+            before, after = context.scores([table, other], 1)
+            if not after < before:
+                break
+            table = other
+        if table != start:
+            break
+    return table
 
 
 def _documents(config: SearchConfig) -> int:
@@ -234,64 +228,6 @@ def _ranked(context: Context, points: Sequence[Point], documents: int) -> list[P
     for point in points:
         by_table.setdefault(point.table(context.space), point)
     return [by_table[table] for table in context.ranked(list(by_table), documents)]
-
-
-def _single_steps(
-    context: Context, table: Table, passes: int, groups: Sequence[Sequence[int]], width: float
-) -> list[Table]:
-    """Move groups of pairs one by one, and keep what is better on all documents; the results, best first.
-
-    A step is first measured on a part of the documents. Every step that fails halves its group's width.
-
-    Args:
-        context: the search.
-        table: where the steps start.
-        passes: the number of documents after which they end, counted from the start of the search.
-        groups: pairs that move together.
-        width: the first step of each group, in logarithms of divisors.
-    """
-    config, space = context.config, context.space
-    widths = [width] * len(groups)
-    found = [table]
-    part = _documents(config)
-    while max(widths, default=0) > 1 / (STEP * 2):
-        for number, group in enumerate(groups):
-            signs = [1, -1] if context.random.random() < 0.5 else [-1, 1]
-            for sign in signs:
-                if context.evaluator.passes + config.documents > passes:
-                    return found[:FINALISTS]
-                child = _moved(found[0], group, sign * widths[number], space)
-                if child == found[0]:
-                    continue
-                before, after = context.scores([found[0], child], part)
-                if not after < before:
-                    continue
-                before, after = context.scores([found[0], child])
-                if after < before:
-                    found.insert(0, child)
-                    break
-            else:
-                widths[number] /= 2
-    return found[:FINALISTS]
-
-
-def _groups(pairs: Sequence[int]) -> list[list[int]]:
-    """At most `KNOTS` groups of neighbours, as equal in size as possible."""
-    count = min(KNOTS, len(pairs))
-    edges = [len(pairs) * number // count for number in range(count + 1)]
-    return [list(pairs[low:high]) for low, high in itertools.pairwise(edges)]
-
-
-def _moved(table: Table, group: Sequence[int], change: float, space: Space) -> Table:
-    """The divisors of some pairs multiplied by `exp(change)`; others move if their order asks for it."""
-    steps = [float(step) for step in steps_of(table)]
-    for pair in group:
-        steps[pair] *= math.exp(change)
-    for pair in range(group[0] - 1, -1, -1):
-        steps[pair] = min(steps[pair], steps[pair + 1])
-    for pair in range(group[-1] + 1, len(steps)):
-        steps[pair] = max(steps[pair], steps[pair - 1])
-    return space.table([step / STEP for step in steps], table.attention_factor, table.start_tokens)
 
 
 STRATEGY = Strategy(HEAD_ROOM, budget, run)

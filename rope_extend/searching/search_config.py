@@ -135,8 +135,7 @@ class SearchConfig(Config):
     gradient_steps: Annotated[
         bool,
         FLAG,
-        "race: end with gradient steps, which need the memory of a backward pass; otherwise with steps of "
-        "single pairs",
+        "race: take gradient steps, which need the memory of a backward pass; otherwise random steps",
     ] = True
     attention_factor: Annotated[
         float | None,

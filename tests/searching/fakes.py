@@ -30,6 +30,9 @@ class FakeEvaluator(Evaluator):
     Every document has an offset of its own, and a small wave that depends on the candidate.
     """
 
+    attention = 1.15
+    """The best attention factor."""
+
     def __init__(self, settings: SearchConfig, log: SearchLog | None = None) -> None:
         super().__init__(
             None,  # type: ignore[arg-type]
@@ -53,7 +56,7 @@ class FakeEvaluator(Evaluator):
             for pair, divisor in enumerate(table.divisors):
                 goal = (1.2 * space.factor) ** min(1.0, max(0.0, (pair - 2) / 4))
                 distance += math.log(divisor / goal) ** 2
-            distance += 10 * (table.attention_factor - 1.15) ** 2 + table.start_tokens / 1000
+            distance += 10 * (table.attention_factor - self.attention) ** 2 + table.start_tokens / 1000
             wave = 0.01 * math.sin(1e3 * sum(table.divisors) + number)
             losses.append({part: Loss(64 * (3 + distance + number / 10 + wave), 64) for part in self.weights})
         self.asked.append(table)

@@ -59,7 +59,7 @@ def test_what_is_in_order_stays_and_fast_pairs_move_less() -> None:
 def test_the_race_descends_within_its_budget_and_resumes_to_the_same_table(tmp_path: Path) -> None:
     whole = raced(SearchLog(tmp_path / "whole.jsonl", {}))
     finalists = race.run(whole)
-    assert len(whole.evaluator.log.gradients) >= 5
+    assert len(whole.evaluator.log.gradients) >= 2
     assert whole.evaluator.passes <= race.budget(whole.config)
     scores = whole.scores(finalists)
     assert scores == sorted(scores)
@@ -91,11 +91,13 @@ def test_a_fixed_attention_factor_does_not_move() -> None:
 def test_halving_over_the_family_comes_first_if_there_is_enough_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    few, many = raced(), raced()
-    monkeypatch.setattr(race, "LEAST_FAMILY", 1)
+    calls = []
+    halving = race._halving
+    monkeypatch.setattr(race, "_halving", lambda *given: calls.append(given) or halving(*given))
+    many = raced()
     race.run(many)
-    monkeypatch.setattr(race, "LEAST_FAMILY", 1000)
-    race.run(few)
-    assert len(many.evaluator.log.gradients) < len(few.evaluator.log.gradients)
-    assert len(many.evaluator.requested) > len(few.evaluator.requested)
+    assert len(calls) == 1
     assert many.evaluator.passes <= race.budget(many.config)
+    monkeypatch.setattr(race, "LEAST_FAMILY", 1000)
+    race.run(raced())
+    assert len(calls) == 1
