@@ -185,6 +185,34 @@ def _recomputed_layers(model: nn.Module) -> Iterator[None]:
                 layer.forward = forward
 
 
+@contextmanager
+def differentiable(
+    model: nn.Module, space: Space, start: Table, inv_freq: Tensor, attention_factor: Tensor
+) -> Iterator[torch.device]:
+    """Let the loss of a model have gradients with respect to a table, and not to its weights.
+
+    Args:
+        model: the model.
+        space: where the search looks.
+        start: a table, which the model is patched with.
+        inv_freq: as in `differentiable_rotation`, and so is `attention_factor`.
+
+    Yields:
+        The device of the inputs.
+    """
+    window = space.pretrained.trained_length
+    with (
+        quiet_patching(),
+        patch_model(model, space.encoding(start), trained_length=window, target_length=space.target_length),
+        evaluation_mode(model) as device,
+        _frozen(model),
+        _recomputed_layers(model),
+        torch.enable_grad(),
+        differentiable_rotation(model, inv_freq, attention_factor),
+    ):
+        yield device
+
+
 def gradient_of_document(context: Context, point: Movable, start: Table, number: int) -> list[float]:
     """The gradient of a document's fitness: for each number of the point, and last for the attention factor.
 
@@ -207,22 +235,10 @@ def gradient_of_document(context: Context, point: Movable, start: Table, number:
             )
         return logged
     began, model, fitness = perf_counter(), evaluator.model, evaluator.fitness
-    encoding = space.encoding(start)
     present = 1.0 if space.current is None else space.current.attention_factor
-    with (
-        _one_memory_error(),
-        quiet_patching(),
-        patch_model(
-            model, encoding, trained_length=space.pretrained.trained_length, target_length=space.target_length
-        ),
-        evaluation_mode(model) as device,
-        _frozen(model),
-        _recomputed_layers(model),
-        torch.enable_grad(),
-        differentiable_rotation(
-            model, space.shape.inv_freq() / point.divisors(), present * point.attention.exp()
-        ),
-    ):
+    table = space.shape.inv_freq() / point.divisors()
+    factor = present * point.attention.exp()
+    with _one_memory_error(), differentiable(model, space, start, table, factor) as device:
         total, tokens = [torch.zeros_like(leaf) for leaf in leaves], 0
         for part, weight in evaluator.weights.items():
             if part == NEEDLE:

@@ -7,10 +7,12 @@ import logging
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -19,20 +21,23 @@ from rope_extend.data.documents import Document, in_common, load_documents
 from rope_extend.encodings import RopeShape
 from rope_extend.encodings.core.checks import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
+from rope_extend.evaluation.forward_plan import plan_forward
 from rope_extend.evaluation.identity import Identity, model_identity
 from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
+from rope_extend.memory.meta_device import try_estimate
 from rope_extend.memory.segments import expand_segments
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import CurrentTable, current_table, divisors_of
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
+from rope_extend.models.rotary import has_float64
 from rope_extend.models.view import shape_of
 from rope_extend.searching import critical_genetic, genetic, gradient, race
 from rope_extend.searching.closed_forms import AS_IT_IS, published
 from rope_extend.searching.evaluations import Evaluator, score
 from rope_extend.searching.fitness import Fitness, needle_windows
+from rope_extend.searching.gradient_memory import gradient_bytes
 from rope_extend.searching.search_config import (
     GENETIC,
     GENETIC_2,
@@ -45,10 +50,11 @@ from rope_extend.searching.search_config import (
     SearchConfig,
 )
 from rope_extend.searching.search_log import LOG, SearchLog
+from rope_extend.searching.search_plan import SearchPlan
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
 from rope_extend.searching.space import STEP, Space, Table
 from rope_extend.searching.strategies import Context, Strategy
-from rope_extend.units import format_duration, format_length
+from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
@@ -68,41 +74,6 @@ _NOT_IN_IDENTITY = (
 
 A finished search can be resumed with more iterations.
 """
-
-
-@dataclass(frozen=True)
-class SearchPlan:
-    """The estimated cost of a search.
-
-    Attributes:
-        strategy: name of the strategy.
-        passes: the largest number of forward passes, with those over held-out documents.
-        forward_tokens: tokens of these passes.
-        forward: the memory and time of one pass; None for a family that cannot be estimated.
-    """
-
-    strategy: str
-    passes: int
-    forward_tokens: int
-    forward: ForwardPlan | None
-
-    def check(self) -> None:
-        """Refuse a search whose passes do not fit into memory.
-
-        Raises:
-            RopeExtendError: they do not fit.
-        """
-        if self.forward is not None:
-            self.forward.check()
-
-    def __str__(self) -> str:
-        text = (
-            f"{self.strategy}: at most {self.passes:,} forward passes, {self.forward_tokens:,} forward tokens"
-        )
-        if self.forward is None:
-            return text
-        seconds = self.passes * self.forward.longest.seconds
-        return f"{text}, about {format_duration(seconds)}\n{self.forward}"
 
 
 def search(
@@ -182,7 +153,16 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
         trained_length=space.pretrained.trained_length,
     )
     passes = documents * each
-    return space, SearchPlan(config.strategy, passes, passes * config.target_length, forward)
+    gradient_step = None
+    if forward is not None and options.device_map is None and _takes_gradient_steps(config, forward.device):
+        count = partial(gradient_bytes, empty, space, config.target_length, forward.device)
+        gradient_step = try_estimate(count, empty, "a gradient step")
+    return space, SearchPlan(config.strategy, passes, passes * config.target_length, forward, gradient_step)
+
+
+def _takes_gradient_steps(config: SearchConfig, device: torch.device) -> bool:
+    race_does = config.strategy == RACE and config.gradient_steps and has_float64(device)
+    return race_does or config.strategy == GRADIENT
 
 
 def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:

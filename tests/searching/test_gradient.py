@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ from tolerances import assert_same_but_rounding, logit_tolerance
 
 import rope_extend as rx
 from rope_extend.encodings.core.critical import critical_range
+from rope_extend.loss import next_token_loss
+from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.searching import gradient
 from rope_extend.searching.closed_forms import published
 from rope_extend.searching.evaluations import Evaluator
 from rope_extend.searching.fitness import Fitness, NeedleWindow
+from rope_extend.searching.gradient_memory import gradient_bytes
+from rope_extend.searching.run_search import plan_search
 from rope_extend.searching.search_log import SearchLog
 from rope_extend.searching.space import Space, Table
 from rope_extend.searching.strategies import Context
@@ -142,6 +147,45 @@ def test_a_lack_of_memory_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(rx.RopeExtendError, match="use the strategy race with gradient_steps=False"):
         gradient.run(found)
     assert rx.current_patch(found.evaluator.model) is None
+
+
+def test_planned_bytes_are_those_of_a_step() -> None:
+    found = context(needle_weight=0.0, lengths=(TARGET,))
+    model, ids = found.evaluator.model, found.evaluator.fitness.documents[0].input_ids[None]
+    with torch.device("meta"):
+        empty = type(model)(model.config).eval()  # type: ignore[call-arg, arg-type]
+    counter = LiveBytes()
+    for tensor in (*model.parameters(), *model.buffers()):
+        counter.add(tensor)
+    weights, space = counter.live, found.space
+    point = gradient.Point(start_of(space), 1)
+    table = table_of(point, space).detach().requires_grad_()
+    with gradient.differentiable(model, space, start_of(space), table, point.attention.exp()), counter:
+        torch.autograd.grad(next_token_loss(model, ids, ids), (table, point.attention))
+    planned = gradient_bytes(empty, space, TARGET, torch.device("cpu"))
+    row = 4 * TARGET  # the loss of all tokens takes a few rows of numbers, and frees them in another order
+    assert abs(planned - (counter.peak - weights)) <= 8 * row
+    assert planned > 100 * row
+    assert rx.current_patch(empty) is None
+
+
+@pytest.mark.parametrize("strategy", ["race", "gradient", "longrope"])
+def test_a_plan_refuses_gradient_steps_that_do_not_fit(strategy: str, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    plan = plan_search(rx.SearchConfig(model=str(tmp_path), target_length=TARGET, strategy=strategy))
+    plan.check()
+    assert plan.forward is not None
+    assert ("a gradient step needs" in str(plan)) is (strategy != "longrope")
+    between = plan.forward.longest.memory + 1000  # room for a pass, and hardly more
+    small = replace(plan, forward=replace(plan.forward, available=between))
+    if strategy == "longrope":
+        small.check()
+    else:
+        with pytest.raises(rx.RopeExtendError, match="a gradient step over 128 tokens needs about"):
+            small.check()
+    if strategy == "race":
+        settings = rx.SearchConfig(model=str(tmp_path), target_length=TARGET, gradient_steps=False)
+        assert plan_search(settings).gradient_step is None
 
 
 def test_a_point_begins_near_its_table_and_stays_in_order() -> None:
