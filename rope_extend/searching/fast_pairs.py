@@ -113,7 +113,7 @@ def is_better(before: Sequence[float], after: Sequence[float]) -> bool:
     """
     gains = [old - new for old, new in zip(before, after, strict=True)]
     if not all(map(math.isfinite, gains)):
-        return False
+        return all(map(math.isfinite, after))
     error = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else 0.0
     return fmean(gains) > error
 

@@ -149,7 +149,8 @@ def run(context: Context) -> list[Table]:
     found = context.ranked([*found, *drawn(context, found[0], math.floor(DRAWN_SHARE * left))])
     end = index_of_a_period(space) + 1 if gradients else space.pairs
     last, others = stepped(context, found[0], budget(config), range(1, min(end, space.pairs)), WIDTH)
-    return context.ranked([last, *context.ranked([*others, *found])[: FINALISTS - 1]])
+    others = [table for table in context.ranked([*others, *found]) if table != last]
+    return context.ranked([last, *others[: FINALISTS - 1]])
 
 
 def _left(context: Context) -> int:
@@ -212,13 +213,15 @@ def _walk(context: Context, ranges: Ranges, points: list[Point], passes: int) ->
     config, width = context.config, 0.15
     points = points[:WALK_PARENTS]
     last = context.evaluator.passes + passes - FINALISTS * config.documents
-    while context.evaluator.passes + WALK_CHILDREN * _documents(config) <= last:
+    while (before := context.evaluator.passes) + WALK_CHILDREN * _documents(config) <= last:
         children = [
             ranges.near(points[number % len(points)], width, context.random)
             for number in range(WALK_CHILDREN)
         ]
         points = _ranked(context, [*points, *children], _documents(config))[:WALK_PARENTS]
         width *= SHRINK
+        if context.evaluator.passes == before:  # few different tables exist, and all of these are known
+            break
     return _ranked(context, points, config.documents)
 
 

@@ -50,8 +50,8 @@ RACE_SHARE = 20
 """The race uses at most one document pass for this number of passes of LongRoPE's search."""
 HELD_OUT_TABLES = 7
 """Tables that are measured on the held-out documents: the finalists, and the closed forms as published."""
-SMALLEST_RACE = 50
-"""The fewest passes with which a race can compare the closed forms and look any further."""
+SMALLEST_RACE, SMALLEST_FOR_EACH = 50, 8
+"""The fewest passes of a race, in all and for each document: it compares closed forms, and looks further."""
 HALVED_ABOVE = 512 * 1024
 """Targets above this number of tokens have half of LongRoPE's population, as in its paper."""
 
@@ -139,7 +139,7 @@ class SearchConfig(Config):
     ] = True
     attention_factor: Annotated[
         float | None,
-        optional(number(0, above=True, below=100)),
+        optional(number(0.01, below=100)),
         "fixed factor on cos and sin (default: race and gradient search it, the others use LongRoPE's)",
     ] = None
     seed: Annotated[int, COUNT, "random seed; the same seed gives the same result"] = 0
@@ -209,7 +209,8 @@ class SearchConfig(Config):
             )
         if self.search_for == SHORT_TEXTS:
             self._check_short()
-        if self.strategy == RACE and self.race_passes < SMALLEST_RACE:
+        least = max(SMALLEST_RACE, SMALLEST_FOR_EACH * self.documents)
+        if self.strategy == RACE and self.race_passes < least:
             raise RopeExtendError(
                 f"search: with {self.documents} documents and {self.holdout} held out, nothing is left of "
                 f"the race's budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller "

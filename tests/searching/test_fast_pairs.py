@@ -112,7 +112,9 @@ def test_a_step_must_be_better_than_its_standard_error() -> None:
     assert not is_better([2.0, 3.0], [1.5, 3.01])
     assert is_better([2.0], [1.999])
     assert not is_better([2.0], [2.0])
-    assert not is_better([math.inf, 2.0], [1.0, 1.0])
+    assert is_better([math.inf, 2.0], [1.0, 3.0])
+    assert not is_better([math.inf, 2.0], [math.inf, 1.0])
+    assert not is_better([1.0, 2.0], [0.5, math.nan])
     rng = np.random.default_rng(0)
     for _ in range(100):
         before, after = rng.normal(size=(2, 5))
