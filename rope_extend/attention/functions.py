@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_extend.attention.registry import (
@@ -38,8 +39,8 @@ HANDLER = "_rope_extend_handler"
 _handled: dict[str, str] = {}
 """Names of attention implementations, and the names under which the same functions are called by handlers."""
 
-_NEVER_NAMED = ("sdpa", "eager")
-"""Implementations whose functions do not read their name from the config, as flash attention does."""
+_unnamed = {"sdpa"}
+"""Implementations for which so far only a function was called that does not read its name from the config."""
 
 _in_own_function = ContextVar("_in_own_function", default=False)
 """Whether a handler is calling a model's own attention function; each thread has its own value."""
@@ -98,8 +99,9 @@ def _run_own(
     mask: Any, kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Call a model's own attention function."""
-    if implementation in _NEVER_NAMED:
+    if inner is sdpa_attention_forward:  # not a user's own under its name; to set a variable costs time
         return inner(module, query, key, value, mask, **kwargs)
+    _unnamed.discard(implementation)
     token = _in_own_function.set(True)
     try:
         return inner(module, query, key, value, mask, **kwargs)
@@ -139,7 +141,7 @@ class HandlerConfig:
     def _attn_implementation(self) -> str:
         implementation: str = self.model_config._attn_implementation
         name = _handled.get(implementation) or handled_implementation(implementation)
-        if implementation in _NEVER_NAMED:
+        if implementation in _unnamed:
             return name
         # The model's own function is never compiled, and the compiler cannot read a context variable.
         own = not torch.compiler.is_compiling() and _in_own_function.get()

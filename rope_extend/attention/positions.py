@@ -31,7 +31,14 @@ from rope_extend.attention.functions import (
 )
 from rope_extend.attention.interrupts import still_running
 from rope_extend.attention.registry import never_compiled
-from rope_extend.attention.tracked_cache import RUNNING, TrackedCache, cached_tokens, held_tokens, tracked
+from rope_extend.attention.tracked_cache import (
+    RUNNING,
+    TrackedCache,
+    cached_tokens,
+    held_tokens,
+    is_even,
+    tracked,
+)
 from rope_extend.attention.two_rows import TwoRows
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape, RopeShape
 from rope_extend.encodings.core.transfers import to_device
@@ -206,7 +213,7 @@ class AttentionHandler:
         PyTorch calls no hook after an interrupt.
         """
         while self._running.frames:
-            self._interrupted(self._running.frames.pop())
+            self._finish(self._running.frames.pop())
         for module in decoder.modules():
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
                 for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
@@ -229,7 +236,9 @@ class AttentionHandler:
                 past = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
             if self._running.frames:
                 self._end_interrupted(decoder)
-            marked = past is not None and self._filled(past) and RUNNING not in vars(past)
+            marked = past is not None and self._filled(past)
+            if marked and RUNNING in vars(past):  # of an outer decoder, or interrupted in another thread
+                marked = all(frame.past is not past for frame in self._running.frames)
             gradients = torch.is_grad_enabled()
             frame = _Frame(is_decoder=True, module=decoder, past=past, marked=marked, gradients=gradients)
             self._running.frames.append(frame)
@@ -243,17 +252,8 @@ class AttentionHandler:
         running = still_running([frame.module for frame in frames], decoder)
         for frame, runs in zip(frames, running, strict=True):
             if not runs:
-                self._interrupted(frame)
+                self._finish(frame)
         frames[:] = [frame for frame, runs in zip(frames, running, strict=True) if runs]
-
-    def _interrupted(self, frame: _Frame) -> None:
-        """End a frame whose module was interrupted, and refuse its cache: some layers may have more tokens.
-
-        They still have after a `crop`, which removes as many tokens from all layers.
-        """
-        self._finish(frame)
-        if frame.marked and isinstance(frame.past, TrackedCache):
-            frame.past.rope_extend_positions = frame.past.rope_extend_positions[:, :0]
 
     def _check_implementations(self) -> None:
         for config in self._configs:
@@ -454,10 +454,13 @@ class AttentionHandler:
             return queries[:, :0]
         known = past.rope_extend_positions.shape[1] if isinstance(past, TrackedCache) else seen
         if known < seen:
+            state = f"it has positions for {known} of its {seen} tokens"
+            if not is_even(past):
+                state = "its layers hold different numbers of tokens"
             raise PatchError(
-                f"{self.encoding} cannot use this {type(past).__name__}: it has positions for "
-                f"{known} of its {seen} tokens, as after an interrupt, or when its layers are shared with a "
-                f"copy.copy that went on; use copy.deepcopy, and start from an empty cache"
+                f"{self.encoding} cannot use this {type(past).__name__}: {state}, as after an error or an "
+                f"interrupt in a forward, or when its layers are shared with a copy.copy that went on; use "
+                f"copy.deepcopy, and start from an empty cache"
             )
         if known > seen:
             raise PatchError(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from rope_extend.attention.growing import ROOM, append, updates_as_stock
 from rope_extend.attention.rotated_keys import CHOICE, KEPT, follow, released
@@ -97,12 +98,18 @@ class TrackedCache:
         """Empty the cache."""
         _forget(self)
         super().reset()  # type: ignore[misc]
+        self.rope_extend_positions = self.rope_extend_positions[:, :0]
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        """Remove the last tokens."""
-        super().crop(*args, **kwargs)  # type: ignore[misc]
+        """Remove the last tokens; a cache that no forward may use stays refused."""
         cache: Any = self
-        self.rope_extend_positions = self.rope_extend_positions[:, : held_tokens(cache)]
+        known, before = self.rope_extend_positions.shape[1], held_tokens(cache)
+        super().crop(*args, **kwargs)  # type: ignore[misc]
+        left = held_tokens(cache)
+        if known < before and not is_even(cache):  # only some layers got the tokens of the last forward
+            left = 0
+        # Where keys were removed in another way, it is not known whose positions to remove.
+        self.rope_extend_positions = self.rope_extend_positions[:, : left + max(0, known - before)]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select rows for beam search."""
@@ -151,6 +158,20 @@ def _new_tracked(cls: Any) -> Any:
 def cached_tokens(past: Cache | None) -> int:
     """The number of tokens in a cache; 0 without one."""
     return 0 if past is None else int(past.get_seq_length())
+
+
+def is_even(past: Cache | None) -> bool:
+    """Whether all layers of a cache hold keys and values of the same number of tokens.
+
+    They do not after an error or an interrupt inside a forward. Layers that were never filled do not count.
+    """
+    counts = set()
+    for layer in getattr(past, "layers", ()):
+        if isinstance(layer, CacheLayerMixin) and getattr(layer, "is_initialized", False):
+            if layer.keys.shape[-2:-1] != layer.values.shape[-2:-1]:
+                return False
+            counts.add(int(layer.get_seq_length()))
+    return len(counts) < 2
 
 
 def is_plain(past: Cache | None) -> bool:

@@ -21,9 +21,12 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.llama import modeling_llama
 
 import rope_extend as rx
+from rope_extend.attention import functions
 from rope_extend.attention.functions import handled_implementation
 from rope_extend.errors import PatchError, UnsupportedModelError
 
@@ -270,6 +273,35 @@ def test_the_inner_function_sees_its_own_name() -> None:
         same(logits(model, input_ids), expected)
         assert set(seen) == {"test_named"}
         assert names.isdisjoint({module.config._attn_implementation for module in layers(model)})
+
+
+def _by_name(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of a user's own, which calls the one that the config names."""
+    NAMES.append(module.config._attn_implementation)
+    known = {"sdpa": sdpa_attention_forward, "eager": modeling_llama.eager_attention_forward}
+    return known[NAMES[-1]](module, *args, **kwargs)
+
+
+NAMES: list[str] = []
+"""The names that `_by_name` saw."""
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_a_users_function_under_a_name_of_transformers_sees_that_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a prefill and in a step of decoding; once, as it does not call the handler again."""
+    model, input_ids = llama(), tokens(1, LENGTH)
+    model.set_attn_implementation(name)
+    with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])), torch.no_grad():
+        expected = logits(model, input_ids)
+        monkeypatch.setattr(functions, "_unnamed", {"sdpa"})
+        monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._local_mapping, name, _by_name)
+        NAMES.clear()
+        cache = model(input_ids[:, :-2]).past_key_values
+        found = [model(part, past_key_values=cache).logits for part in input_ids[:, -2:].split(1, dim=1)]
+    assert set(NAMES) == {name}
+    same(torch.cat(found, dim=1), expected[:, -2:])
 
 
 def test_positions_still_belong_to_a_forward() -> None:

@@ -1,4 +1,4 @@
-"""An interrupt (Ctrl-C) at any point of a forward does no harm to later ones.
+"""An interrupt (Ctrl-C) or an error at any point of a forward does no harm to later ones.
 
 PyTorch calls no hook after an interrupt. So nothing of ours ends what the forward began.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -81,7 +82,7 @@ def calls_of(function: Callable[[], object], stop: int = -1) -> int:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method["name"])
 def test_a_step_is_interrupted_at_any_point(method: dict[str, Any]) -> None:
-    """A new cache is exact, the old one is refused, and nothing holds it."""
+    """A new cache is exact, the old one is exact or refused, and nothing holds it."""
     model = patched(method)
 
     def step(cache: DynamicCache) -> Callable[[], object]:
@@ -94,7 +95,6 @@ def test_a_step_is_interrupted_at_any_point(method: dict[str, Any]) -> None:
         calls_of(step(cache), point)
         grown = sum(layer.keys.shape[2] > START for layer in cache.layers)
         parts.add(grown)
-        running = RUNNING in vars(cache)
         if grown:
             cache.crop(-1)  # of all layers
         same(rest(model, filled(model)), expected)
@@ -104,7 +104,8 @@ def test_a_step_is_interrupted_at_any_point(method: dict[str, Any]) -> None:
             same(rest(model, cache), expected)
         except PatchError as error:
             refused = str(error)
-        assert ("an interrupt" in refused) if running else (not refused or "an interrupt" in refused)
+        assert bool(refused) == (grown == 1)
+        assert not refused or "different numbers of tokens" in refused
         gone = weakref.ref(cache)
         del cache
         gc.collect()
@@ -150,6 +151,98 @@ def test_a_forward_inside_another_goes_on_after_an_interrupted_one() -> None:
 def interrupt(*_: Any) -> None:
     """A hook that is interrupted."""
     raise KeyboardInterrupt
+
+
+def fail(*_: Any) -> None:
+    """A hook in which memory runs out."""
+    raise torch.OutOfMemoryError
+
+
+def broken(model: LlamaForCausalLM, cache: Any, place: str, hook: Any, count: int = 1) -> Any:
+    """The cache after a forward of tokens at `START` that ended before a module."""
+    handle = model.model.get_submodule(place).register_forward_pre_hook(hook)
+    with pytest.raises((KeyboardInterrupt, torch.OutOfMemoryError)):
+        model(IDS[:, START : START + count], past_key_values=cache)
+    handle.remove()
+    return cache
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns in another thread."""
+    found = []
+    thread = threading.Thread(target=torch.no_grad()(lambda: found.append(function())))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hook", [fail, interrupt])
+@pytest.mark.parametrize("method", METHODS[:2], ids=lambda method: method["name"])
+def test_layers_with_different_numbers_of_tokens_are_refused(method: dict[str, Any], hook: Any) -> None:
+    """Also after a `crop`, which removes as many tokens from all layers, and in another thread."""
+    model = patched(method)
+    cache = broken(model, filled(model), "layers.1", hook)
+    refusals = [in_a_thread(lambda: refusal(model, cache)), refusal(model, cache)]
+    for tokens_to_remove in (1, 2):
+        cache.crop(-tokens_to_remove)
+        refusals += [in_a_thread(lambda: refusal(model, cache)), refusal(model, cache)]
+    assert [layer.keys.shape[2] for layer in cache.layers] == [START - 2, START - 3]
+    assert all("different numbers of tokens, as after an error or an interrupt" in each for each in refusals)
+
+
+def refusal(model: LlamaForCausalLM, cache: Any) -> str:
+    """Why a cache is refused."""
+    with pytest.raises(PatchError) as caught:
+        model(IDS[:, START, None], past_key_values=cache)
+    return str(caught.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hook", [fail, interrupt])
+@pytest.mark.parametrize("method", METHODS[:2], ids=lambda method: method["name"])
+def test_a_cache_without_the_tokens_of_an_ended_forward_is_used(method: dict[str, Any], hook: Any) -> None:
+    """No layer got them, or a `crop` removed them from all layers."""
+    model = patched(method)
+    expected = rest(model, filled(model))
+    for place, count in (("embed_tokens", 1), ("layers.0", 1), ("norm", 1), ("norm", 3)):
+        cache = broken(model, filled(model), place, hook, count)
+        if place == "norm":
+            assert "positions for" in refusal(model, cache)
+            cache.crop(-count)
+        same(rest(model, cache), expected)
+        assert RUNNING not in vars(cache)
+
+
+@torch.no_grad()
+def test_cos_and_sin_of_an_interrupted_step_are_not_used_again() -> None:
+    """They had two rows for one token. The next forward, of several tokens, is elsewhere."""
+    model, second = patched(METHODS[0]), patched(METHODS[0])
+    expected = model(IDS, use_cache=False).logits[:, START:]
+    for run in (in_a_thread, lambda function: function()):
+        user = model if run is in_a_thread else second
+        cache = broken(model, filled(model), "layers.0", interrupt)
+        same(run(lambda: user(IDS[:, START:], past_key_values=cache).logits), expected)  # noqa: B023
+        assert RUNNING not in vars(cache)
+        assert cache.rope_extend_positions.shape[1] == LENGTH
+
+
+@torch.no_grad()
+def test_positions_that_are_not_known_stay_so() -> None:
+    """After a `crop`, and after a `reset` with a prefill that ends early."""
+    model = patched(METHODS[0])
+    cache = filled(model)
+    for layer in cache.layers:
+        layer.keys, layer.values = (states[:, :, 8:] for states in (layer.keys, layer.values))
+    cache.crop(-1)
+    assert f"filled with {START - 1} tokens and holds {START - 9}" in refusal(model, cache)
+    cache = filled(model)
+    cache.reset()
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model(IDS[:, :START].flip(1), past_key_values=cache)
+    hook.remove()
+    assert "positions for 0 of its" in refusal(model, cache)
 
 
 def test_modules_run_as_long_as_they_are_on_the_stack() -> None:
