@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,27 +22,54 @@ ON_A_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 LIMIT = 900.0
 """Seconds that a command may take: many times what the longest takes on a slow machine."""
 
-_SERVER = """
-import gc, importlib, json, os, runpy, signal, sys
-
-for name in (
+LIBRARIES = (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "transformers.generation", "peft",
     "datasets", "accelerate", "matplotlib.pyplot",
-):
+)  # fmt: skip
+"""What commands import: all of it is imported once."""
+
+_SERVER = """
+import gc, importlib, json, os, runpy, select, signal, sys
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, tests still have to end what they have started
+for name in sys.argv[1:]:
     importlib.import_module(name)
 assert "rope_extend" not in sys.modules
 gc.collect()
 gc.freeze()  # or each process would look for garbage among all that is imported, for two seconds
-for line in sys.stdin:
+process = None
+
+def end(*_):
+    "Nobody waits for the command any longer."
+    if process:
+        os.killpg(process, signal.SIGKILL)
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, end)
+childs_end, wake = os.pipe()
+os.set_blocking(wake, False)
+signal.set_wakeup_fd(wake)
+signal.signal(signal.SIGCHLD, lambda *_: None)  # so that the end of a command is written to the pipe
+while line := sys.stdin.readline():
     words, where, output, environment = json.loads(line)
     process = os.fork()
     os.setpgid(process, process)  # processes that it starts end with it
     if process == 0:
         break
     print(process, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+    while not (found := os.waitpid(process, os.WNOHANG))[0]:
+        if sys.stdin in select.select([sys.stdin, childs_end], [], [])[0]:  # no line comes now: it has ended
+            end()
+        os.read(childs_end, 4096)
+    process = None
+    print(os.waitstatus_to_exitcode(found[1]), flush=True)
 else:
     sys.exit()
+signal.set_wakeup_fd(-1)
+for kind in (signal.SIGTERM, signal.SIGCHLD):
+    signal.signal(kind, signal.SIG_DFL)
+os.close(childs_end)
+os.close(wake)
 os.chdir(where)
 os.environ.update(environment)
 for stream, opened in ((0, open(os.devnull)), (1, open(output, "a")), (2, open(output, "a"))):
@@ -66,13 +94,20 @@ class Commands:
     Args:
         where: a directory for what they print.
         environment: variables that they have in addition to those of this process.
+        libraries: modules that are imported before they are forked.
     """
 
-    def __init__(self, where: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        where: Path,
+        environment: dict[str, str] | None = None,
+        libraries: Sequence[str] = LIBRARIES,
+    ) -> None:
         self.where = where
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         self._server = subprocess.Popen(
-            [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+            [sys.executable, "-c", _SERVER, *libraries], bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
         )  # fmt: skip
         self._count = 0
@@ -113,15 +148,23 @@ class Commands:
         if self._running is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._running, signal.SIGKILL)
-            self._answer(LIMIT)
+            with suppress(ConnectionError):
+                self._answer(LIMIT)
             self._running = None
 
     def _answer(self, limit: float) -> int:
-        """The next number from the process that starts the others."""
+        """The next number from the process that starts the others.
+
+        Raises:
+            TimeoutError: there is none after `limit` seconds.
+            ConnectionError: that process has ended.
+        """
         assert self._server.stdout is not None
         if not select.select([self._server.stdout], [], [], limit)[0]:
             raise TimeoutError
-        return int(self._server.stdout.readline())
+        if not (answer := self._server.stdout.readline()):
+            raise ConnectionError("the process that starts commands has ended")
+        return int(answer)
 
     @property
     def _output(self) -> Path:

@@ -53,6 +53,23 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(commands: Commands,
     assert commands.run("-c", "import os; print(os.getpgid(0) == os.getpid())") == "True\n"
 
 
+@pytest.mark.parametrize("end", ["its input ends", "SIGTERM"])
+def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path, end: str) -> None:
+    commands = Commands(tmp_path, libraries=())
+    process = commands.start("-c", "import time; time.sleep(600)")
+    server = commands._server
+    assert server.stdin is not None
+    server.stdin.close() if end == "its input ends" else server.terminate()
+    assert server.wait(60) == 0
+    until = time.monotonic() + 60
+    while running(process):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(ConnectionError, match="has ended"):
+        commands.wait()
+    commands.close()
+
+
 @pytest.mark.slow
 def test_a_command_that_ends_is_not_taken_for_another(commands: Commands) -> None:
     """What is left of a test that failed does not answer for the next command."""
