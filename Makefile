@@ -66,7 +66,7 @@ test-slow: .venv/.dev
 
 # Threads that wait without sleeping would take the cores from the other workers: four times the CPU time.
 test-other-cpu: .venv/.dev
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python $(PYTEST) \
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python $(PYTEST) --threads 2 \
 		-m "not slow and not gpu" $(NUMERICAL)
 
 test-all: .venv/.dev

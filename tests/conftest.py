@@ -28,6 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from covering import OPTIONS
     from hypothesis import settings
 
+    forked_workers.one_thread()
     OPTIONS.full = config.getoption("--full")
     config.pluginmanager.import_plugin("shared_fixtures")
     config.pluginmanager.import_plugin("less_work")

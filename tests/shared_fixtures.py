@@ -1,9 +1,8 @@
-"""Fixtures for tests of every subject; one thread per process unless OMP_NUM_THREADS says otherwise."""
+"""Fixtures for tests of every subject."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +11,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from cases import tiny_llama
 from forked_commands import Commands
 from hypothesis import settings
@@ -26,7 +24,6 @@ from rope_extend.evaluation.output_directory import FILES
 from rope_extend.files import replacing
 from rope_extend.plots.style import Canvas
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 disable_progress_bar()
 
 # The same examples in every run, and few of them: `--full` searches for others.
