@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_extend as rx
-from gpu.steps import Figure, Setting, Step
+from gpu.steps import Figure, Setting, Step, synchronize
 from rope_extend.attention.causal_suffix import causal_suffix_attention
+from rope_extend.encodings.core.transfers import to_device
 from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.loss import hidden_states, next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
@@ -163,6 +164,27 @@ def host_waits(setting: Setting) -> Iterator[Figure]:
             yield Figure(f"{fields['name']}: waits of a decoding step", decoding, at_most=most)
 
 
+def copies(setting: Setting) -> Iterator[Figure]:
+    """Copies to the device whose source changes at once, while the device computes something long."""
+    size, rounds = (64, 1) if setting.dry else (8192, 20)
+    large = torch.ones(size, size, device=setting.device)
+    for count in (64, 2**12, 2**20):
+        for dtype in (torch.float64, torch.float32):  # the second one goes through a temporary tensor
+            values = torch.arange(count, dtype=torch.float64)
+            note = "the source stays as it is in a dry run"
+            synchronize(setting.device)
+            for _ in range(rounds):
+                large @ large
+            copy = to_device(values, torch.device(setting.device), dtype)
+            if setting.device == "cuda":
+                done = torch.cuda.current_stream().query()
+                note = "the copy waited for the device" if done else "the device was still computing"
+                values.fill_(-1).to(dtype)  # may take the memory of the temporary tensor
+            wrong = int((copy.cpu() != torch.arange(count, dtype=dtype)).sum())
+            kind = str(dtype).removeprefix("torch.")
+            yield Figure(f"{count:,} values in {kind}: wrong ones", wrong, at_most=0, note=note)
+
+
 @torch.no_grad()
 def chunks_without_a_mask(setting: Setting) -> Iterator[Figure]:
     """A text in chunks by the flash kernel, without a mask, compared with one forward."""
@@ -237,6 +259,7 @@ STEPS = (
     Step("rotary tables", rotary_tables, 10),
     Step("encodings with a cache", encodings_with_a_cache, 30),
     Step("host waits", host_waits, 15),
+    Step("copies", copies, 15),
     Step("chunks without a mask", chunks_without_a_mask, 10),
     Step("offloaded gradients", offloaded_gradients, 15),
     Step("marked tests", marked_tests, 90),
