@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from covering import few
 from integrity import contents
 from peft import LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
@@ -31,7 +32,7 @@ from rope_extend.checkpoint.export.support import (
     support_table,
 )
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.checkpoint.export.write import export
+from rope_extend.checkpoint.export.write import _stock_computes, _stock_pairs, _with_form, export
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
@@ -155,6 +156,52 @@ def test_servers_compute_the_table_from_the_form(name: str, to: str) -> None:
         angles = positions[:, None].double() * torch.tensor(table, dtype=torch.float64)
         expected = torch.polar(torch.tensor(factor, dtype=torch.float64), angles)
         torch.testing.assert_close(cache[index].to(expected.dtype), expected, rtol=0, atol=1e-4)
+
+
+def stock_rotary(directory: Path, family: FamilyCase, form: dict[str, Any], **changes: Any) -> Any:
+    """The rotary module that stock transformers makes of a model's config in another form."""
+    config = copy.deepcopy(tiny_model(family).config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    given = {"rope_parameters": form, "max_position_embeddings": TARGET}
+    (directory / "config.json").write_text(json.dumps(_with_form(config.to_dict(), config, given)))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    return type(model.model.rotary_emb)(model.config)
+
+
+def test_layers_of_other_types_keep_their_table(tmp_path: Path) -> None:
+    family = FAMILY["gemma3_text"]
+    stock = {"sliding_attention": 5_000.0, "full_attention": 20_000.0}
+    parameters = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in stock.items()}
+    form = {"rope_type": "linear", "factor": FACTOR, "rope_theta": 20_000.0}
+    rotary = stock_rotary(tmp_path, family, form, rope_parameters=parameters)
+    exponents = torch.arange(0, 1, 1 / len(rotary.sliding_attention_inv_freq), dtype=torch.float64)
+    tables = {"sliding_attention": 5_000.0**-exponents, "full_attention": 20_000.0**-exponents / FACTOR}
+    for kind, table in tables.items():
+        torch.testing.assert_close(getattr(rotary, f"{kind}_inv_freq").double(), table, rtol=1e-6, atol=0)
+
+
+def test_a_form_is_completed_for_its_family(tmp_path: Path) -> None:
+    """Phi-3.5-MoE has factors on cos and sin of its own, for short and for long texts."""
+    divisors = [FACTOR] * (SHAPE.dim // 2)
+    form = {
+        "rope_type": "longrope", "rope_theta": 10_000.0, "original_max_position_embeddings": TRAINED,
+        "short_factor": divisors, "long_factor": divisors, "factor": FACTOR, "attention_factor": 1.25,
+    }  # fmt: skip
+    rotary = stock_rotary(tmp_path, FAMILY["phimoe"], form)
+    for length in (TRAINED, TARGET):
+        cos, sin = rotary(torch.zeros(1), torch.arange(length)[None])
+        torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, 1.25**2))
+
+
+def test_a_form_that_changes_the_scale_of_logits_is_refused(tmp_path: Path) -> None:
+    """In DeepSeek's families, it follows from the rotary parameters: equal tables are not enough."""
+    for model_type in ("llama", "deepseek_v3"):
+        directory, _ = saved(tmp_path / model_type, ROWS["linear"], model_type)
+        record, pairs = read_record(directory), _stock_pairs(directory)
+        assert _stock_computes(directory, record, pairs, as_saved=True)
+        assert _stock_computes(directory, record, pairs, as_saved=False) == (model_type == "llama")
 
 
 def test_an_unknown_target_is_refused() -> None:
