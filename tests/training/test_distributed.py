@@ -83,8 +83,9 @@ TRAIN = """
 import sys
 from torch.distributed.tensor import DTensor
 from rope_extend.training.finetune import Recipe, finetune
-for path in sys.argv[1:]:
-    result = finetune(Recipe.from_yaml(path.removesuffix("+")), resume=path.endswith("+"))
+for argument in sys.argv[1:]:
+    path, plus, checkpoint = argument.partition("+")
+    result = finetune(Recipe.from_yaml(path), resume=checkpoint or bool(plus))
     parameters = list(result.model.parameters())
     print("sharded", sum(isinstance(one, DTensor) for one in parameters), "of", len(parameters))
 """
@@ -120,13 +121,18 @@ def recipe(
 
 @pytest.fixture
 def in_one_process(recipe: Recipe, shared: Path) -> Callable[..., Recipe]:
-    """The recipe of a run in this process, which the first test that needs it makes."""
+    """The recipe of a run in this process, which the first test that needs it makes.
+
+    A run that a failure has interrupted is made anew.
+    """
 
     def trained(way: str, **changes: Any) -> Recipe:
-        name = "-".join([way, *map(str, changes.values())])
+        name = "-".join([way, *(f"{field}={value}" for field, value in changes.items())])
         one = replace(recipe, **{**WAYS[way], **changes}, output_dir=str(shared / name))
-        if not Path(one.output_dir).exists():
-            finetune(one)
+        done = shared / f"{name}.done"
+        if not done.exists():
+            finetune(one, overwrite=True)
+            done.touch()
         return one
 
     return trained
@@ -177,13 +183,14 @@ def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Reci
     """FSDP2 in two processes: weights, metrics, record and a resumed run are those of one process."""
     ones = [in_one_process(way) for way in WAYS]
     twos = [in_several(one, tmp_path) for one in ones]
-    half = replace(twos[1], steps=2, output_dir=str(tmp_path / "resumed"))
-    again = replace(twos[1], output_dir=half.output_dir)
-    written(half, tmp_path)
-    (tmp_path / "again.yaml").write_text(again.to_yaml())
+    # Dropout: each process draws its own zeros, and resumes with its own random state.
+    whole = replace(twos[1], lora_dropout=0.2, output_dir=str(tmp_path / "whole"))
+    again = replace(whole, output_dir=str(tmp_path / "resumed"))
+    Path(again.output_dir).mkdir()
     said = launch(
         AS_IF_GPUS + TRAIN,
-        *(written(one, tmp_path) for one in (*twos, half)), f"{tmp_path / 'again.yaml'}+",
+        *(written(one, tmp_path) for one in (*twos, whole)),
+        f"{written(again, tmp_path)}+{whole.output_dir}/checkpoints/step-2",
         where=tmp_path, environment=FSDP,
     )  # fmt: skip
     lines = [line for line in said.splitlines() if line.startswith("sharded")]
@@ -197,7 +204,11 @@ def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Reci
             torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=1e-4, rtol=1e-4)
         records = [read_record(run.output_dir) for run in (one, two)]
         assert records[0].base_fingerprint == records[1].base_fingerprint is not None
-    assert_same(weights(again.output_dir), weights(twos[1].output_dir))
+    assert_same(weights(again.output_dir), weights(whole.output_dir))
+    assert any(
+        not torch.equal(value, weights(twos[1].output_dir)[name])
+        for name, value in weights(whole.output_dir).items()
+    )
 
 
 @pytest.mark.slow
