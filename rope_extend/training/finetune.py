@@ -186,7 +186,7 @@ def finetune(
     if recipe.hub_model_id is not None and accelerator.is_main_process:  # rather now than after the run
         open_repository(recipe.hub_model_id, private=recipe.hub_private_repo or None)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process and checkpoint is None:
+    if accelerator.is_main_process and (checkpoint is None or not directory.exists()):
         _prepare_directory(directory, recipe, fresh=resume is False)
     accelerator.wait_for_everyone()
 

@@ -186,7 +186,6 @@ def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Reci
     # Dropout: each process draws its own zeros, and resumes with its own random state.
     whole = replace(twos[1], lora_dropout=0.2, output_dir=str(tmp_path / "whole"))
     again = replace(whole, output_dir=str(tmp_path / "resumed"))
-    Path(again.output_dir).mkdir()
     said = launch(
         AS_IF_GPUS + TRAIN,
         *(written(one, tmp_path) for one in (*twos, whole)),

@@ -430,6 +430,12 @@ def test_a_run_that_died_resumes_from_its_last_checkpoint(
     assert [line["step"] for line in metrics(recipe.output_dir)] == list(range(1, 9))
 
 
+def test_the_checkpoint_of_another_run_resumes_in_a_new_directory(recipe: Recipe, finished: Path) -> None:
+    finetune(recipe, resume=finished / "checkpoints" / "step-6")
+    assert_same(weights(recipe.output_dir), weights(finished))
+    assert Recipe.from_yaml(Path(recipe.output_dir, "recipe.yaml")) == recipe
+
+
 @pytest.mark.slow
 def test_the_last_two_checkpoints_are_kept_and_an_older_one_can_be_chosen(
     recipe: Recipe, finished: Path
