@@ -25,6 +25,7 @@ from rope_extend.loss import NextTokenLoss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training import memory_options as options_module
+from rope_extend.training import step_estimator
 from rope_extend.training import step_plan as planning
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted, extended
@@ -236,9 +237,9 @@ def test_layers_left_out_of_the_dry_run_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for memory_options in CANDIDATES:
-        monkeypatch.setattr(planning, "DEPTH", 2)
+        monkeypatch.setattr(step_estimator, "DEPTH", 2)
         few = asdict(planned(recipe(MODEL), memory_options=memory_options).chosen)
-        monkeypatch.setattr(planning, "DEPTH", 100)
+        monkeypatch.setattr(step_estimator, "DEPTH", 100)
         for key, value in asdict(planned(recipe(MODEL), memory_options=memory_options).chosen).items():
             assert few[key] == (pytest.approx(value, rel=0.02) if key != "memory_options" else value), key
 
