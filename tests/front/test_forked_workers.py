@@ -179,6 +179,7 @@ def test_parallel_operation():
 """
 
 
+@pytest.mark.slow
 def test_threads_of_a_worker_are_its_own(tmp_path: Path) -> None:
     """Threads of the parent do not survive the fork: a parallel operation would wait for them for ever."""
     configure = "def pytest_configure(config):\n    forked_workers.one_thread()\n"
@@ -202,6 +203,7 @@ def test_leaves_a_child():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", ["pass", "os._exit(3)"])
 def test_a_worker_that_leaves_a_process_behind_is_not_waited_for(tmp_path: Path, rest: str) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
@@ -214,6 +216,7 @@ def test_a_worker_that_leaves_a_process_behind_is_not_waited_for(tmp_path: Path,
     assert ("ended with exit code 3 while it ran" in done.stdout) == (rest != "pass")
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_is_ended(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST + "forked_workers.LIMIT = 0.5\n")
     (tmp_path / "test_hangs.py").write_text("import time\n\ndef test_hangs():\n    time.sleep(100)\n")
@@ -238,6 +241,7 @@ def test_command(commands, tmp_path):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_ctrl_c_ends_the_run_and_the_command_that_a_test_started(tmp_path: Path, workers: str) -> None:
     """SIGINT for the whole group, as a terminal sends it; the command has a group of its own."""
