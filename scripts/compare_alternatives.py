@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import logging
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +21,8 @@ from typing import Any, NamedTuple
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from script_run import run
 
-from rope_extend import RopeExtendError
 from rope_extend.demo.run import finetune_once
 from rope_extend.plots.style import INK, PALETTE, PLAIN, QUIET, write_figure
 from rope_extend.report.tables import markdown_table
@@ -242,9 +240,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("rope_extend").setLevel(logging.INFO)
-    try:
-        main()
-    except RopeExtendError as error:
-        sys.exit(f"error: {error}")
+    run(main, "", "rope_extend", style="%(message)s")

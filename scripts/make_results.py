@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import logging
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from results_lines import Line, is_measured_line, lines_of, read_lines, write_li
 from results_page import in_readme, page, readme_table
 from results_recorded import check_model, is_measured, is_trained, merged, plain_cells, restore
 from results_rows import Results, results_of
+from script_run import run
 from smollm2 import MODEL, SOURCE, checkpoint
 
 from rope_extend.data.sources import is_dataset, source_files
@@ -344,10 +343,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-    logging.getLogger("rope_extend.study").setLevel(logging.INFO)
-    logging.getLogger("rope_extend.training").setLevel(logging.INFO)
-    try:
-        main()
-    except RopeExtendError as error:
-        sys.exit(f"error: {error}")
+    run(main, "rope_extend.study", "rope_extend.training")

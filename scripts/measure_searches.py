@@ -12,14 +12,13 @@ demonstration. It takes hours, can be stopped at any time, and the same command 
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from page_parts import with_part
 from results_lines import lines_of, read_lines, write_lines
+from script_run import run
 from search_page import draw, section
 
 from rope_extend.demo.run import RECIPE, finetune_once
@@ -158,9 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
-    logging.getLogger("rope_extend.study").setLevel(logging.INFO)
-    try:
-        main()
-    except RopeExtendError as error:
-        sys.exit(f"error: {error}")
+    run(main, "rope_extend.study")

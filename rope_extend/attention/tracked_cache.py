@@ -88,9 +88,8 @@ class TrackedCache:
             added = append(cache, key_states, value_states, layer_idx)
         if added is None:
             added = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
-        if (
-            known and rotated is not None and vars(self).get(CHOICE, True)
-        ):  # a user's own update may have changed earlier keys
+        # A user's own update may have changed earlier keys.
+        if known and rotated is not None and vars(self).get(CHOICE, True):
             follow(cache, layer_idx, rotated, added[0])
         return added
 

@@ -94,3 +94,11 @@ def with_moved_critical_pair(space: Space) -> dict[str, Table]:
             except RopeExtendError:  # not above the start of YaRN's ramp, or the model has no such pair
                 continue
     return tables
+
+
+def closed_forms(config: SearchConfig, space: Space) -> list[Table]:
+    """The closed forms, as published and with a moved critical pair, with the settings' attention factor."""
+    tables = [*published(space).values(), *with_moved_critical_pair(space).values()]
+    if config.attention_factor is not None:
+        tables = [space.table(table.divisors, config.attention_factor) for table in tables]
+    return list(dict.fromkeys(tables))

@@ -32,7 +32,7 @@ from rope_extend.models.families import adapter_for
 from rope_extend.models.rotary import ExtendedRotaryEmbedding, expand_cos_sin, has_float64
 from rope_extend.models.view import decoder_layers, unwrap
 from rope_extend.patching import patch_model
-from rope_extend.searching.closed_forms import published, seeds, with_moved_critical_pair
+from rope_extend.searching.closed_forms import closed_forms, seeds
 from rope_extend.searching.fitness import NEEDLE
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import Cost
@@ -273,9 +273,7 @@ def run(context: Context) -> list[Table]:
     if space.long is not None:
         closed = seeds(space, space.long.attention_factor)
     else:
-        closed = [*published(space).values(), *with_moved_critical_pair(space).values()]
-    if config.attention_factor is not None:
-        closed = [space.table(table.divisors, config.attention_factor) for table in closed]
+        closed = closed_forms(config, space)
     start = context.ranked(context.ranked(closed, 1)[:FINALISTS])[0]
     point = Point(start, critical_range(space.shape)[0])
     optimizer = torch.optim.Adam([point.numbers, point.attention], lr=RATE)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from rope_extend.encodings.core.critical import critical_range
-from rope_extend.searching.closed_forms import published, with_moved_critical_pair
+from rope_extend.searching.closed_forms import closed_forms
 from rope_extend.searching.fast_pairs import KEEP, drawn, stepped
 from rope_extend.searching.ordered_steps import ordered_steps
 from rope_extend.searching.search_config import SearchConfig
@@ -131,7 +131,7 @@ def run(context: Context) -> list[Table]:
     """Search, and return the best candidates on all documents."""
     config, space = context.config, context.space
     gradients = config.gradient_steps and context.evaluator.has_gradients
-    closed = context.ranked(_closed_forms(config, space), 1)[0]
+    closed = context.ranked(closed_forms(config, space), 1)[0]
     best = _with_attention_factor(context, closed)
     ranges = Ranges.of(config, space, best.attention_factor)
     share = math.floor(FAMILY_SHARE * _left(context))
@@ -161,14 +161,6 @@ def _left(context: Context) -> int:
 def index_of_a_period(space: Space) -> int:
     """The first pair with a period or less within the window that divisors start from."""
     return math.ceil(space.shape.index_with_turns(1))
-
-
-def _closed_forms(config: SearchConfig, space: Space) -> list[Table]:
-    """The closed forms, as published and with a moved critical pair."""
-    tables = [*published(space).values(), *with_moved_critical_pair(space).values()]
-    if config.attention_factor is not None:
-        tables = [space.table(table.divisors, config.attention_factor) for table in tables]
-    return list(dict.fromkeys(tables))
 
 
 def _with_attention_factor(context: Context, table: Table) -> Table:
