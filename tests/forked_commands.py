@@ -40,9 +40,13 @@ gc.freeze()  # or each process would look for garbage among all that is imported
 process = None
 
 def end(*_):
-    "Nobody waits for the command any longer."
+    "Nobody waits for the command any longer. Once this process has ended, it has too."
     if process:
         os.killpg(process, signal.SIGKILL)
+        try:
+            os.waitpid(process, 0)
+        except ChildProcessError:  # the signal came after its end
+            pass
     os._exit(0)
 
 signal.signal(signal.SIGTERM, end)
@@ -86,6 +90,15 @@ else:
     sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
+
+
+def running(process: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody waits for does not."""
+    status = Path(f"/proc/{process}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class Commands:
