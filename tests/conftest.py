@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until the tests run: what imports make is no garbage
     from covering import OPTIONS
     from hypothesis import settings
 
@@ -45,7 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=full)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     """Modules and tests are most of all objects, and stay: later collections of garbage leave them out."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+    gc.enable()

@@ -22,8 +22,14 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_finish() -> None:
+MANY = 1000
+"""Tests from which on every worker has some of every family."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Change the modules that the tests of this process have imported."""
+    if session.config.getoption("--workers") > 1 and len(session.items) > MANY:
+        import_families()  # once, and not in every worker
     estimates, adapters = (
         sys.modules.get(name) for name in ("rope_extend.evaluation.forward_plan", "peft.peft_model")
     )
@@ -38,6 +44,15 @@ def pytest_collection_finish() -> None:
     for logger in logging.Logger.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+def import_families() -> None:
+    """Import the models of all families."""
+    from cases import FAMILIES, tiny_config
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    for case in FAMILIES:
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(tiny_config(case))]
 
 
 def once(dry_run: Callable[[Any], Any]) -> Callable[[Any], Any]:

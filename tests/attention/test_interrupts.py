@@ -80,7 +80,13 @@ def calls_of(function: Callable[[], object], stop: int = -1) -> int:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # interrupted generators
-@pytest.mark.parametrize("method", METHODS, ids=lambda method: method["name"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(each, id=each["name"], marks=[pytest.mark.slow] if number else [])
+        for number, each in enumerate(METHODS)
+    ],
+)
 def test_a_step_is_interrupted_at_any_point(method: dict[str, Any]) -> None:
     """A new cache is exact, the old one is exact or refused, and nothing holds it."""
     model = patched(method)
