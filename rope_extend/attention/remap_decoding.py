@@ -17,11 +17,16 @@ from torch import Tensor
 
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.fused_kernels import kernel_dtype
-from rope_extend.attention.growing import Growing, allocated
+from rope_extend.attention.growing import Growing, spare, with_room
 from rope_extend.attention.log_sum_exp import merge, partial_attention
 from rope_extend.attention.plain import beyond_plain
 from rope_extend.attention.registry import takes_suffix, without_cudnn
-from rope_extend.attention.rotated_keys import RotatedKeys, extended, keep, kept_keys, layer_with
+from rope_extend.attention.rotated_keys import (
+    RotatedKeys,
+    keep,
+    kept_keys,
+    layer_with,
+)
 from rope_extend.attention.rotation import channels_of, rotate, rotate_channels
 from rope_extend.attention.text_rows import text_rows
 from rope_extend.encodings import RemapEncoding
@@ -198,7 +203,7 @@ def _rotated(
     queries = rotated[: len(step.spans)]
     if kept is None or not continued:
         return queries, _all_keys(forward, step, key, adapter)
-    keys = extended(kept, rotated[len(step.spans)])
+    keys = kept.keys.extended(rotated[len(step.spans)])
     if step.border == border + 1:
         keys.whole.narrow(2, border, 1).copy_(rotated[-1])
     elif step.border != border:  # tokens were removed
@@ -289,7 +294,8 @@ def _all_keys(forward: RemapForward, step: _Step, key: Tensor, adapter: FamilyAd
         for span in ((0, step.border, 1), (step.border, key.shape[2], 0))
         if span[0] < span[1]
     ]
-    return allocated(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
+    rotated = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+    return with_room(rotated, spare(key.shape[2]))
 
 
 def _attend(call: AttentionCall, step: _Step, queries: list[Tensor], keys: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from rope_extend.attention.growing import GROWS, Growing, allocated, fits
+from rope_extend.attention.growing import GROWS, Growing
 
 KEPT = "rope_extend_rotated_keys"
 """Attribute of a cache: `RotatedKeys` by the index of a layer. Copies of the cache do not have it."""
@@ -68,23 +68,6 @@ def kept_keys(past: Cache, index: int) -> RotatedKeys | None:
 def keep(past: Cache, index: int, state: tuple[int, ...], keys: Growing, key: Tensor) -> None:
     """Keep the rotated keys of a layer whose unrotated ones are `key`."""
     vars(past).setdefault(KEPT, {})[index] = RotatedKeys(state, keys, key, key._version)
-
-
-def extended(rotated: RotatedKeys, new: Tensor, capacity: int = 0) -> Growing:
-    """The rotated keys, with those of further tokens; `capacity` as in `allocated`."""
-    keys = rotated.keys
-    if not keys.takes(keys.view, new):
-        keys = allocated(keys.view, new.shape[2], capacity)
-    return keys.append(new)
-
-
-def replaced(kept: RotatedKeys | None, states: Tensor, capacity: int = 0) -> Growing:
-    """Keys `[batch, kv_heads, n, head_dim]` by another table, in the memory of those before if they fit."""
-    if kept is None or kept.keys.whole.shape[2] < states.shape[2] or not fits(kept.keys.whole, states):
-        return allocated(states, capacity=capacity)
-    whole = kept.keys.whole
-    view = whole.narrow(2, 0, states.shape[2])
-    return Growing(whole, view.copy_(states))
 
 
 def released(past: Cache, index: int, before: Tensor | None) -> RotatedKeys | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.functions import AttentionCall, extended_modules
+from rope_extend.attention.growing import spare, with_room
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler, Forward
 from rope_extend.attention.registry import (
@@ -25,7 +26,7 @@ from rope_extend.attention.registry import (
     takes_suffix,
     without_cudnn,
 )
-from rope_extend.attention.rotated_keys import CHOICE, extended, keep, kept_keys, layer_with, replaced
+from rope_extend.attention.rotated_keys import CHOICE, keep, kept_keys, layer_with
 from rope_extend.attention.tracked_cache import RUNNING, is_plain
 from rope_extend.attention.two_rows import TwoRows
 from rope_extend.encodings import RopeEncoding, RopeShape
@@ -324,12 +325,12 @@ class RotationHandler(AttentionHandler):
         if kept is not None and kept.continues(segment.lengths, key):
             both = self._rotate_one(torch.cat([query, key[:, :, -1:]], dim=1), forward)
             query, new = both.split_with_sizes([query.shape[1], key.shape[1]], dim=1)
-            keys = extended(kept, new)
+            keys = kept.keys.extended(new)
         else:
             cos, sin, *_ = forward.rotation(segment, query)
             sin = -sin if self.adapter.backwards else sin
             query = rotate(query, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
-            keys = replaced(kept, self._rotate_keys(forward, key))
+            keys = with_room(self._rotate_keys(forward, key), spare(key.shape[2]))
         keep(past, index, segment.lengths, keys, key)
         mask = _part_of_mask(call.mask, 0, 1, key.shape[2])
         return call.own(query, keys.view, call.value, mask)

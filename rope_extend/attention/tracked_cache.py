@@ -85,7 +85,9 @@ class TrackedCache:
         rotated = released(cache, layer_idx, getattr(layer, "keys", None))
         known, added = layer is not None and updates_as_stock(cls, layer), None
         if known and not args and not kwargs:
-            added = append(cache, key_states, value_states, layer_idx)
+            running = vars(self).get(RUNNING)
+            number = running.number_of_values(layer_idx) if type(running) is TwoRows else None
+            added = append(cache, key_states, value_states, layer_idx, number)
         if added is None:
             added = super().update(key_states, value_states, layer_idx, *args, **kwargs)  # type: ignore[misc]
         # A user's own update may have changed earlier keys.

@@ -14,45 +14,30 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from rope_extend.attention.growing import ROOM, Growing
+from rope_extend.attention.gathering_layer import GatheringLayer, gathering
+from rope_extend.attention.growing import ROOM, Growing, with_room, without_room
 from rope_extend.attention.rotated_keys import (
     KEPT,
     RotatedKeys,
-    extended,
     keep,
     kept_keys,
     layer_with,
-    replaced,
 )
 
 PLACES = "rope_extend_places"
-"""Attribute of a cache: `Places` by the index of a layer. Copies of the cache do not have it."""
-AHEAD = 8
-"""Tokens for which the views of a layer's memory are made together. That is faster than one by one."""
+"""Attribute of a cache: `Place` by the index of a layer. Copies of the cache do not have it."""
 
 
 class Place(NamedTuple):
-    """What a layer shows after some token, and the memory of the next one."""
+    """A layer as the step before left it; a tuple, so that tools that look for tensors find them."""
 
-    keys: Tensor
-    """Unrotated, `[batch, kv_heads, n, head_dim]`."""
-    values: Tensor
-    rotated: Tensor
-    slots: list[Tensor]
-    """For the unrotated key, the rotated key and the value of the next token; empty if there are none."""
-
-
-class Places(NamedTuple):
-    """The next few tokens of a layer; a tuple, so that tools that look for tensors find them."""
-
+    layer: GatheringLayer
+    """It has the unrotated keys."""
     like: tuple[Any, ...]
-    """What the states of a token must be like, see `_like`."""
-    wholes: tuple[Tensor, ...]
-    """The memory of keys, rotated keys and values, see `Growing`."""
-    coming: list[Place]
-    """The last one is the present state of the layer."""
-    version: list[int]
-    """How often the memory of its keys had been written to, one number."""
+    """What the states of the next token must be like, see `_like`."""
+    rotated: Growing
+    """`[batch, kv_heads, n, head_dim]`."""
+    values: Growing
 
 
 class TwoRows:
@@ -68,7 +53,7 @@ class TwoRows:
         self.past = past
         self.state = state
         self.rotated = rotated
-        self._places: dict[int, Places] = vars(past).setdefault(PLACES, {})
+        self._places: dict[int, Place] = vars(past).setdefault(PLACES, {})
         self._given: Tensor | None = None
         self._layer = -1
 
@@ -80,32 +65,39 @@ class TwoRows:
         """Whether the latest `add` returned rotated keys, and was of this layer."""
         return self._given is not None and self._layer == index
 
+    @staticmethod
+    def number_of_values(index: int) -> int:
+        """The number of a layer's values in its cache, see `few`; its rotated keys have the one before."""
+        return 2 * index + 1
+
     def add(self, key_states: Tensor, value_states: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """Add a token to a layer: its key `[batch, kv_heads, 2, head_dim]` and value `[..., 1, value_dim]`.
 
         Returns all rotated keys and values; unrotated keys if rotated ones cannot be kept for the layer.
         """
-        places = self._places.get(index)
-        if places is not None and self._is_next(places, key_states, value_states, index):
-            layer, coming = self.past.layers[index], places.coming
-            torch._foreach_copy_(coming[-1].slots, [*key_states.chunk(2, dim=2), value_states])
-            coming.pop()
-            here = coming[-1]
-            layer.keys, layer.values = here.keys, here.values
-            places.version[0] = here.keys._version
-            self._given, self._layer = here.rotated, index
-            return here.rotated, here.values
-        del places  # frees its memory as soon as all is copied
-        return self._add(key_states, value_states, index)
+        place = self._places.get(index)
+        if place is None or not self._is_next(place, key_states, value_states, index):
+            del place  # frees its memory as soon as all is copied
+            return self._add(key_states, value_states, index)
+        layer, like, rotated, values = place
+        del self._places[index], place  # one copy at a time takes memory
+        plain, new = key_states.split_with_sizes((1, 1), 2)
+        layer.add_key(plain)
+        rotated = rotated.with_column(new, 2 * index)
+        values = values.with_column(value_states, 2 * index + 1)
+        layer.values = values.view
+        self._places[index] = Place(layer, like, rotated, values)
+        self._given, self._layer = rotated.view, index
+        return rotated.view, values.view
 
-    def _is_next(self, places: Places, key_states: Tensor, value_states: Tensor, index: int) -> bool:
-        """Whether a layer is as its prepared places say, and the next one fits a token."""
-        here, layer = places.coming[-1], self.past.layers[index]
-        if not here.slots or layer.keys is not here.keys or layer.values is not here.values:
+    def _is_next(self, place: Place, key_states: Tensor, value_states: Tensor, index: int) -> bool:
+        """Whether a layer is as the step before left it, and takes a token."""
+        layer = place.layer
+        if self.past.layers[index] is not layer or layer.values is not place.values.view:
             return False
-        if here.keys._version != places.version[0] or torch.is_grad_enabled() or "update" in vars(layer):
+        if torch.is_grad_enabled() or not layer.is_known() or "update" in vars(layer):
             return False
-        return places.like == _like(self.state, key_states, value_states)
+        return place.like == _like(self.state, key_states, value_states)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def add_uncompiled(self, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -113,59 +105,55 @@ class TwoRows:
         return self.add(*arguments)
 
     def _add(self, key_states: Tensor, value_states: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """`add` for a layer without a prepared place."""
+        """`add` for a layer that is not as the step before left it."""
         past: Any = self.past
         self._given = None
-        plain, new = key_states.chunk(2, dim=2)
+        plain, new = key_states.split_with_sizes((1, 1), 2)
         keys, values = past.add_states(plain, value_states, index)
         if layer_with(plain, keys, values, past, index) is None:
             return keys, values
-        kept, room = kept_keys(past, index), vars(past).get(ROOM, {}).get(index)
-        capacity = 0 if room is None else room[0].whole.shape[2]  # so that all grow at the same token
+        kept = kept_keys(past, index)
         if kept is not None and kept.continues(self.state, keys):
-            rotated = extended(kept, new, capacity)
+            rotated = kept.keys.with_column(new, 2 * index)
         else:
-            rotated = replaced(kept, self.rotated(keys), capacity)
+            rotated = _owned(self.rotated(keys))
         keep(past, index, self.state, rotated, keys)
-        _prepare(past, index, _like(self.state, key_states, value_states))
+        _leave(past, index, _like(self.state, key_states, value_states))
         self._given, self._layer = rotated.view, index
         return rotated.view, values
 
 
 def settle(past: Cache, index: int) -> None:
-    """Write the state of a layer as other steps take it, and forget what was prepared for the next tokens."""
-    places: Places | None = vars(past).get(PLACES, {}).pop(index, None)
-    if places is None:
+    """Write the state of a layer as other steps take it."""
+    place: Place | None = vars(past).get(PLACES, {}).pop(index, None)
+    if place is None or past.layers[index] is not place.layer:
         return
-    here, (keys, rotated, values) = places.coming[-1], places.wholes
-    vars(past).setdefault(ROOM, {})[index] = Growing(keys, here.keys), Growing(values, here.values)
-    kept = RotatedKeys(places.like[0], Growing(rotated, here.rotated), here.keys, places.version[0])
-    vars(past).setdefault(KEPT, {})[index] = kept
+    keys, known = place.layer.keys, place.layer.rope_extend_known  # in this order: keys are gathered
+    if keys is None or known is None:
+        return
+    vars(past).setdefault(ROOM, {})[index] = without_room(keys), place.values
+    vars(past).setdefault(KEPT, {})[index] = RotatedKeys(place.like[0], place.rotated, *known)
 
 
-def _prepare(past: Cache, index: int, like: tuple[Any, ...]) -> None:
-    """Cut the memory of the next few tokens of a layer; `like` is that of its latest token, see `_like`."""
+def _leave(past: Cache, index: int, like: tuple[Any, ...]) -> None:
+    """Write the state of a layer as `TwoRows.add` takes it; `like` is that of its latest token."""
     room: tuple[Growing, Growing] | None = vars(past).get(ROOM, {}).get(index)
     kept = kept_keys(past, index)
     if room is None or kept is None or room[0].view is not kept.source:
         return
-    growing = room[0], kept.keys, room[1]
-    start = kept.source.shape[2]
-    count = min(AHEAD, *(each.whole.shape[2] - start for each in growing))
-    if count == 0:
-        return
-    sizes = [1] * count
-    slots = zip(
-        *(each.whole.narrow(2, start, count).split_with_sizes(sizes, dim=2) for each in growing), strict=True
-    )
-    shown = [tuple(each.view for each in growing)]
-    for stop in range(start + 1, start + count + 1):
-        shown.append(tuple(each.whole.narrow(2, 0, stop) for each in growing))
-    coming = [Place(keys, values, rotated, [*next(slots, ())]) for keys, rotated, values in shown]
-    wholes = tuple(each.whole for each in growing)
-    vars(past).setdefault(PLACES, {})[index] = Places(like, wholes, coming[::-1], [kept.version])
-    vars(past)[ROOM].pop(index)
-    vars(past)[KEPT].pop(index)
+    layer = gathering(past.layers[index])
+    if layer is not None:
+        layer.know()
+        vars(past).setdefault(PLACES, {})[index] = Place(layer, like, kept.keys, room[1])
+        vars(past)[ROOM].pop(index)
+        vars(past)[KEPT].pop(index)
+
+
+def _owned(states: Tensor) -> Growing:
+    """States that nothing else holds, without a copy of them."""
+    if states.is_inference():  # it could not be written to later, as after a crop
+        return with_room(states, 0)
+    return without_room(states)
 
 
 def _like(state: tuple[int, ...], key: Tensor, value: Tensor) -> tuple[Any, ...]:
