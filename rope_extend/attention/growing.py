@@ -67,8 +67,8 @@ def few(tokens: int, number: int) -> int:
     """For how many further tokens memory is allocated, where all tensors of a cache together have little.
 
     None in short texts: there, to copy a tensor takes no longer than to cut its memory. At most one of 256 in
-    longer ones. Each tensor has a number, and others of them have room at any time. So all together have about
-    half of that, and no token copies many tensors.
+    others. Each tensor has a number, and others of them have room at any time. So together they have half of
+    that, and no token copies many.
     """
     if tokens < _SHORT:
         return 0

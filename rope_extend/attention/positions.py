@@ -600,6 +600,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 def _rows(position_ids: Tensor) -> Tensor:
     """Positions as `[1 or batch, T]` int64: one row if all rows are equal, one axis if all sections are."""
+    if position_ids.numel() == 1 and position_ids.dtype == torch.int64:  # at once, for decoding
+        return position_ids.view(1, 1)
     if position_ids.dim() == 3:
         if not bool((position_ids == position_ids[:1]).all()):
             raise PatchError(

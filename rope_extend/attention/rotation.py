@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -75,12 +75,15 @@ class _Forward(Forward):
     """The length that sets the table, if it is known: of one query without decay."""
     position: int = -1
     """The position of that query."""
-    segments: list[_Segment] = field(init=False)
     scale: Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.scale = self.encoding.logit_scale(self.shape, self.queries)
-        self.segments = self._cut() if self.encoding.rotates_in_attention else []
+
+    @cached_property
+    def segments(self) -> list[_Segment]:
+        """The queries in parts; a token that the model itself rotates needs none."""
+        return self._cut() if self.encoding.rotates_in_attention else []
 
     def _cut(self) -> list[_Segment]:
         if self.length is not None:
@@ -195,7 +198,7 @@ class RotationHandler(AttentionHandler):
     def new_forward(self, queries: Tensor, keys: Tensor) -> _Forward:
         """A forward, cut into segments where its tables change."""
         one = self.encoding.rotates_in_attention and not self._decays and queries.numel() == 1
-        position = int(queries) if one else -1
+        position = int(queries.item()) if one else -1
         length = self._table_length(position) if one else None
         forward = _Forward(queries, keys, self.encoding, self.shape, self._normalised, length, position)
         if forward.scale is not None and self.share != 1:
