@@ -483,6 +483,27 @@ def test_keys_of_decoded_tokens_are_there_when_a_user_reads_them() -> None:
         assert mine.keys is mine.keys
         assert mine.get_seq_length() == LONG + 80 == mine.keys.shape[2]
         same(mine.keys, expected.keys)
-    with _Large(cache.layers[0].keys.numel()) as counter:
+    with _Large(cache.layers[0].keys.numel() // 4) as counter:
         fed(model, tokens(1, 1), cache)
     assert counter.large["mul"] == 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("context", [140, 1030])
+def test_a_cropped_cache_decodes_on_without_rotating_all_keys(context: int, inference: bool) -> None:
+    """In short texts, and in those in which tensors have room: compared with one forward, and counted."""
+    model, ids = patched("short_original"), tokens(2, context + 12)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode(inference):
+        for part in ids.split([context, *[1] * 12], dim=1):
+            fed(model, part, cache)
+        shown = [layer.values for layer in cache.layers]
+        before = [part.clone() for part in shown]
+        cache.crop(-5)
+    new = tokens(2, 9, seed=2)
+    with _Large(cache.layers[0].keys.numel() // 4) as counter:
+        for part in new.split(1, dim=1):
+            found = fed(model, part, cache)
+    assert counter.large["mul"] == counter.large["sub"] == 0
+    assert all(map(torch.equal, shown, before))
+    same(found, whole(model, torch.cat([ids[:, :-5], new], dim=1)))
