@@ -7,6 +7,7 @@ for a token, or to have memory for further ones, would cost time or bytes.
 
 from __future__ import annotations
 
+from threading import RLock
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +19,8 @@ _KEYS = "keys"
 """The entry of a layer's `__dict__` with all keys but the latest."""
 _MOST = 64
 """The number of tokens whose keys are kept one by one, at most."""
+_CHANGING = RLock()
+"""Held while keys change: other threads may read them, and so gather them, while a model decodes."""
 
 
 class GatheringLayer(DynamicLayer):  # type: ignore[misc]
@@ -27,9 +30,9 @@ class GatheringLayer(DynamicLayer):  # type: ignore[misc]
     """
 
     rope_extend_grows = True
-    rope_extend_later: list[Tensor]
+    rope_extend_later: tuple[Tensor, ...] = ()
     """The latest keys, `[batch, kv_heads, 1, head_dim]` each; in an attribute, where tools find tensors."""
-    rope_extend_known: tuple[Tensor, int] | None
+    rope_extend_known: tuple[Tensor, int] | None = None
     """The other keys, and how often their memory had been written to, see `know`; None if replaced."""
 
     @property
@@ -42,10 +45,11 @@ class GatheringLayer(DynamicLayer):  # type: ignore[misc]
 
     @keys.setter
     def keys(self, keys: Tensor | None) -> None:
-        self.__dict__[_KEYS] = keys
-        self.rope_extend_later, known = [], self.rope_extend_known
-        if known is not None and (keys is None or keys._base is not known[0]):  # more than a crop
-            self.rope_extend_known = None
+        with _CHANGING:
+            self.__dict__[_KEYS] = keys
+            self.rope_extend_later, known = (), self.rope_extend_known
+            if known is not None and (keys is None or keys._base is not known[0]):  # more than a crop
+                self.rope_extend_known = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies are plain layers, with all keys."""
@@ -55,8 +59,9 @@ class GatheringLayer(DynamicLayer):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         """The number of tokens."""
-        later = self.rope_extend_later
-        return int(self.__dict__[_KEYS].shape[2]) + len(later) if later else int(super().get_seq_length())
+        with _CHANGING:
+            later = self.rope_extend_later
+            return int(self.__dict__[_KEYS].shape[2]) + len(later) if later else int(super().get_seq_length())
 
     def know(self) -> None:
         """From here on, notice what changes the keys, except for `add_key`."""
@@ -70,21 +75,25 @@ class GatheringLayer(DynamicLayer):  # type: ignore[misc]
 
     def add_key(self, key: Tensor) -> None:
         """Add the key of a token, `[batch, kv_heads, 1, head_dim]`."""
-        self.rope_extend_later.append(key.clone())  # it may be a part of a larger tensor
-        if len(self.rope_extend_later) >= _MOST:
-            self._gather()
+        key = key.clone()  # it may be a part of a larger tensor
+        with _CHANGING:
+            self.rope_extend_later = later = *self.rope_extend_later, key
+            if len(later) >= _MOST:
+                self._gather()
 
     def _gather(self) -> None:
-        known = self.is_known()
-        self.__dict__[_KEYS] = joined([self.__dict__[_KEYS], *self.rope_extend_later])
-        self.rope_extend_later = []
-        if known:
-            self.know()
+        with _CHANGING:
+            if not self.rope_extend_later:
+                return
+            known = self.is_known()
+            self.__dict__[_KEYS] = joined([self.__dict__[_KEYS], *self.rope_extend_later])
+            self.rope_extend_later = ()
+            if known:
+                self.know()
 
 
 def gathering(layer: Any) -> GatheringLayer | None:
     """A layer of a cache, which gathers its keys from here on; None if it is of another class."""
     if type(layer) is DynamicLayer:
-        layer.rope_extend_later, layer.rope_extend_known = [], None
         layer.__class__ = GatheringLayer
     return layer if type(layer) is GatheringLayer else None

@@ -107,7 +107,8 @@ def joined(parts: list[Tensor]) -> Tensor:
     """Consecutive columns `[batch, heads, m, width]` in memory of their own."""
     if not torch.is_inference_mode_enabled():
         return torch.cat(parts, dim=2)
-    with torch.inference_mode(False):  # its tensors do not count their changes
+    # Tensors of inference mode do not count their changes; outside of it, gradients are on.
+    with torch.inference_mode(False), torch.no_grad():
         return torch.cat(parts, dim=2)
 
 

@@ -128,11 +128,19 @@ def settle(past: Cache, index: int) -> None:
     place: Place | None = vars(past).get(PLACES, {}).pop(index, None)
     if place is None or past.layers[index] is not place.layer:
         return
+    if not _is_start_of(place.layer.values, place.values):  # another cache with this layer decoded
+        return
     keys, known = place.layer.keys, place.layer.rope_extend_known  # in this order: keys are gathered
     if keys is None or known is None:
         return
     vars(past).setdefault(ROOM, {})[index] = without_room(keys), place.values
     vars(past).setdefault(KEPT, {})[index] = RotatedKeys(place.like[0], place.rotated, *known)
+
+
+def _is_start_of(values: Tensor | None, before: Growing) -> bool:
+    """Whether values are those before, or a crop of them."""
+    whole = before.whole if before.whole._base is None else before.whole._base
+    return values is before.view or (values is not None and values._base is whole)
 
 
 def _leave(past: Cache, index: int, like: tuple[Any, ...]) -> None:

@@ -6,7 +6,11 @@ acts between them, the result is that of one forward, or the forward is refused 
 
 from __future__ import annotations
 
+import copy
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -217,6 +221,65 @@ def test_a_layer_that_a_user_changed_after_decoding_began(model: LlamaForCausalL
     same(found, expected)
     assert calls.count(cache.layers[1]) == (LENGTH - START if changed == "update" else 0)
     assert float((found - whole(model)).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("removed", [1, 2])
+def test_two_caches_that_share_their_layers(model: LlamaForCausalLM, removed: int) -> None:
+    """As `copy.copy` makes them: what one decodes in place of the other's tokens, both have."""
+    cache = filled(model)
+    other = copy.copy(cache)
+    other.crop(-removed)
+    texts = torch.cat([IDS[:, : START - removed], IDS[:, :removed], IDS[:, START:]], dim=1)
+    for past, start, stop in ((other, START - removed, START), (cache, START, START + 1)):
+        for part in texts[:, start:stop].split(1, dim=1):
+            found = model(part, past_key_values=past).logits
+        same(found, model(texts[:, :stop], use_cache=False).logits[:, -1:])
+
+
+def test_decoding_for_inference_frees_the_graph_of_a_prompt(model: LlamaForCausalLM) -> None:
+    """A prompt that was read with gradients, as happens by accident."""
+    cache = DynamicCache(config=model.config)
+    with torch.enable_grad():
+        model(IDS[:, :START], past_key_values=cache)
+    assert cache.layers[1].keys.requires_grad
+    with torch.inference_mode():
+        found = decode(model, cache)
+    same(found, whole(model))
+    kept = [vars(cache)[PLACES][1].rotated.view, cache.layers[1].keys, cache.layers[1].values]
+    assert not any(states.requires_grad for states in kept)
+
+
+def test_keys_that_another_thread_reads(model: LlamaForCausalLM) -> None:
+    """It gathers them, at any time."""
+    cache, done = filled(model), threading.Event()
+    interval = sys.getswitchinterval()
+
+    def read() -> None:
+        while not done.is_set():
+            assert all(layer.keys.shape[2] >= START for layer in cache.layers)
+
+    texts = tokens(1, START + 60, seed=7)
+    texts[:, :START] = IDS[:, :START]
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(read)
+        try:
+            parts = texts[:, START:].split(1, dim=1)
+            found = torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+        finally:
+            done.set()
+            sys.setswitchinterval(interval)
+    reader.result()
+    same(found, model(texts, use_cache=False).logits[:, START:])
+
+
+def test_a_new_layer_of_the_class_of_a_cache(model: LlamaForCausalLM) -> None:
+    """As in tools that make an empty cache like another."""
+    states = torch.ones(1, 2, 3, 4)
+    layer = type(filled(model).layers[0])()
+    assert layer.get_seq_length() == 0
+    keys, _ = layer.update(states, states)
+    assert torch.equal(keys, states)
 
 
 def test_a_layer_that_computes_with_gradients(model: LlamaForCausalLM) -> None:
