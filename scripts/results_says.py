@@ -19,7 +19,7 @@ FEW_BOOKS = 5
 
 def says(results: Results) -> list[str]:
     """The sentences, as far as something is measured."""
-    parts = (_best_untrained, _best_trained, _short_texts, _cost, _failed)
+    parts = (_best_untrained, _best_trained, _short_texts, _passkeys, _cost, _failed)
     return [sentence for part in parts for sentence in part(results)] if results.rows else []
 
 
@@ -88,6 +88,12 @@ def _best_trained(results: Results) -> Iterator[str]:
             f"With training, `{best.second.label}` has the lowest perplexity: {_at(results, best)}. "
             f"{_against(best.differences[-1])} cropping."
         )
+        inside = {each.row.label: each.ratio for each in regressions(results.rows)}
+        if (ratio := inside.get(best.second.label, 1)) < 1:
+            yield (
+                f"This is not all due to the longer context: the control was not trained, and within the old "
+                f"window too, `{best.second.label}` is {100 * (1 - ratio):.1f} % better than plain RoPE."
+            )
 
 
 def _short_texts(results: Results) -> Iterator[str]:
@@ -102,17 +108,33 @@ def _short_texts(results: Results) -> Iterator[str]:
         yield said + (f" They pay less than 0.05 % under {', '.join(free)}." if free else "")
 
 
+def _passkeys(results: Results) -> Iterator[str]:
+    """The passkeys at the longest length that the best row finds."""
+    found = {
+        length: [each.at("passkey", length) for each in results.collected.retrieval]
+        for length in (results.trained, results.longest)
+    }
+    scores = [[score for cell in cells for score in cell.scores] for cells in found[results.longest] if cells]
+    if scores:
+        count, most = max(map(len, scores)), max(map(sum, scores))
+        said = f"Of {count} passkeys at {format_length(results.longest)}, no row finds more than {most:g}."
+        within = any(found[results.trained])
+        yield said if within else f"{said} How many are found within the old window was not measured."
+
+
 def _cost(results: Results) -> Iterator[str]:
     took, where = format_duration(seconds(results.lines)), " and ".join(machines(results.lines))
     yield f"All measurements so far took {took} of computing on {where}."
 
 
 def _failed(results: Results) -> Iterator[str]:
-    worse = [gain for gain in _gains(results, tuned=False) if _is_worse(gain)]
-    if worse:
+    for tuned, when in ((False, ""), (True, " after training")):
+        worse = [gain for gain in _gains(results, tuned=tuned) if _is_worse(gain)]
+        if not worse:
+            continue
         names = ", ".join(f"`{gain.second.label}` ({gain.differences[-1].ratio:.3f})" for gain in worse)
         where = "on this book" if len(results.collected.texts) == 1 else "with the whole interval"
-        yield f"Worse than cropping the text, {where}: {names}."
+        yield f"Worse than cropping the text{when}, {where}: {names}."
 
 
 def _is_worse(gain: Comparison) -> bool:

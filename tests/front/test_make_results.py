@@ -104,7 +104,15 @@ def test_every_figure_is_computed_from_the_lines() -> None:
     assert "`yarn` has the lowest perplexity at 64" in flat
     assert "9.5 % better (95 %: -9.5 to -9.5 %) than the same text cropped" in flat  # 1 - exp(-0.1)
     assert "`yarn + LoRA` has the lowest perplexity: " in flat
+    assert (
+        "within the old window too, `yarn + LoRA` is 77.7 % better than plain RoPE." in flat
+    )  # 1 - exp(-1.5)
     assert "Worse than cropping the text, with the whole interval: `linear` (1.649)." in flat
+    assert "after training" not in flat
+    assert (
+        "Of 2 passkeys at 64, no row finds more than 1. How many are found within the old window was not "
+        "measured." in flat
+    )
     assert "pay most under `linear`" in flat
     assert re.search(r"\| yarn +\| +50% \(9–91\) \| +0% \| +100% \|", text)
     assert re.search(r"\| direct, no extension +\| +20.0 \| +10.00 \| +0.00 \|", text)
@@ -149,6 +157,14 @@ def test_sentences_claim_no_more_than_the_intervals() -> None:
     assert "This is 9.5 % better than the same text" in said
     assert "This is one book, which gives no intervals" in said
     assert "Worse than cropping the text, on this book: `ntk` (1.105)." in said
+    assert "(1.105)." in sentences([*one, line("linear + LoRA", "a.txt", 2.2)])
+    trained = sentences([*one, line("linear + LoRA", "a.txt", 2.2), passkey_line("yarn", 0.5, 1.0)])
+    assert "Worse than cropping the text after training, on this book: `linear + LoRA` (1.221)." in trained
+    assert "too, `linear + LoRA`" not in trained  # it is worse within the window
+    assert "Of 1 passkeys at 64, no row finds more than 1." in trained
+    inside = passkey_line("yarn", 0.5, 1.0)
+    inside["cells"][0]["length"] = 32
+    assert "within the old window was not" not in sentences([*one, passkey_line("yarn", 0.5, 1.0), inside])
     two = [
         line("none, cropped to 32", "b.txt", 2.0, **cropped),
         line("yarn", "b.txt", 2.05),
