@@ -69,7 +69,10 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
 
     @torch.no_grad()
     def seconds(lm: LlamaForCausalLM, caches: tuple[Cache, Cache], context: int, turns: int) -> list[float]:
-        """Median time of a token, ours and stock, of some turns that each begin with the same caches."""
+        """Time of a token, ours and stock, in the turn whose ratio is the median.
+
+        Each turn begins with the same caches. What slows the machine for a while slows both of a turn.
+        """
         clock, totals = clock_of_steps(), []
         for turn in range(turns + 1):
             own, total = copy.deepcopy(caches), [0.0, 0.0]
@@ -80,8 +83,10 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
                     if torch.cuda.is_available():
                         torch.cuda.synchronize()
                     total[index] += clock() - started
-            totals.append(total)
-        return [statistics.median(each) / STEPS for each in zip(*totals[1:], strict=True)]
+            totals.append(total)  # the first turn warms up
+        ratios = [ours / theirs for ours, theirs in totals[1:]]
+        middle = ratios.index(statistics.median_low(ratios))
+        return [each / STEPS for each in totals[1 + middle]]
 
     @torch.no_grad()
     def peak(lm: LlamaForCausalLM, cache: Cache, context: int) -> float:
@@ -111,7 +116,7 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
                 where % "peak of a step", peer, "B", peak(lm, ours, context), peak(stock, theirs, context)
             )
             times = seconds(lm, (ours, theirs), context, max(repetitions, 7))
-            yield row(where % "median time of a token", peer, "s", *times, target=TARGET)
+            yield row(where % "time of a token", peer, "s", *times, target=TARGET)
         times = timed(
             lambda lm=lm: prefill(lm, CONTEXTS[1]),
             lambda: prefill(stock, CONTEXTS[1]),

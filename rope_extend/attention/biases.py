@@ -25,9 +25,10 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from rope_extend.attention.bias_parts import CallPositions, PartialBias, rows_of_part
 from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.channels import position_channels
+from rope_extend.attention.forwards import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import sees_later_keys, visible
-from rope_extend.attention.positions import Forward, SizedHandler
+from rope_extend.attention.positions import SizedHandler
 from rope_extend.attention.registry import (
     causal_mask,
     is_dense,

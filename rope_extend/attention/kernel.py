@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from rope_extend.attention.forwards import Forward
 from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
-from rope_extend.attention.positions import AttentionHandler, Forward
+from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import is_dense
 from rope_extend.attention.rotation import rotate
 from rope_extend.attention.tracked_cache import cached_tokens

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
+from rope_extend.attention.forwards import Forward
 from rope_extend.attention.functions import AttentionCall
-from rope_extend.attention.positions import Forward
 
 MASK_ROWS = 512
 """The largest number of queries for which a mask is computed at a time."""

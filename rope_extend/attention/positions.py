@@ -13,15 +13,13 @@ one in each thread, or layers of an earlier one that run again for the backward 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from rope_extend.attention.forwards import FORWARD, Forward, Frame, Running, mark, marked_forward
 from rope_extend.attention.functions import (
     HANDLER,
     AttentionCall,
@@ -39,91 +37,12 @@ from rope_extend.attention.tracked_cache import (
     is_even,
     tracked,
 )
-from rope_extend.attention.two_rows import TwoRows
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape, RopeShape
-from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.parameters import LearnedParameters
 from rope_extend.models.rotary import InitialRotation, has_float64
 from rope_extend.models.undo import UndoLog
-
-_FORWARD = "_rope_extend_forward"
-"""The attribute of cos and sin with the `Forward` that they were computed for."""
-
-
-@dataclass
-class Forward:
-    """The positions of the queries and keys of one forward, and tables that all its layers share.
-
-    Positions are on the CPU: lengths and segments follow from their values, and each look at a value on a GPU
-    would wait for it.
-    """
-
-    queries: Tensor
-    """Positions `[1 or batch, T]`."""
-    keys: Tensor
-    """Positions `[1 or batch, past + T]`."""
-    past: Cache | None = field(default=None, kw_only=True)
-    """The cache while the decoder runs; None if there is none yet."""
-    running: bool = field(default=False, kw_only=True)
-    """Whether the decoder runs; not when its layers run again for the backward pass."""
-    read: tuple[float, ...] = field(default=(), kw_only=True)
-    """The values of `AttentionHandler.on_the_device`."""
-    tables: dict[tuple[Any, ...], Any] = field(default_factory=dict, kw_only=True)
-    """Tensors computed in one layer and used again in the next ones."""
-
-    def on(self, device: torch.device, values: Tensor) -> Tensor:
-        """A tensor of this forward, copied to a device once for all layers there."""
-        name = ("copy", id(values), device)
-        if name not in self.tables:  # with the tensor, so that no other one gets its id
-            self.tables[name] = values, to_device(values, device)
-        copy: Tensor = self.tables[name][1]
-        return copy
-
-    gradients: bool = field(default=True, kw_only=True)
-    """Whether the decoder was called with gradients enabled."""
-    step: TwoRows | None = field(default=None, kw_only=True)
-    """Set if the model rotates the one token of this forward itself."""
-
-    def finish(self) -> None:
-        """Drop what only the running decoder needs. The backward pass computes tables again."""
-        self.past, self.running, self.step = None, False, None
-        self.tables.clear()
-
-
-@dataclass
-class _Frame:
-    """A decoder, or a module with a handler, while it runs."""
-
-    is_decoder: bool
-    module: nn.Module | None = None
-    past: Cache | None = None
-    """The cache that the decoder got."""
-    position_ids: Tensor | None = None
-    """The decoder's positions as the rotary module got them; None before it is called."""
-    forward: Forward | None = None
-    """None if it is not known."""
-    others: list[Forward] = field(default_factory=list)
-    """Of a decoder: forwards at other positions, for which its rotary module was called too."""
-    compared: Tensor | None = None
-    """The latest positions that a module got instead of the decoder's."""
-    equal: bool = False
-    """Whether these have the same values."""
-    marked: bool = False
-    """Whether this decoder marked its cache as in use; an outer one may have done so before."""
-    gradients: bool = True
-    """Whether the decoder was called with gradients enabled; rotary modules run without."""
-
-
-class _Running(threading.local):
-    """What runs in a thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.frames: list[_Frame] = []
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Running, ()  # nothing runs in a copy
 
 
 class AttentionHandler:
@@ -152,10 +71,10 @@ class AttentionHandler:
         self.adapter = adapter
         self.share = 1.0
         self._configs: list[Any] = []
-        self._running = _Running()
+        self._running = Running()
 
     @property
-    def _decoder_frame(self) -> _Frame | None:
+    def _decoder_frame(self) -> Frame | None:
         """The innermost decoder that runs in this thread."""
         for frame in reversed(self._running.frames):
             if frame.is_decoder:
@@ -240,7 +159,7 @@ class AttentionHandler:
             if marked and RUNNING in vars(past):  # of an outer decoder, or interrupted in another thread
                 marked = all(frame.past is not past for frame in self._running.frames)
             gradients = torch.is_grad_enabled()
-            frame = _Frame(is_decoder=True, module=decoder, past=past, marked=marked, gradients=gradients)
+            frame = Frame(is_decoder=True, module=decoder, past=past, marked=marked, gradients=gradients)
             self._running.frames.append(frame)
             if frame.marked:
                 setattr(past, RUNNING, True)
@@ -279,7 +198,7 @@ class AttentionHandler:
             frames.pop()  # the last thing, as an interrupt may come at any time
 
     @staticmethod
-    def _finish(frame: _Frame) -> None:
+    def _finish(frame: Frame) -> None:
         """End a decoder's frame: its cache is no longer in use."""
         if frame.marked:
             vars(frame.past).pop(RUNNING, None)
@@ -312,7 +231,7 @@ class AttentionHandler:
         if torch.compiler.is_compiling():
             return self._enter(module, args, kwargs)
         named = kwargs.get("position_embeddings")  # the usual name; a search costs time
-        forward = getattr(named[0], _FORWARD, None) if type(named) is tuple and named else None
+        forward = getattr(named[0], FORWARD, None) if type(named) is tuple and named else None
         frames = self._running.frames
         if forward is None or not frames or not frames[-1].is_decoder or frames[-1].forward is not forward:
             self._enter(module, args, kwargs)
@@ -326,7 +245,7 @@ class AttentionHandler:
                 # A user had called the rotary module before the decoder did: attention uses the later one.
                 decoder.others.append(decoder.forward)
                 decoder.position_ids, decoder.forward = None, forward
-            self._running.frames.append(_Frame(is_decoder=False, module=module, forward=forward))
+            self._running.frames.append(Frame(is_decoder=False, module=module, forward=forward))
 
     def exit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forward hook of an attention module, called after an exception too: forget its forward.
@@ -345,7 +264,7 @@ class AttentionHandler:
         if getattr(module, HANDLER, None) is self:
             self._left(module)
 
-    def _left(self, module: nn.Module) -> _Frame | None:
+    def _left(self, module: nn.Module) -> Frame | None:
         """Remove the frame of a module that ends; None if it is not the innermost, as it never began."""
         frames = self._running.frames
         return frames.pop() if frames and frames[-1].module is module else None
@@ -360,7 +279,7 @@ class AttentionHandler:
         frames = self._running.frames
         innermost = frames[-1] if frames else None
         running = innermost if innermost is not None and innermost.is_decoder else self._decoder_frame
-        frame = running or _Frame(is_decoder=True)
+        frame = running or Frame(is_decoder=True)
         forward = frame.forward
         if forward is None or position_ids is not frame.position_ids:
             queries, read = self._read(position_ids, frame.past)
@@ -375,7 +294,7 @@ class AttentionHandler:
             innermost.forward = forward  # of an attention module that has its own rotary
         return forward
 
-    def _new_forward(self, queries: Tensor, read: tuple[float, ...], frame: _Frame) -> Forward:
+    def _new_forward(self, queries: Tensor, read: tuple[float, ...], frame: Frame) -> Forward:
         """A forward of tokens at positions `[1 or batch, T]`, of a decoder."""
         if frame.forward is None:
             past = self._positions_of_past(queries, frame.past)
@@ -413,12 +332,7 @@ class AttentionHandler:
     @never_compiled
     def mark(self, tables: tuple[Tensor, ...], forward: Forward) -> None:
         """Remember which forward cos and sin belong to."""
-        self._mark(tables, forward)
-
-    @staticmethod
-    def _mark(tables: tuple[Tensor, ...], forward: Forward) -> None:
-        for table in tables:
-            setattr(table, _FORWARD, forward)
+        mark(tables, forward)
 
     def on_the_device(self) -> Tensor | None:
         """Values of the encoding that a forward needs on the host, `[n]`; None if there are none."""
@@ -576,21 +490,6 @@ class SizedHandler(AttentionHandler):
         super().__init__(encoding, adapter)
         self.shape = shape
         self.learned = learned
-
-
-def marked_forward(arguments: Any) -> Forward | None:
-    """The forward that cos and sin among the arguments of a module belong to; None if they say nothing."""
-    if isinstance(arguments, Tensor):
-        return getattr(arguments, _FORWARD, None)
-    if isinstance(arguments, Mapping):
-        arguments = arguments.values()
-    elif not isinstance(arguments, tuple | list):
-        return None
-    for argument in arguments:
-        found = marked_forward(argument)
-        if found is not None:
-            return found
-    return None
 
 
 def _equal(one: Any, other: Any) -> bool:

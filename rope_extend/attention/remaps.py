@@ -25,10 +25,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
 from rope_extend.attention.bias_parts import rows_of_part
+from rope_extend.attention.forwards import Forward
 from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules
 from rope_extend.attention.masks import sees_later_keys
 from rope_extend.attention.plain import beyond_plain
-from rope_extend.attention.positions import AttentionHandler, Forward
+from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import is_dense, own_function, takes_suffix, without_cudnn
 from rope_extend.attention.remap_decoding import attend_one
 from rope_extend.attention.remap_masks import RowsOfMask, hidden_except, without_keys

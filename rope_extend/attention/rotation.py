@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.attention.causal_suffix import without_mask
+from rope_extend.attention.forwards import Forward, mark
 from rope_extend.attention.functions import AttentionCall, extended_modules
 from rope_extend.attention.growing import spare, with_room
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
-from rope_extend.attention.positions import AttentionHandler, Forward
+from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import (
     causal_mask,
     is_dense,
@@ -231,7 +232,7 @@ class RotationHandler(AttentionHandler):
             forward.step = TwoRows(past, (forward.length,), partial(self._rotate_keys, forward))
             setattr(past, RUNNING, forward.step)
         cos, sin = self._of_position(forward.position, forward.length, like, rows=2)
-        self._mark((cos, sin), forward)
+        mark((cos, sin), forward)
         return cos, sin
 
     def _rotate_keys(self, forward: _Forward, key: Tensor) -> Tensor:

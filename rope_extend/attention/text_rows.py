@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rope_extend.attention.forwards import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import MASK_ROWS
-from rope_extend.attention.positions import Forward
 from rope_extend.encodings import Encoding
 from rope_extend.errors import PatchError
 

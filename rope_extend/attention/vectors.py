@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rope_extend.attention.forwards import marked_forward
 from rope_extend.attention.functions import HANDLER
-from rope_extend.attention.positions import SizedHandler, marked_forward
+from rope_extend.attention.positions import SizedHandler
 from rope_extend.attention.registry import never_compiled
 from rope_extend.encodings import AbsoluteEncoding
 from rope_extend.errors import PatchError, UnsupportedModelError

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.attention.functions import HANDLER
-from rope_extend.attention.positions import RUNNING
+from rope_extend.attention.tracked_cache import RUNNING
 from rope_extend.errors import PatchError
 
 ENCODINGS = ["dynamic_yarn", "alibi", "fire", "linear_attention", "sinusoidal"]
