@@ -2,38 +2,40 @@
 
     python scripts/compare_alternatives.py                      # train every row, write table and picture
     python scripts/compare_alternatives.py --rows alibi,yarn    # only these
+    python scripts/compare_alternatives.py --long               # nine rows, 2,000 steps, 6 CPU hours
     python scripts/compare_alternatives.py --page               # from existing results
 
-Rows are trained one after the other into `--runs`. Interrupted rows resume, and finished rows are kept. Each
-row trains the bundled model with `configs/demo_alternatives.yaml`.
+Each row trains the bundled model, with `configs/demo_alternatives.yaml`, or with
+`configs/demo_alternatives_long.yaml` on the text that it was pretrained on. Rows are trained one after the
+other into `--runs`. Interrupted rows resume, and finished rows are kept. The page keeps the results of other
+rows of the same length. Long rows that it has, of the same text and recipe, are not trained again.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import hashlib
 import json
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from alternatives_page import LONG_RESULTS, LONG_ROWS, NARROW, SHORT_RESULTS, Result, read, table, write
+from pretrain_corpus import pretraining_corpus
 from script_run import run
 
+from rope_extend.data.bundled import read_text
 from rope_extend.demo.run import finetune_once
-from rope_extend.plots.style import INK, PALETTE, PLAIN, QUIET, write_figure
+from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_text
 from rope_extend.report.tables import markdown_table
 from rope_extend.training.recipe import Recipe
-from rope_extend.units import format_length
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "demo_alternatives.yaml"
-
-
-NARROW = "alibi by attention alone"
+LONG_CONFIG = ROOT / "configs" / "demo_alternatives_long.yaml"
+TEXT_BYTES, TEXT_CHARACTERS = 30_000_000, 8_000
+"""The size of the text of long runs, of which none reads a part twice, and the smallest file in it."""
 
 
 class Row(NamedTuple):
@@ -63,180 +65,121 @@ ROWS = (
 )
 """The controls first. DroPE follows its paper, with blocks of the trained window."""
 
-PAGE = """\
-# Encodings instead of RoPE, after the same training
 
-<!-- written by scripts/compare_alternatives.py -->
-
-The bundled model was trained with RoPE on 256 tokens. Each row replaces RoPE by another encoding and trains
-for {steps} steps of {per_step:,} tokens ({tokens:,} in all) in blocks of {block:,}, with
-`configs/demo_alternatives.yaml`: LoRA on all linear layers, norms and embeddings.
-
-- `none` and `yarn` are the controls, trained in the same way.
-- `drope` is recalibrated in blocks of 256, as in its paper, for the same number of tokens.
-- Rows called annealed blend from RoPE to the encoding over the first fifth of the steps. The others switch
-  at once.
-- In the last row, only LoRA on attention is trained.
-- `sinusoidal` has a `scale` of 0.1. `learned` has a row for each position, which starts at zero.
-
-Perplexity on {documents} held-out files, by length:
-
-{table}
-
-![perplexity inside and beyond the trained window](alternatives/perplexity.svg)
-
-{says}
-"""
-
-SAYS = """\
-After so short a training, no encoding instead of RoPE comes near the controls. The best of them, {best},
-has {beyond:.1f} at {length} and {inside:.1f} inside the window; `yarn` has {yarn_beyond:.1f} and
-{yarn_inside:.1f}. So this shows which of them start well, and not where long training ends. Annealing
-{verdict}. At {length}, switching at once and annealing give: {pairs}. LoRA on attention alone takes alibi
-to {narrow:.1f}.
-"""
-
-
-def says(results: list[dict[str, Any]]) -> str:
-    """What the results show, in two sentences."""
-    by_label = {one["label"]: one["after"] for one in results}
-    short, *_, length = results[0]["after"]
-    controls = {"none", "yarn"}
-    replaced = {label: after for label, after in by_label.items() if label not in controls}
-    pairs = {label: label.removesuffix(" annealed") for label in replaced if label.endswith(" annealed")}
-    if not pairs or not controls | {NARROW, *pairs.values()} <= by_label.keys():
-        return ""
-    best = min(replaced, key=lambda label: replaced[label][length])
-    gains = [replaced[label][length] < replaced[cold][length] for label, cold in pairs.items()]
-    verdict = "helped" if all(gains) else "helped some" if any(gains) else "did not help in so short a run"
-    text = SAYS.format(
-        best=f"`{best}`", length=format_length(int(length)), inside=replaced[best][short],
-        beyond=replaced[best][length], yarn_inside=by_label["yarn"][short],
-        yarn_beyond=by_label["yarn"][length], verdict=verdict, narrow=by_label[NARROW][length],
-        pairs=", ".join(
-            f"{cold} {replaced[cold][length]:.1f} and {replaced[label][length]:.1f}"
-            for label, cold in pairs.items()
-        ),
-    )  # fmt: skip
-    return textwrap.fill(" ".join(text.split()), 110)
-
-
-def recipe_of(row: Row, runs: Path, steps: int | None = None) -> Recipe:
+def recipe_of(row: Row, config: Path, runs: Path, steps: int | None = None) -> Recipe:
     changes = {**row.changes, "output_dir": str(runs / row.label.replace(" ", "-"))}
-    recipe = Recipe.from_yaml(CONFIG, changes | ({} if steps is None else {"steps": steps}))
+    recipe = Recipe.from_yaml(config, changes | ({} if steps is None else {"steps": steps}))
     return replace(recipe, anneal_steps=recipe.steps // 5) if row.annealed else recipe
 
 
-def trained(recipe: Recipe, label: str) -> dict[str, Any]:
+def write_training_text(folder: Path) -> str:
+    """Write the text of long runs, a file for each source file, unless it is there; returns its identity.
+
+    It is a part of what the bundled model was pretrained on, as far as the same packages are installed.
+    """
+    if not folder.exists():
+        size, partial = 0, folder.with_name(folder.name + ".partial")
+        partial.mkdir(parents=True, exist_ok=True)
+        for number, path in enumerate(pretraining_corpus().files):
+            text = read_text(path)
+            if len(text) >= TEXT_CHARACTERS and size < TEXT_BYTES:
+                write_text(partial / f"{number:05}.py", text)
+                size += len(text.encode("utf-8", "replace"))
+        if size < TEXT_BYTES:
+            raise RopeExtendError(
+                f"installed packages have {size:,} bytes in source files of {TEXT_CHARACTERS:,} characters "
+                f"or more, and long runs need {TEXT_BYTES:,}; install the extras test, lint and docs too"
+            )
+        partial.rename(folder)
+    return text_identity(folder)
+
+
+def text_identity(folder: Path) -> str:
+    """16 digits that identify the files of a directory, in order."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def trained(recipe: Recipe, label: str) -> Result:
     """Train a row, or resume it, and return its results."""
     finetune_once(recipe)
     directory = Path(recipe.output_dir)
     lines = [json.loads(text) for text in (directory / "metrics.jsonl").read_text().splitlines()]
-    first, *_, last = (line["perplexity"] for line in lines if "perplexity" in line)
+    curve = {line["step"]: line["perplexity"] for line in lines if "perplexity" in line}
+    first, *_, last = curve.values()
     record = json.loads((directory / "rope_extend.json").read_text())
     done = [line for line in lines if "loss" in line][-1]
     return {
         "label": label, "encoding": record["encoding"], "steps": done["step"], "tokens": done["tokens"],
         "block": recipe.length, "anneal_steps": recipe.anneal_steps, "documents": recipe.eval_documents,
         "seconds": round(done["seconds"]), "before": first, "after": last,
+        **({"curve": curve} if recipe.eval_every else {}),
     }  # fmt: skip
 
 
-def table(results: list[dict[str, Any]]) -> list[list[str]]:
-    lengths = list(results[0]["after"])
-    return [
-        ["", *(format_length(int(length)) for length in lengths), "untrained, 256", "untrained, 2k"],
-        *(
-            [one["label"], *(f"{one['after'][length]:.1f}" for length in lengths)]
-            + [f"{one['before'][length]:,.0f}" for length in (lengths[0], lengths[-1])]
-            for one in results
-        ),
-    ]
+def trained_long(recipe: Recipe, label: str, text: str, known: list[Result]) -> Result:
+    """The result of a long row, trained or known; `text` identifies what it is trained on."""
+    same = {
+        "label": label, "text": text, "steps": recipe.steps, "block": recipe.length,
+        "batch_size": recipe.batch_size, "learning_rate": recipe.learning_rate,
+        "documents": recipe.eval_documents,
+    }  # fmt: skip
+    for one in known:
+        if same.items() <= one.items():
+            print("already measured", flush=True)
+            return one
+    return trained(recipe, label) | same
 
 
-def page(results: list[dict[str, Any]]) -> str:
-    first = results[0]
-    return PAGE.format(
-        steps=first["steps"], tokens=first["tokens"], per_step=first["tokens"] // first["steps"],
-        block=first["block"], documents=first["documents"], table=markdown_table(table(results)).strip(),
-        says=says(results),
-    )  # fmt: skip
+def with_result(known: list[Result], new: Result) -> list[Result]:
+    """Results with a new one, in the order of the rows; without those of other texts or numbers of tokens."""
+    order = [row.label for row in ROWS]
 
+    def budget(one: Result) -> tuple[Any, ...]:
+        return one["tokens"], one.get("text")
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Draw the perplexity of each row inside the trained window and at the longest length; .png or .svg."""
-    ranked = sorted(results, key=lambda one: -list(one["after"].values())[-1])
-    figure = Figure(figsize=(8, 1.4 + 0.3 * len(ranked)), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for height, result in enumerate(ranked):
-        inside, *_, beyond = result["after"].values()
-        control = result["label"] in ("none", "yarn")
-        axes.plot([inside, beyond], [height, height], color=QUIET, linewidth=1.5, zorder=1)
-        axes.plot(inside, height, "o", color=PALETTE[0], markersize=6)
-        axes.plot(beyond, height, "D", color=PALETTE[1], markersize=6)
-        axes.annotate(
-            result["label"], (0, height), (-8, 0), xycoords=axes.get_yaxis_transform(), ha="right",
-            va="center", textcoords="offset points", color=PLAIN if control else INK, annotation_clip=False,
-            style="italic" if control else "normal",
-        )  # fmt: skip
-    axes.set_xscale("log")
-    values = [value for one in results for value in one["after"].values()]
-    ticks = [tick for tick in (8, 10, 12, 15, 20, 30, 50, 100, 200, 500, 1000) if tick < 1.1 * max(values)]
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_major_locator(NullLocator())
-    axes.set_xlabel("perplexity (● at 256 tokens, the trained window; ◆ at 2,048)", color=INK)
-    axes.set_title("After the same training", loc="left", color=INK, fontweight="bold")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="x", color="#E4E4E4")
-    write_figure(figure, path, path.suffix[1:], dpi=130)
-
-
-def write(results: list[dict[str, Any]], docs: Path) -> None:
-    """Write the page, the results and the picture."""
-    folder = docs / "alternatives"
-    folder.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(one) + "\n" for one in results)
-    (folder / "results.jsonl").write_text(text, encoding="utf-8")
-    with (folder / "results.csv").open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows(table(results))
-    for suffix in (".png", ".svg"):
-        draw(results, folder / f"perplexity{suffix}")
-    (docs / "alternatives.md").write_text(page(results), encoding="utf-8")
-
-
-def read(docs: Path) -> list[dict[str, Any]]:
-    lines = (docs / "alternatives" / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    kept = [one for one in known if one["label"] != new["label"] and budget(one) == budget(new)]
+    return sorted([*kept, new], key=lambda one: order.index(one["label"]))
 
 
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--runs", type=Path, default=Path("runs/alternatives"), help="directory of the training runs"
-    )
+    parser.add_argument("--runs", type=Path, help="directory of the training runs (default: the recipe's)")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="directory of alternatives.md")
     parser.add_argument("--rows", help="labels of rows, separated by commas (default: all)")
     parser.add_argument("--steps", type=int, help="optimizer steps of each row (default: the recipe's)")
+    parser.add_argument("--long", action="store_true", help="train for 2,000 steps")
     parser.add_argument(
         "--page", action="store_true", help="only write the page again, from existing results"
     )
     arguments = parser.parse_args(words)
+    docs = arguments.docs
+    short, long = read(docs, SHORT_RESULTS), read(docs, LONG_RESULTS)
     if arguments.page:
-        write(read(arguments.docs), arguments.docs)
+        write(short, long, docs)
         return
+    offered = [row for row in ROWS if not arguments.long or row.label in LONG_ROWS]
     labels = None if arguments.rows is None else arguments.rows.split(",")
-    rows = [row for row in ROWS if labels is None or row.label in labels]
+    rows = [row for row in offered if labels is None or row.label in labels]
     if not rows or (labels and len(rows) < len(labels)):
-        parser.error(f"--rows takes labels from this list: {','.join(row.label for row in ROWS)}")
-    results = []
+        parser.error(f"--rows takes labels from this list: {','.join(row.label for row in offered)}")
+    if arguments.long and not short:
+        parser.error(f"{docs} has no results of short rows; train them first, without --long")
+    config = LONG_CONFIG if arguments.long else CONFIG
+    runs = arguments.runs or Path(Recipe.from_yaml(config).output_dir)
+    text = write_training_text(runs / "text") if arguments.long else ""
     for number, row in enumerate(rows, start=1):
         print(f"\n[{number}/{len(rows)}] {row.label}", flush=True)
-        results.append(trained(recipe_of(row, arguments.runs, arguments.steps), row.label))
-    write(results, arguments.docs)
-    print(markdown_table(table(results)))
+        recipe = recipe_of(row, config, runs, arguments.steps)
+        if arguments.long:
+            recipe = replace(recipe, data=str(runs / "text"))
+            long = with_result(long, trained_long(recipe, row.label, text, long))
+        else:
+            short = with_result(short, trained(recipe, row.label))
+        write(short, long, docs)
+    print(markdown_table(table(long if arguments.long else short)))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import alternatives_page as pages
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from pretrain_corpus import CorpusReport, PretrainingCorpus
 
 from rope_extend import RopeExtendError
+from rope_extend.data.bundled import python_files, standard_library_dir
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, KernelEncoding, encoding_names
+from rope_extend.plots import style
 from rope_extend.plots.contents import contents, differences, written
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +38,15 @@ def script() -> Any:
 
 
 def test_every_row_has_the_same_budget_and_no_encoding_is_left_out(script: Any) -> None:
-    recipes = [script.recipe_of(row, Path("runs")) for row in script.ROWS]
+    recipes = [script.recipe_of(row, script.CONFIG, Path("runs")) for row in script.ROWS]
+    long = [
+        script.recipe_of(row, script.LONG_CONFIG, Path("runs"))
+        for row in script.ROWS
+        if row.label in script.LONG_ROWS
+    ]
+    assert len(long) == len(script.LONG_ROWS)
+    assert {one.steps for one in long} == {2000}
+    assert len({one.batch_size * one.gradient_accumulation * one.length for one in long}) == 1
     budgets = {(one.steps, one.batch_size * one.gradient_accumulation * one.length) for one in recipes}
     assert len(budgets) == 1
     assert len({one.output_dir for one in recipes}) == len(recipes)
@@ -46,24 +58,53 @@ def test_every_row_has_the_same_budget_and_no_encoding_is_left_out(script: Any) 
 
 
 def test_the_page_shows_the_measured_results(script: Any) -> None:
-    results = script.read(DOCS)
-    assert [one["label"] for one in results] == [row.label for row in script.ROWS]
-    assert (DOCS / "alternatives.md").read_text(encoding="utf-8") == script.page(results)
+    short, long = (script.read(DOCS, name) for name in (script.SHORT_RESULTS, script.LONG_RESULTS))
+    assert [one["label"] for one in short] == [row.label for row in script.ROWS]
+    assert (DOCS / "alternatives.md").read_text(encoding="utf-8") == pages.page(short, long)
     with (DOCS / "alternatives" / "results.csv").open(encoding="utf-8", newline="") as file:
-        assert list(csv.reader(file)) == script.table(results)
-    assert len({one["tokens"] for one in results}) == 1
+        assert list(csv.reader(file)) == pages.table(short)
+    assert len({one["tokens"] for one in short}) == 1
+    assert len({(one["tokens"], one["text"], one["learning_rate"]) for one in long}) <= 1
     assert imread(DOCS / "alternatives" / "perplexity.png").shape[1] > 600
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_picture_shows_the_measured_results(
-    script: Any, suffix: str, monkeypatch: pytest.MonkeyPatch
+def test_the_pictures_show_the_measured_results(
+    script: Any, suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr(script, "write_figure", lambda figure, *_, **__: drawn.append(figure))
-    script.draw(script.read(DOCS), Path(f"perplexity{suffix}"))
-    found = differences(written(DOCS / "alternatives" / f"perplexity{suffix}"), contents(drawn[0]))
-    assert not found, f"run python scripts/compare_alternatives.py --page: {found[:3]}"
+
+    def write(figure: Figure, path: Path, *_: Any, **__: Any) -> None:
+        drawn.append(figure)
+        path.touch()
+
+    for module in (pages, style):
+        monkeypatch.setattr(module, "write_figure", write)
+    pages.draw(script.read(DOCS, script.SHORT_RESULTS), tmp_path / f"perplexity{suffix}")
+    if long := script.read(DOCS, script.LONG_RESULTS):
+        pages.draw_long(long, tmp_path / f"long{suffix}")
+    for name, figure in zip(("perplexity", "long"), drawn, strict=False):
+        found = differences(written(DOCS / "alternatives" / f"{name}{suffix}"), contents(figure))
+        assert not found, f"run python scripts/compare_alternatives.py --page: {found[:3]}"
+
+
+def test_what_the_page_says_of_long_rows() -> None:
+    def row(label: str, curve: dict[str, float]) -> dict[str, Any]:
+        first, *_, last = curve.values()
+        of = [{"256": value + 1, "2048": value} for value in (first, last)]
+        by_step = {step: {"256": value + 1, "2048": value} for step, value in curve.items()}
+        return {"label": label, "before": of[0], "after": of[1], "curve": by_step, "steps": 20}
+
+    yarn = row("yarn", {"0": 12.0, "10": 10.0, "20": 9.0})
+    alibi, nope = row("alibi", {"0": 60.0, "20": 11.0}), row("nope", {"0": 170.0, "20": 40.0})
+    said = " ".join(pages.long_says([yarn, alibi, nope]).split())
+    assert "Not measured yet: `none`, `drope`, `t5_bias`, `kerple`, `fire`, `sandwich`." in said
+    assert "`alibi`: 11.0, where `yarn` has 9.0 after the same training and 12.0 before." in said
+    assert "At 256 tokens it is `alibi`: 12.0, where `yarn` has 10.0." in said
+    assert "`alibi` reaches 11.0 at 2k after 20 steps; `yarn` was below that after 10." in said
+    assert [line[-2] for line in pages.long_table([{**one, "seconds": 60} for one in (yarn, alibi)])] == [
+        "1.00", "1.22",
+    ]  # fmt: skip
 
 
 @pytest.fixture
@@ -87,7 +128,7 @@ def test_rows_are_trained_once_and_written(
     script.main(arguments)
     shown = capsys.readouterr().out
     assert "[3/3] alibi annealed" in shown
-    results = script.read(tmp_path / "docs")
+    results = script.read(tmp_path / "docs", script.SHORT_RESULTS)
     assert [one["label"] for one in results] == ["none", "alibi", "alibi annealed"]
     assert [one["anneal_steps"] for one in results] == [0, 0, 1]
     for one in results:
@@ -110,12 +151,60 @@ def test_rows_are_trained_once_and_written(
     shutil.rmtree(tmp_path / "runs" / "alibi" / "checkpoints" / "step-5")
     script.main(arguments)
     assert capsys.readouterr().out.count("already done") == 2
-    timeless = [{**one, "seconds": 0} for one in script.read(tmp_path / "docs")]
+    timeless = [{**one, "seconds": 0} for one in script.read(tmp_path / "docs", script.SHORT_RESULTS)]
     assert timeless == [{**one, "seconds": 0} for one in results]
     assert again.read_text() == page
     again.unlink()
     script.main([*small, "--page"])
     assert again.read_text() == page
+
+    shutil.rmtree(tmp_path / "runs")
+    script.main([*small, "--rows", "alibi"])  # the others are kept
+    assert [one["label"] for one in script.read(tmp_path / "docs", script.SHORT_RESULTS)] == [
+        "none", "alibi", "alibi annealed",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_long_rows_are_trained_once_on_one_text(
+    script: Any, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Each is known from the results of the page, also where its run is not there."""
+    script.LONG_CONFIG = tmp_path / "long.yaml"
+    script.LONG_CONFIG.write_text(script.CONFIG.read_text() + "eval_every: 2\n")
+    long = ["--runs", str(tmp_path / "long"), *small[2:], "--long"]
+    with pytest.raises(SystemExit):
+        script.main([*long])
+    assert "train them first, without --long" in capsys.readouterr().err
+    script.main([*small, "--rows", "none"])
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "pretraining_corpus", lambda: PretrainingCorpus((), CorpusReport()))
+        with pytest.raises(RopeExtendError, match="long runs need 30,000,000; install the extras"):
+            script.main([*long])
+    assert not (tmp_path / "long" / "text").exists()
+    files = tuple(path for path in python_files(standard_library_dir()) if path.parent.name == "json")
+    monkeypatch.setattr(script, "pretraining_corpus", lambda: PretrainingCorpus(files, CorpusReport()))
+    monkeypatch.setattr(script, "TEXT_BYTES", 20_000)
+    for rows in ("yarn", "none,yarn"):
+        script.main([*long, "--rows", rows])
+    written_files = sorted((tmp_path / "long" / "text").iterdir())
+    assert all(len(path.read_text()) >= 8_000 for path in written_files)
+    assert 20_000 <= sum(path.stat().st_size for path in written_files) < 40_000
+    assert capsys.readouterr().out.count("already measured") == 1
+    results = script.read(tmp_path / "docs", script.LONG_RESULTS)
+    assert [one["label"] for one in results] == ["none", "yarn"]
+    for one in results:
+        assert list(one["curve"]) == ["0", "2", "4", "5"]
+        assert one["curve"]["5"] == one["after"] != one["curve"]["4"]
+        assert one["text"] == script.text_identity(tmp_path / "long" / "text")
+    shutil.rmtree(tmp_path / "long" / "yarn")
+    script.main([*long, "--rows", "yarn"])
+    assert not (tmp_path / "long" / "yarn").exists()
+    written_files[0].write_text("other = 1\n" * 2_000)
+    script.main([*long, "--rows", "yarn"])
+    text = script.text_identity(tmp_path / "long" / "text")
+    assert {one["text"] for one in script.read(tmp_path / "docs", script.LONG_RESULTS)} == {text}
 
 
 @pytest.mark.slow
