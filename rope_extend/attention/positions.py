@@ -65,6 +65,8 @@ class AttentionHandler:
     encoding: Encoding
     shape: RopeShape | ModelShape
     learned: LearnedParameters | None = None
+    follows_later = False
+    """Whether attention modules get their hooks when they are first needed, see `_follow`."""
 
     def __init__(self, encoding: Encoding, adapter: FamilyAdapter) -> None:
         self.encoding = encoding
@@ -72,6 +74,7 @@ class AttentionHandler:
         self.share = 1.0
         self._configs: list[Any] = []
         self._running = Running()
+        self._unfollowed: list[nn.Module] = []
 
     @property
     def _decoder_frame(self) -> Frame | None:
@@ -115,10 +118,21 @@ class AttentionHandler:
         modules = extended_modules(self.encoding, decoder, self.adapter)
         self._configs = add_handler(self, modules, undo)
         self._check_implementations()
-        for module in modules:
+        self._unfollowed = modules
+        if not self.follows_later:
+            self._follow()
+        self.watch(decoder, undo)
+
+    def _follow(self) -> None:
+        """From here on, find the forward of each attention module by its cos and sin.
+
+        It is that of the decoder that runs, except in the backward pass and for cos and sin at other
+        positions. So a handler may do this when it is first needed: hooks take time in each layer.
+        """
+        while self._unfollowed:
+            module = self._unfollowed.pop()
             module.register_forward_pre_hook(self.enter, with_kwargs=True)
             module.register_forward_hook(self.exit, with_kwargs=True, always_call=True)
-        self.watch(decoder, undo)
 
     def watch(self, decoder: nn.Module, undo: UndoLog) -> None:
         """Find the cache of each forward of a decoder, without acting inside its attention."""
@@ -131,6 +145,7 @@ class AttentionHandler:
 
         PyTorch calls no hook after an interrupt.
         """
+        self._unfollowed = []
         while self._running.frames:
             self._finish(self._running.frames.pop())
         for module in decoder.modules():
@@ -141,7 +156,6 @@ class AttentionHandler:
                     module._forward_hooks_with_kwargs.pop(key, None)
                     module._forward_hooks_always_called.pop(key, None)
 
-    @never_compiled
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the decoder: find the cache.
 
@@ -149,6 +163,12 @@ class AttentionHandler:
             UnsupportedModelError: the attention implementation was changed to one that the encoding does not
                 work with.
         """
+        self._before(decoder, args, kwargs, torch.compiler.is_compiling())
+
+    @never_compiled
+    def _before(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
+    ) -> None:
         if getattr(decoder, HANDLER, None) is self:
             past = kwargs.get("past_key_values")  # the usual name; a search costs time
             if not isinstance(past, Cache):
@@ -159,6 +179,8 @@ class AttentionHandler:
             if marked and RUNNING in vars(past):  # of an outer decoder, or interrupted in another thread
                 marked = all(frame.past is not past for frame in self._running.frames)
             gradients = torch.is_grad_enabled()
+            if gradients or compiled:  # a compiled layer does not see hooks that it gets later
+                self._follow()
             frame = Frame(is_decoder=True, module=decoder, past=past, marked=marked, gradients=gradients)
             self._running.frames.append(frame)
             if frame.marked:
@@ -290,6 +312,8 @@ class AttentionHandler:
                 frame.position_ids, frame.forward = position_ids, forward
             elif frame.forward is not forward:
                 frame.others.append(forward)
+            if running is None or frame.others:
+                self._follow()
         if innermost is not None and not innermost.is_decoder:
             innermost.forward = forward  # of an attention module that has its own rotary
         return forward

@@ -127,6 +127,49 @@ def test_attention_of_a_users_own_gets_one_row(replaced: str, monkeypatch: pytes
     assert set(rows) == {START - 2, 1, LENGTH}
 
 
+def hooks_of_attention(model: LlamaForCausalLM) -> list[int]:
+    """The numbers of hooks of the attention modules."""
+    modules = [layer.self_attn for layer in model.model.layers]
+    return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in modules]
+
+
+@pytest.mark.parametrize(
+    "needed", ["gradients", "positions", "alone", pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_attention_modules_get_their_hooks_when_they_need_them(model: LlamaForCausalLM, needed: str) -> None:
+    """Hooks take time in each layer, and generation needs none."""
+    expected, cache = whole(model), filled(model)
+    same(decode(model, cache), expected)
+    assert hooks_of_attention(model) == [0, 0]
+    states, positions = torch.zeros(1, 3, 4), torch.arange(7, 10)[None]
+    if needed == "gradients":
+        with torch.enable_grad():
+            model(IDS, use_cache=False)
+    elif needed == "alone":
+        model.model.rotary_emb(states, positions)
+    elif needed == "compiled":
+        torch.compile(model, backend="eager")(IDS, use_cache=False)
+    else:
+        call = model.model.layers[0].register_forward_pre_hook(
+            lambda *_: model.model.rotary_emb(states, positions) and None
+        )
+        model(IDS, use_cache=False)
+        call.remove()
+    assert hooks_of_attention(model) == [2, 2]
+    same(decode(model, filled(model)), expected)
+
+
+def test_hooks_that_attention_modules_never_needed_do_not_come_later() -> None:
+    model = llama()
+    patch = rx.patch_model(model, rx.Encoding.from_dict(METHOD))
+    with torch.no_grad():
+        model(IDS)
+    rotary = model.model.rotary_emb
+    patch.remove()
+    rotary(torch.zeros(1, 3, 4), torch.arange(3)[None])  # as in a thread that is not done
+    assert hooks_of_attention(model) == [0, 0]
+
+
 def test_one_row_of_cos_and_sin_is_refused_where_two_are_expected(model: LlamaForCausalLM) -> None:
     cache = filled(model)
     model.model.rotary_emb.register_forward_hook(lambda _, __, tables: tuple(part[:, -1:] for part in tables))
