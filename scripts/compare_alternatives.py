@@ -110,12 +110,13 @@ def trained(recipe: Recipe, label: str) -> Result:
     curve = {line["step"]: line["perplexity"] for line in lines if "perplexity" in line}
     first, *_, last = curve.values()
     record = json.loads((directory / "rope_extend.json").read_text())
-    done = [line for line in lines if "loss" in line][-1]
+    *_, done = steps = [line for line in lines if "loss" in line]
+    speeds = sorted(line["tokens_per_second"] for line in steps)
     return {
         "label": label, "encoding": record["encoding"], "steps": done["step"], "tokens": done["tokens"],
         "block": recipe.length, "anneal_steps": recipe.anneal_steps, "documents": recipe.eval_documents,
         "seconds": round(done["seconds"]), "before": first, "after": last,
-        **({"curve": curve} if recipe.eval_every else {}),
+        **({"curve": curve, "tokens_per_second": speeds[len(speeds) * 9 // 10]} if recipe.eval_every else {}),
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ one in each thread, or layers of an earlier one that run again for the backward 
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ from rope_extend.models.parameters import LearnedParameters
 from rope_extend.models.rotary import InitialRotation, has_float64
 from rope_extend.models.undo import UndoLog
 
+_REGISTERING = Lock()
+"""Held while a hook is registered: a thread that sees it finds all that belongs to it."""
+
 
 class AttentionHandler:
     """Knows the positions of the queries and keys of each forward, for one patch of one model.
@@ -65,8 +69,6 @@ class AttentionHandler:
     encoding: Encoding
     shape: RopeShape | ModelShape
     learned: LearnedParameters | None = None
-    follows_later = False
-    """Whether attention modules get their hooks when they are first needed, see `_follow`."""
 
     def __init__(self, encoding: Encoding, adapter: FamilyAdapter) -> None:
         self.encoding = encoding
@@ -74,7 +76,6 @@ class AttentionHandler:
         self.share = 1.0
         self._configs: list[Any] = []
         self._running = Running()
-        self._unfollowed: list[nn.Module] = []
 
     @property
     def _decoder_frame(self) -> Frame | None:
@@ -118,21 +119,9 @@ class AttentionHandler:
         modules = extended_modules(self.encoding, decoder, self.adapter)
         self._configs = add_handler(self, modules, undo)
         self._check_implementations()
-        self._unfollowed = modules
-        if not self.follows_later:
-            self._follow()
-        self.watch(decoder, undo)
-
-    def _follow(self) -> None:
-        """From here on, find the forward of each attention module by its cos and sin.
-
-        It is that of the decoder that runs, except in the backward pass and for cos and sin at other
-        positions. So a handler may do this when it is first needed: hooks take time in each layer.
-        """
-        while self._unfollowed:
-            module = self._unfollowed.pop()
+        for module in modules:
             module.register_forward_pre_hook(self.enter, with_kwargs=True)
-            module.register_forward_hook(self.exit, with_kwargs=True, always_call=True)
+        self.watch(decoder, undo)
 
     def watch(self, decoder: nn.Module, undo: UndoLog) -> None:
         """Find the cache of each forward of a decoder, without acting inside its attention."""
@@ -145,7 +134,6 @@ class AttentionHandler:
 
         PyTorch calls no hook after an interrupt.
         """
-        self._unfollowed = []
         while self._running.frames:
             self._finish(self._running.frames.pop())
         for module in decoder.modules():
@@ -156,6 +144,7 @@ class AttentionHandler:
                     module._forward_hooks_with_kwargs.pop(key, None)
                     module._forward_hooks_always_called.pop(key, None)
 
+    @never_compiled
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the decoder: find the cache.
 
@@ -163,12 +152,6 @@ class AttentionHandler:
             UnsupportedModelError: the attention implementation was changed to one that the encoding does not
                 work with.
         """
-        self._before(decoder, args, kwargs, torch.compiler.is_compiling())
-
-    @never_compiled
-    def _before(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
-    ) -> None:
         if getattr(decoder, HANDLER, None) is self:
             past = kwargs.get("past_key_values")  # the usual name; a search costs time
             if not isinstance(past, Cache):
@@ -179,8 +162,6 @@ class AttentionHandler:
             if marked and RUNNING in vars(past):  # of an outer decoder, or interrupted in another thread
                 marked = all(frame.past is not past for frame in self._running.frames)
             gradients = torch.is_grad_enabled()
-            if gradients or compiled:  # a compiled layer does not see hooks that it gets later
-                self._follow()
             frame = Frame(is_decoder=True, module=decoder, past=past, marked=marked, gradients=gradients)
             self._running.frames.append(frame)
             if frame.marked:
@@ -267,9 +248,19 @@ class AttentionHandler:
                 # A user had called the rotary module before the decoder did: attention uses the later one.
                 decoder.others.append(decoder.forward)
                 decoder.position_ids, decoder.forward = None, forward
+            self._await_exit(module)
             self._running.frames.append(Frame(is_decoder=False, module=module, forward=forward))
 
-    def exit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _await_exit(self, module: nn.Module) -> None:
+        """Register `exit`, unless it is: a hook takes time in each layer, and generation needs none.
+
+        PyTorch looks for it after the forward, so it is called for the present one.
+        """
+        with _REGISTERING:
+            if self.exit not in module._forward_hooks.values():
+                module.register_forward_hook(self.exit, always_call=True)
+
+    def exit(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of an attention module, called after an exception too: forget its forward.
 
         If an earlier pre-hook raised, `enter` was not called.
@@ -312,8 +303,6 @@ class AttentionHandler:
                 frame.position_ids, frame.forward = position_ids, forward
             elif frame.forward is not forward:
                 frame.others.append(forward)
-            if running is None or frame.others:
-                self._follow()
         if innermost is not None and not innermost.is_decoder:
             innermost.forward = forward  # of an attention module that has its own rotary
         return forward

@@ -191,8 +191,8 @@ class RotationHandler(AttentionHandler):
                 implementation.
         """
         if self.encoding.effects(self.shape).in_attention:
-            self._two_rows = self.follows_later = self._allows_two_rows(decoder)
             super().install(decoder, undo)
+            self._two_rows = self._allows_two_rows(decoder)
         else:
             self.watch(decoder, undo)
 

@@ -127,47 +127,57 @@ def test_attention_of_a_users_own_gets_one_row(replaced: str, monkeypatch: pytes
     assert set(rows) == {START - 2, 1, LENGTH}
 
 
-def hooks_of_attention(model: LlamaForCausalLM) -> list[int]:
-    """The numbers of hooks of the attention modules."""
-    modules = [layer.self_attn for layer in model.model.layers]
-    return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in modules]
+def test_a_layer_may_run_alone_with_saved_cos_and_sin(model: LlamaForCausalLM) -> None:
+    """As in quantisation layer by layer, without position_ids, and inside a forward at other positions."""
+    layer, saved = model.model.layers[1], []
+    catch = layer.register_forward_pre_hook(
+        lambda _, args, kwargs: saved.append((args, dict(kwargs))), with_kwargs=True
+    )
+    model(IDS, use_cache=False)
+    catch.remove()
+    ((states,), given), found = saved[0], []
+    tables = {name: given[name] for name in ("position_embeddings", "attention_mask")}
+    expected = layer(states, **given)
+    same(layer(states, **tables), expected)
+    handle = model.model.layers[0].register_forward_hook(lambda *_: found.append(layer(states, **tables)))
+    model(IDS, position_ids=torch.arange(LENGTH)[None] + 40, use_cache=False)
+    handle.remove()
+    same(found[0], expected)
+    same(copy.deepcopy(layer)(states, **tables), expected)
 
 
-@pytest.mark.parametrize(
-    "needed", ["gradients", "positions", "alone", pytest.param("compiled", marks=pytest.mark.slow)]
-)
-def test_attention_modules_get_their_hooks_when_they_need_them(model: LlamaForCausalLM, needed: str) -> None:
-    """Hooks take time in each layer, and generation needs none."""
-    expected, cache = whole(model), filled(model)
-    same(decode(model, cache), expected)
-    assert hooks_of_attention(model) == [0, 0]
-    states, positions = torch.zeros(1, 3, 4), torch.arange(7, 10)[None]
-    if needed == "gradients":
-        with torch.enable_grad():
-            model(IDS, use_cache=False)
-    elif needed == "alone":
-        model.model.rotary_emb(states, positions)
-    elif needed == "compiled":
-        torch.compile(model, backend="eager")(IDS, use_cache=False)
-    else:
-        call = model.model.layers[0].register_forward_pre_hook(
-            lambda *_: model.model.rotary_emb(states, positions) and None
+def test_a_hook_may_give_saved_cos_and_sin(model: LlamaForCausalLM) -> None:
+    """Attention then has their positions, whatever ran before."""
+    saved: list[Any] = []
+    rotary = model.model.rotary_emb.register_forward_hook(lambda _, __, tables: saved.append(tables))
+    expected = model(IDS, position_ids=torch.arange(LENGTH)[None] + 40, use_cache=False).logits
+    rotary.remove()
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: (args, {**kwargs, "position_embeddings": saved[0]}), with_kwargs=True
         )
-        model(IDS, use_cache=False)
-        call.remove()
-    assert hooks_of_attention(model) == [2, 2]
-    same(decode(model, filled(model)), expected)
+    same(model(IDS, use_cache=False).logits, expected)
 
 
-def test_hooks_that_attention_modules_never_needed_do_not_come_later() -> None:
-    model = llama()
-    patch = rx.patch_model(model, rx.Encoding.from_dict(METHOD))
-    with torch.no_grad():
-        model(IDS)
-    rotary = model.model.rotary_emb
-    patch.remove()
-    rotary(torch.zeros(1, 3, 4), torch.arange(3)[None])  # as in a thread that is not done
-    assert hooks_of_attention(model) == [0, 0]
+def test_threads_may_begin_to_train_at_once(model: LlamaForCausalLM) -> None:
+    """Hooks that come when they are first needed come once."""
+    model.requires_grad_(True)
+    model.gradient_checkpointing_enable()
+    model.train()
+    interval = sys.getswitchinterval()
+
+    def train() -> None:
+        with torch.enable_grad():
+            model(IDS, labels=IDS, use_cache=False).loss.backward()
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(train) for _ in range(6)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert [len(layer.self_attn._forward_hooks) for layer in model.model.layers] == [1, 1]
 
 
 def test_one_row_of_cos_and_sin_is_refused_where_two_are_expected(model: LlamaForCausalLM) -> None:
