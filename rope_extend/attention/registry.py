@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -79,14 +80,39 @@ def without_cudnn() -> Iterator[None]:
     """Inside the block, attention uses kernels that need no plan for each shape of their inputs.
 
     cuDNN's kernel is the fastest on new GPUs, but builds a plan for each new shape, which takes up to half a
-    second. So calls that hardly ever have the same shape twice use another one.
+    second. So calls that hardly ever have the same shape twice use another one. The choice is that of the
+    process: it is made again when the last of all threads has left its block.
     """
-    before: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    _without_cudnn.enter()
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+        _without_cudnn.leave()
+
+
+class _WithoutCudnn:
+    """How many blocks of `without_cudnn` run, and whether cuDNN was allowed before."""
+
+    def __init__(self) -> None:
+        self._changing = Lock()
+        self._count = 0
+        self._before = True
+
+    def enter(self) -> None:
+        with self._changing:
+            if self._count == 0:
+                self._before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+            self._count += 1
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def leave(self) -> None:
+        with self._changing:
+            self._count -= 1
+            if self._count == 0:
+                torch.backends.cuda.enable_cudnn_sdp(self._before)
+
+
+_without_cudnn = _WithoutCudnn()
 
 
 def causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:

@@ -22,6 +22,7 @@ import rope_extend as rx
 from rope_extend.attention import bias_parts, biases, causal_suffix, log_sum_exp, rotation
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.packed import document_attention
+from rope_extend.attention.registry import without_cudnn
 from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.forward_plan import ForwardEstimator
 
@@ -213,6 +214,23 @@ def test_only_calls_of_one_shape_go_to_cudnn(name: str, cudnn: bool, monkeypatch
         model(ids).logits.sum().backward()
     assert set(calls.cudnn) == {cudnn}
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_threads_leave_the_choice_of_kernels_as_it_was(allowed: bool) -> None:
+    """The first one may leave its block while the second is in its own."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        first, second = without_cudnn(), without_cudnn()
+        for enter in (first, second):
+            enter.__enter__()
+        first.__exit__(None, None, None)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        second.__exit__(None, None, None)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_packed_documents_do_not_go_to_cudnn() -> None:
