@@ -133,12 +133,12 @@ def long_says(results: list[Result]) -> str:
             f"At {short} tokens it is `{inside['label']}`: {inside['after'][short]:.1f}, where `yarn` has "
             f"{yarn['after'][short]:.1f}.",
         ]
-        sentences += [
-            f"`{one['label']}` reaches {one['after'][length]:.1f} at {format_length(int(length))} after "
-            f"{one['steps']:,} steps; `yarn` was below that after {step:,}."
-            for one in (best,)
-            if (step := _first_below(yarn, one["after"][length], length)) is not None
-        ]
+        step = _first_below(yarn, best["after"][length], length)
+        if step is not None:
+            sentences.append(
+                f"`{best['label']}` reaches {best['after'][length]:.1f} at {format_length(int(length))} "
+                f"after {best['steps']:,} steps; `yarn` was below that after {step:,}."
+            )
     return textwrap.fill(" ".join(sentences), 110)
 
 

@@ -27,7 +27,7 @@ from script_run import run
 from rope_extend.data.bundled import read_text
 from rope_extend.demo.run import finetune_once
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_text
+from rope_extend.files import sha256, write_text
 from rope_extend.report.tables import markdown_table
 from rope_extend.training.recipe import Recipe
 
@@ -98,7 +98,7 @@ def text_identity(folder: Path) -> str:
     """16 digits that identify the files of a directory, in order."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
+        digest.update(bytes.fromhex(sha256(path)))
     return digest.hexdigest()[:16]
 
 

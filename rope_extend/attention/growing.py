@@ -112,6 +112,11 @@ def joined(parts: list[Tensor]) -> Tensor:
         return torch.cat(parts, dim=2)
 
 
+def base_of(states: Tensor) -> Tensor:
+    """The tensor that states are a view of; themselves if they are none."""
+    return states if states._base is None else states._base
+
+
 def fits(states: Tensor, new: Tensor) -> bool:
     """Whether `new` can follow `states`: the same rows, heads, width, dtype and device."""
     if states.dtype != new.dtype or states.dim() != 4 or new.dim() != 4 or states.device != new.device:

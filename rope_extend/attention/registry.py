@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -75,22 +75,17 @@ def takes_boolean_mask(implementation: str) -> bool:
     return implementation == "sdpa" or takes_suffix(implementation)
 
 
-@contextmanager
-def without_cudnn() -> Iterator[None]:
+def without_cudnn() -> AbstractContextManager[None]:
     """Inside the block, attention uses kernels that need no plan for each shape of their inputs.
 
     cuDNN's kernel is the fastest on new GPUs, but builds a plan for each new shape, which takes up to half a
     second. So calls that hardly ever have the same shape twice use another one. The choice is that of the
     process: it is made again when the last of all threads has left its block.
     """
-    _without_cudnn.enter()
-    try:
-        yield
-    finally:
-        _without_cudnn.leave()
+    return _WITHOUT_CUDNN
 
 
-class _WithoutCudnn:
+class _WithoutCudnn(AbstractContextManager[None]):
     """How many blocks of `without_cudnn` run, and whether cuDNN was allowed before."""
 
     def __init__(self) -> None:
@@ -98,21 +93,21 @@ class _WithoutCudnn:
         self._count = 0
         self._before = True
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self._changing:
             if self._count == 0:
                 self._before = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
             self._count += 1
             torch.backends.cuda.enable_cudnn_sdp(False)
 
-    def leave(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._changing:
             self._count -= 1
             if self._count == 0:
                 torch.backends.cuda.enable_cudnn_sdp(self._before)
 
 
-_without_cudnn = _WithoutCudnn()
+_WITHOUT_CUDNN = _WithoutCudnn()
 
 
 def causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-from rope_extend.attention.growing import GROWS, Growing
+from rope_extend.attention.growing import GROWS, Growing, base_of
 
 KEPT = "rope_extend_rotated_keys"
 """Attribute of a cache: `RotatedKeys` by the index of a layer. Copies of the cache do not have it."""
@@ -96,8 +96,7 @@ def _is_start_of(before: Tensor, rotated: RotatedKeys) -> bool:
     """Whether a tensor is the source of rotated keys, or its first tokens, and was not written to."""
     source = rotated.source
     if before is not source:
-        base = source if source._base is None else source._base
-        same = before._base is base and before.storage_offset() == source.storage_offset()
+        same = before._base is base_of(source) and before.storage_offset() == source.storage_offset()
         if not same or before.dim() != 4 or before.stride() != source.stride():
             return False
         if before.shape[:2] != source.shape[:2] or before.shape[2] > source.shape[2]:

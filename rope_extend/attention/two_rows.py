@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache
 
 from rope_extend.attention.gathering_layer import GatheringLayer, gathering
-from rope_extend.attention.growing import ROOM, Growing, with_room, without_room
+from rope_extend.attention.growing import ROOM, Growing, base_of, with_room, without_room
 from rope_extend.attention.rotated_keys import (
     KEPT,
     RotatedKeys,
@@ -128,7 +128,7 @@ def settle(past: Cache, index: int) -> None:
     place: Place | None = vars(past).get(PLACES, {}).pop(index, None)
     if place is None or past.layers[index] is not place.layer:
         return
-    if not _is_start_of(place.layer.values, place.values):  # another cache with this layer decoded
+    if not _is_crop_of(place.layer.values, place.values):  # another cache with this layer decoded
         return
     keys, known = place.layer.keys, place.layer.rope_extend_known  # in this order: keys are gathered
     if keys is None or known is None:
@@ -137,10 +137,9 @@ def settle(past: Cache, index: int) -> None:
     vars(past).setdefault(KEPT, {})[index] = RotatedKeys(place.like[0], place.rotated, *known)
 
 
-def _is_start_of(values: Tensor | None, before: Growing) -> bool:
+def _is_crop_of(values: Tensor | None, before: Growing) -> bool:
     """Whether values are those before, or a crop of them."""
-    whole = before.whole if before.whole._base is None else before.whole._base
-    return values is before.view or (values is not None and values._base is whole)
+    return values is before.view or (values is not None and values._base is base_of(before.whole))
 
 
 def _leave(past: Cache, index: int, like: tuple[Any, ...]) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -60,6 +61,17 @@ def filled(model: LlamaForCausalLM) -> DynamicCache:
 def whole(model: LlamaForCausalLM) -> Tensor:
     """The logits of the tokens that `decode` gives, in one forward."""
     return model(IDS, use_cache=False).logits[:, START:]
+
+
+@contextmanager
+def often_switched() -> Iterator[None]:
+    """Threads take turns all the time, so that each meets the others in the midst of their work."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def rows_of(model: LlamaForCausalLM) -> list[int]:
@@ -164,19 +176,14 @@ def test_threads_may_begin_to_train_at_once(model: LlamaForCausalLM) -> None:
     model.requires_grad_(True)
     model.gradient_checkpointing_enable()
     model.train()
-    interval = sys.getswitchinterval()
 
     def train() -> None:
         with torch.enable_grad():
             model(IDS, labels=IDS, use_cache=False).loss.backward()
 
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            for done in [pool.submit(train) for _ in range(6)]:
-                done.result()
-    finally:
-        sys.setswitchinterval(interval)
+    with often_switched(), ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(train) for _ in range(6)]:
+            done.result()
     assert [len(layer.self_attn._forward_hooks) for layer in model.model.layers] == [1, 1]
 
 
@@ -305,7 +312,6 @@ def test_decoding_for_inference_frees_the_graph_of_a_prompt(model: LlamaForCausa
 def test_keys_that_another_thread_reads(model: LlamaForCausalLM) -> None:
     """It gathers them, at any time."""
     cache, done = filled(model), threading.Event()
-    interval = sys.getswitchinterval()
 
     def read() -> None:
         while not done.is_set():
@@ -313,15 +319,13 @@ def test_keys_that_another_thread_reads(model: LlamaForCausalLM) -> None:
 
     texts = tokens(1, START + 60, seed=7)
     texts[:, :START] = IDS[:, :START]
-    sys.setswitchinterval(1e-6)
-    with ThreadPoolExecutor(1) as pool:
+    with often_switched(), ThreadPoolExecutor(1) as pool:
         reader = pool.submit(read)
         try:
             parts = texts[:, START:].split(1, dim=1)
             found = torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
         finally:
             done.set()
-            sys.setswitchinterval(interval)
     reader.result()
     same(found, model(texts, use_cache=False).logits[:, START:])
 
