@@ -16,7 +16,7 @@ import argparse
 import hashlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from results_rows import Results, results_of
 from script_run import run
 from smollm2 import MODEL, SOURCE, checkpoint
 
+from rope_extend.checkpoint.info import info
 from rope_extend.data.sources import is_dataset, source_files
 from rope_extend.demo.run import finetune_once
 from rope_extend.errors import RopeExtendError
@@ -48,8 +49,10 @@ from rope_extend.units import format_duration, format_length
 ROOT = Path(__file__).parent.parent
 CONFIGS = ROOT / "configs" / "results"
 SETTINGS = "settings.json"
-LORA_RUNS = ("yarn", "linear", "none", "ntk")
-"""Methods of the LoRA runs; `none` is direct fine-tuning without an extension."""
+CONTROL, RACE = "control", "race"
+LORA_RUNS = {"lora": ("yarn", "linear", "none"), "more_lora": ("ntk", CONTROL, RACE)}
+"""The LoRA runs of each stage. `none` is direct fine-tuning without an extension, `control` has the same
+training within the old window, and `race` the searched table; the others are named by their method."""
 BEGIN, END = "<!-- make results: begin -->", "<!-- make results: end -->"
 """Marks around the table in the README."""
 
@@ -104,43 +107,56 @@ class Run:
             self.directory, share=self.share, before=lambda cells: _say(restore(self.recorded, cells, store))
         )
 
-    def recipe(self, method: str) -> Recipe:
+    @property
+    def race(self) -> Path:
+        """Directory of the search."""
+        return self.directory / RACE
+
+    def recipe(self, name: str) -> Recipe:
         """The recipe of a LoRA run."""
         changes: dict[str, Any] = {
             "model": self.model, "data": list(self.training_data or ()), "eval_data": list(self.data),
-            "output_dir": str(self.directory / "lora" / method), "method": method,
+            "output_dir": str(self.directory / "lora" / name), "method": name,
         }  # fmt: skip
+        if name == CONTROL:
+            changes |= {"method": "none", "target_length": info(self.model).shape.trained_length}
+        elif name == RACE:
+            changes["method"] = str(self.race)
         return Recipe.from_yaml(CONFIGS / "lora.yaml", changes)
 
-    def measured_later(self, stage: str) -> list[Cell]:
+    def measured_later(self, stage: str, lora_run: str) -> list[Cell]:
         """What an adapter is measured on from a stage of this run on, as cells of plain RoPE."""
         later = self.stages[self.stages.index(stage) :]
         names = ["trained", *(name for name in later if name in OF_PROMPTS)]
-        configs = [self.config(name, methods=["none"], cropped=False) for name in names]
-        return [cell for config in configs for cell in plain_cells(config)]
+        configs = [self.config(name, methods=["none"]) for name in names]
+        cropped = [replace(config, cropped=config.cropped and lora_run == CONTROL) for config in configs]
+        return [cell for config in cropped for cell in plain_cells(config)]
 
-    def train(self, stage: str, methods: Sequence[str]) -> None:
+    def train(self, stage: str) -> None:
         """Train what is missing of the LoRA runs of a stage; the first share does it.
 
         A run counts as finished if the page has its last step, and a line for all that it is measured on.
         """
         if self.training_data is None or self.share.index:
             return
-        for method in methods:
-            recipe = self.recipe(method)
+        for name in LORA_RUNS[stage]:
+            if name == RACE and not (self.race / SUMMARY).exists():
+                print(f"LoRA, {name}: no table was searched in this directory", flush=True)
+                continue
+            recipe = self.recipe(name)
             there = Path(recipe.output_dir).exists()
             if (
                 not there
-                and is_trained(self.recorded, method, recipe)
-                and is_measured(self.recorded, method, self.measured_later(stage))
+                and is_trained(self.recorded, name, recipe)
+                and is_measured(self.recorded, name, self.measured_later(stage, name))
             ):
-                print(f"LoRA, {method}: its lines are on the page; delete them to train it again", flush=True)
+                print(f"LoRA, {name}: its lines are on the page; delete them to train it again", flush=True)
             else:
                 finetune_once(recipe)
 
     def adapters(self) -> list[str]:
         """The finished LoRA runs."""
-        found = (self.directory / "lora" / method for method in LORA_RUNS)
+        found = (self.directory / "lora" / name for names in LORA_RUNS.values() for name in names)
         return [str(path) for path in found if (path / "adapter_config.json").exists()]
 
     def trained(self) -> None:
@@ -150,20 +166,18 @@ class Run:
 
     def searched(self) -> None:
         """Search a table, and measure it; the first share does it."""
-        output = self.directory / "race"
         if self.training_data is None or self.share.index:
             return
-        changes = {"model": self.model, "data": list(self.training_data), "output": str(output)}
+        changes = {"model": self.model, "data": list(self.training_data), "output": str(self.race)}
         config = SearchConfig.from_yaml(CONFIGS / "race.yaml", changes)
-        if not (output / SUMMARY).exists():
-            search(config, resume=(output / LOG).exists())
-        self.study("searched", methods=["none", str(output)])
+        if not (self.race / SUMMARY).exists():
+            search(config, resume=(self.race / LOG).exists())
+        self.study("searched", methods=["none", str(self.race)])
 
     def stage(self, name: str) -> None:
         """One of `STAGES`."""
-        if name == "lora":
-            self.train(name, LORA_RUNS[:3])
-        elif name == "trained":
+        if name in LORA_RUNS:
+            self.train(name)
             self.trained()
         elif name in OF_PROMPTS:
             self.study(name, adapters=self.adapters())
@@ -171,9 +185,6 @@ class Run:
             lengths = FIXED_LENGTHS[name]
             for dtype in ("float32", "bfloat16") if name == "precision" else ("bfloat16",):
                 self.study(name, target_length=lengths[-1], lengths=lengths, task_lengths=None, dtype=dtype)
-        elif name == "lora_ntk":
-            self.train(name, LORA_RUNS[3:])
-            self.trained()
         elif name == "searched":
             self.searched()
         else:
@@ -181,9 +192,9 @@ class Run:
 
 
 STAGES = (
-    "untrained", "precision", "lora", "trained", "passkeys", "string", "tasks", "lora_ntk", "searched",
+    "untrained", "precision", "lora", "passkeys", "string", "searched", "more_lora", "tasks",
 )  # fmt: skip
-"""All stages, the most important first."""
+"""All stages, the most important first; prompts of two lengths and three tasks take longest."""
 OF_PROMPTS = ("passkeys", "tasks")
 """Stages that measure answers to prompts alone."""
 QUICK_STAGES = ("untrained", "passkeys")

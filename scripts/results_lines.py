@@ -10,9 +10,12 @@ from typing import Any
 import torch
 import yaml
 
+from rope_extend.encodings.core.encoding import encoding_classes
+from rope_extend.encodings.core.saved import read_encoding_file
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.results import RetrievalResult, or_none
 from rope_extend.files import write_text
+from rope_extend.method_names import encoding_file
 from rope_extend.report.tables import public_name
 from rope_extend.study.cells import FOLDER, PERPLEXITY, RETRIEVAL, row_of_cell
 from rope_extend.training.recipe import Recipe
@@ -122,7 +125,7 @@ def _method(recipe: Path) -> str:
         RopeExtendError: the file is missing or damaged.
     """
     try:
-        return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["method"])
+        return public_name(str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["method"]))
     except (OSError, yaml.YAMLError, *DAMAGED) as error:
         raise RopeExtendError(
             f"{str(recipe)!r} is missing or damaged; delete its directory to train again"
@@ -142,9 +145,15 @@ def _training_identity(run: Path) -> dict[str, Any] | None:
 
 
 def recipe_settings(recipe: Recipe) -> dict[str, Any]:
-    """The fields of a recipe that decide what a run computes, without the names of files, as JSON."""
+    """The fields of a recipe that decide what a run computes, without the names of files, as JSON.
+
+    A searched table is named by its directory; the settings have the table itself.
+    """
     left_out = (MAY_CHANGE - {"steps"}) | {"model", "data"}
     values = {name: value for name, value in recipe.to_dict().items() if name not in left_out}
+    values["method"] = public_name(recipe.method)
+    if recipe.method not in encoding_classes() and (file := encoding_file(recipe.method)) is not None:
+        values["method"] = dict(read_encoding_file(file).encoding)
     found: dict[str, Any] = json.loads(json.dumps(values))
     return found
 

@@ -16,7 +16,7 @@ from smollm2 import SOURCE
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.string import String
 from rope_extend.evaluation.comparison import Comparison
-from rope_extend.evaluation.controls import against_cropped, regressions
+from rope_extend.evaluation.controls import against_cropped, regressions, trained_when_cropped
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import ppl
 from rope_extend.report.tables import markdown_table, number
@@ -84,7 +84,8 @@ def page(results: Results, source: str) -> str:
     if tuned:
         controls = [row for row in untrained if row.label.startswith("none")]
         text = _training_text(results)
-        parts.append(_section("After one LoRA run each", text, table(results, [*controls, *tuned])))
+        figures = table(results, [*controls, *tuned])
+        parts.append(_section("After one LoRA run each", text, figures, *_notes_of_training(results)))
     parts += list(_by_step(results))
     parts += list(_searched(results))
     parts += list(_missing(results))
@@ -140,7 +141,8 @@ def _precision(results: Results) -> str:
 def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
     """Perplexity by length, against cropping at the longest length, and within the trained window."""
     lengths = sorted(rows[0].result.ppl)
-    gains = {gain.second.label: gain for gain in against_cropped(results.rows)}
+    found = (*against_cropped(results.rows), *trained_when_cropped(results.rows))
+    gains = {gain.second.label: gain for gain in found}
     costs = {each.row.label: each.ratio for each in regressions(results.rows)}
     short = format_length(results.trained)
     head = [
@@ -264,6 +266,26 @@ def _training_text(results: Results) -> str:
     )
 
 
+def _notes_of_training(results: Results) -> Iterator[str]:
+    """What rows with an adapter are whose labels do not say it."""
+    notes = [
+        f"- `{control.label}` is the control with training: the same LoRA run within the old window, and the "
+        "text cropped to it."
+        for control in (gain.second for gain in trained_when_cropped(results.rows))
+    ]
+    notes += [
+        f"- `{row.label}` was trained with the table of `{name}`."
+        for row in results.rows
+        if row.adapter is not None and (name := Path(row.adapter).name) in _searches(results)
+    ]
+    if notes:
+        yield "\n".join(notes)
+
+
+def _searches(results: Results) -> set[str]:
+    return {line["name"] for line in results.of_kind(SEARCH)}
+
+
 def _by_step(results: Results) -> Iterator[str]:
     """Perplexity at the longest length by step, for each run that was evaluated more than twice."""
     found = results.of_kind(TRAINING)
@@ -290,7 +312,11 @@ def _by_step(results: Results) -> Iterator[str]:
     )
 
 
-NAMES = {"none": "direct, no extension", "linear": "linear (position interpolation)"}
+NAMES = {
+    "none": "direct, no extension", "linear": "linear (position interpolation)",
+    "control": "control, trained within the old window",
+}  # fmt: skip
+"""LoRA runs whose rows are not called as the run is."""
 
 
 def _searched(results: Results) -> Iterator[str]:
@@ -374,7 +400,10 @@ def _not_measured(results: Results) -> Iterator[str]:
         yield "32k tokens, which need a GPU."
 
 
-LORA_NAMES = {"yarn": "`yarn`", "linear": "`linear`", "none": "direct"}
+LORA_NAMES = {
+    "yarn": "`yarn`", "linear": "`linear`", "none": "direct", "ntk": "`ntk`", "race": "the searched table",
+    "control": "a control within the old window",
+}  # fmt: skip
 """LoRA runs that every page should have."""
 
 

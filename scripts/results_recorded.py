@@ -114,10 +114,10 @@ def is_trained(lines: Sequence[Line], run: str, recipe: Recipe) -> bool:
 
 
 def plain_cells(config: StudyConfig) -> list[Cell]:
-    """The cells of plain RoPE of a study."""
+    """The cells of plain RoPE of a study, also those with a cropped context."""
     study = Study(config)
     lm = study.candidates.load_options.load(study.candidates.name)
-    return [cell for cell in study.cells(lm) if cell.row.method == PLAIN and cell.row.crop is None]
+    return [cell for cell in study.cells(lm) if cell.row.method == PLAIN]
 
 
 def is_measured(lines: Sequence[Line], run: str, cells: Sequence[Cell]) -> bool:

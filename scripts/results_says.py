@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from results_rows import Results, machines, seconds
 
 from rope_extend.evaluation.comparison import Comparison, compare
-from rope_extend.evaluation.controls import against_cropped, regressions
+from rope_extend.evaluation.controls import against_cropped, against_trained_control, regressions
 from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.report.tables import number
 from rope_extend.units import format_duration, format_length
@@ -49,7 +49,7 @@ def _best_untrained(results: Results) -> Iterator[str]:
         )
         yield (
             f"Without training, `{best.second.label}` has the lowest perplexity at {longest}: "
-            f"{_at(results, best)}{beyond}. {_against(best.differences[-1])} the same text cropped to the "
+            f"{_at(results, best)}{beyond}. This is {_by(best.differences[-1])} the same text cropped to the "
             "old window."
         )
         yield from _ties(results, gains)
@@ -70,15 +70,15 @@ def _ties(results: Results, gains: list[Comparison]) -> Iterator[str]:
         yield f"{books} books do not show that it is better than {', '.join(ties)}."
 
 
-def _against(change: Difference) -> str:
-    """`This is 0.4 % worse (95 %: -0.1 to 0.9 %) than`, or that no difference is shown."""
+def _by(change: Difference) -> str:
+    """`0.4 % worse (95 %: -0.1 to 0.9 %) than`, or that no difference is shown."""
     percent = 100 * (change.ratio - 1)
     said = f"{abs(percent):.1f} % {'worse' if percent > 0 else 'better'}"
     if change.low is None or change.high is None:
-        return f"This is {said} than"
+        return f"{said} than"
     low, high = (f"{100 * (ppl(bound) - 1):+.1f}" for bound in (change.low, change.high))
     shown = "" if change.low > 0 or change.high < 0 else ", so no difference is shown,"
-    return f"This is {said} (95 %: {low} to {high} %){shown} than"
+    return f"{said} (95 %: {low} to {high} %){shown} than"
 
 
 def _best_trained(results: Results) -> Iterator[str]:
@@ -86,8 +86,15 @@ def _best_trained(results: Results) -> Iterator[str]:
         best = gains[0]
         yield (
             f"With training, `{best.second.label}` has the lowest perplexity: {_at(results, best)}. "
-            f"{_against(best.differences[-1])} cropping."
+            f"This is {_by(best.differences[-1])} cropping."
         )
+        for gain in against_trained_control(results.rows):
+            if gain.second.label == best.second.label:
+                yield (
+                    f"It is {_by(gain.differences[-1])} a control with the same training within the old "
+                    f"window, and the text cropped: `{gain.first.label}`."
+                )
+                return
         inside = {each.row.label: each.ratio for each in regressions(results.rows)}
         if (ratio := inside.get(best.second.label, 1)) < 1:
             yield (

@@ -11,17 +11,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from cases import tiny_llama
 from forked_commands import Commands
 from hypothesis import settings
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+import rope_extend as rx
 from rope_extend.checkpoint import stock_reader, verifying
 from rope_extend.evaluation.output_directory import FILES
 from rope_extend.files import replacing
+from rope_extend.patching import patch_model
 from rope_extend.plots.style import Canvas
 
 disable_progress_bar()
@@ -60,6 +64,20 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory / "model")
     tiny_llama().save_pretrained(directory / "model")
     return directory
+
+
+@pytest.fixture(scope="session")
+def plain_adapters(work: Path) -> list[str]:
+    """LoRA adapters of the model in `work` with plain RoPE: within its window, and beyond."""
+    directories = []
+    for target in (32, 64):
+        lm = tiny_llama()
+        patch_model(lm, rx.encoding("none"), target_length=target)
+        torch.manual_seed(target)
+        tuned = get_peft_model(lm, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        directories.append(str(work / f"plain at {target}"))
+        rx.save(tuned, directories[-1])
+    return directories
 
 
 @pytest.fixture

@@ -110,6 +110,15 @@ class Candidates:
         return [method for method in self.encodings if self._is_plain(method)]
 
     @property
+    def plain_adapters(self) -> list[str]:
+        """The adapters of plain RoPE that were not fine-tuned beyond the trained window."""
+        return [
+            adapter
+            for adapter, record in self.records.items()
+            if record.encoding.name == PLAIN and record.target_length <= self.trained_length
+        ]
+
+    @property
     def method_labels(self) -> dict[str, str]:
         """The label of each method's row."""
         return method_labels(self.encodings)
@@ -187,12 +196,11 @@ class Candidates:
             rope_parameters=None if patch else self.info.rope_parameters,
         )
 
-    def uses_plain_rope(self, candidate: Candidate) -> bool:
+    def is_plain(self, candidate: Candidate) -> bool:
         """Whether a candidate has plain RoPE, and was not fine-tuned beyond the trained window."""
-        patch = current_patch(candidate.model)
-        if patch is None:
-            return self.info.encoding == PLAIN
-        return patch.encoding.name == PLAIN and patch.target_length <= self.trained_length
+        if candidate.adapter is not None:
+            return candidate.adapter in self.plain_adapters
+        return candidate.label in self.plain_methods  # which are their own labels
 
 
 def _check_removable(adapter: Path) -> None:

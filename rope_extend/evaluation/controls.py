@@ -120,6 +120,18 @@ def trained_when_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     return [] if base is None else _compared(base, cropped)
 
 
+def against_trained_control(rows: Sequence[EvaluationRow]) -> list[Comparison]:
+    """Compare each other adapter with one of plain RoPE that was trained and cropped within the old window.
+
+    They show what a longer context gives beyond the training. Empty if that control was not measured.
+    """
+    controls = [row for row in rows if row.result.cropped and row.adapter is not None]
+    if not controls:
+        return []
+    others = [row for row in rows if row.adapter not in (None, controls[0].adapter)]
+    return _compared(controls[0], [row for row in others if not row.result.cropped])
+
+
 def _compared(base: EvaluationRow, rows: Sequence[EvaluationRow]) -> list[Comparison]:
     """Compare rows on the targets of a control, beyond its trained window."""
     trained = base.trained_length

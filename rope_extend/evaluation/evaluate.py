@@ -319,7 +319,7 @@ class _Evaluation:
             subject = candidates.subject(candidate)
             result = self._perplexity(candidate, subject, self.lengths, protocol, settings)
             yield self._completed(candidate, EvaluationRow.of(subject, result))
-            if self.extent.cropped and candidates.uses_plain_rope(candidate):
+            if self.extent.cropped and candidates.is_plain(candidate):
                 yield self._with_samples(candidate, self._control(candidate))
 
     def _control(self, candidate: Candidate) -> EvaluationRow:

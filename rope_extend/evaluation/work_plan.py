@@ -221,11 +221,12 @@ def evaluation_costs(
     else:
         cropped = seconds_of_documents(plan, rule, [trained], tokens, settings)
     plain = len(candidates.plain_methods)
+    cropped_rows = max(plain, 1) + len(candidates.plain_adapters)
     rows = len(candidates.encodings) + len(candidates.records)
     controls = 1 if _has_cropped(config, candidates) and not plain else 0
     passkeys = passkey_lengths(config, candidates)
     return Costs(
-        rows, document, max(plain, 1), cropped, rows + controls,
+        rows, document, cropped_rows, cropped, rows + controls,
         sum(seconds_of_window(plan, length) for length in passkeys), passkeys,
         seconds_of_window(plan, lengths[-1]),
     )  # fmt: skip

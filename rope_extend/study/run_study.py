@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -150,18 +150,28 @@ class Study:
         return sorted(prompts, key=lambda prompt: prompt.trial)  # stable: keeps tasks, lengths and depths
 
     def _rows(self) -> list[StudyRow]:
+        """The rows, each control with a cropped context after the row of the same weights."""
         candidates = self.candidates
-        rows = [StudyRow(label, method=method) for method, label in candidates.method_labels.items()]
-        rows += [
-            StudyRow(label, adapter=adapter) for adapter, label in adapter_labels(candidates.records).items()
-        ]
-        if not (self.config.cropped and self._extends):
-            return rows
+        crops = self.config.cropped and self._extends
         plain = next(iter(candidates.plain_methods), PLAIN)
-        label = f"{plain}, cropped to {format_length(self.trained)}"
-        after = [row.method for row in rows].index(plain) + 1 if plain in candidates.encodings else 0
-        rows.insert(after, StudyRow(label, method=plain, crop=self.trained))
+        control = self._cropped(StudyRow(plain, method=plain))
+        rows = []
+        for method, label in candidates.method_labels.items():
+            rows.append(StudyRow(label, method=method))
+            if crops and method == plain:
+                rows.append(control)
+        if crops and control not in rows:
+            rows.insert(0, control)
+        for adapter, label in adapter_labels(candidates.records).items():
+            rows.append(StudyRow(label, adapter=adapter))
+            if crops and adapter in candidates.plain_adapters:
+                rows.append(self._cropped(rows[-1]))
         return rows
+
+    def _cropped(self, row: StudyRow) -> StudyRow:
+        """A row with its context cropped to the trained window."""
+        label = f"{row.label}, cropped to {format_length(self.trained)}"
+        return replace(row, label=label, crop=self.trained)
 
     def cells(self, model: Any) -> list[Cell]:
         """All cells, in the order in which they are measured.

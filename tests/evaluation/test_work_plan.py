@@ -182,11 +182,18 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Clock]:
         {"methods": ["none"], "lengths": [16]},
         {"methods": ["none", "yarn"], "protocol": "sliding", "stride": 16, "max_tokens": 99},
         {"methods": ["none", "yarn"], "protocol": "disjoint-second-half", "max_tokens": 99},
+        {"methods": ["none"], "adapters": True, "samples": 1},
     ],
     ids=str,
 )
-def test_the_plan_counts_what_runs(settings: dict[str, Any], clocks: list[Any], work: Path) -> None:
-    common = {"lengths": [16, 64], "max_documents": 2, "data": work / "data"}
+def test_the_plan_counts_what_runs(
+    settings: dict[str, Any], clocks: list[Any], work: Path, plain_adapters: list[str]
+) -> None:
+    """Also of adapters of plain RoPE, of which one has a row with a cropped context."""
+    common: dict[str, Any] = {"lengths": [16, 64], "max_documents": 2, "data": work / "data"}
+    if "adapters" in settings:
+        common["adapters"], settings = plain_adapters, {**settings}
+        del settings["adapters"]
     evaluate(EvaluationConfig(model=str(work / "model"), **{**common, **settings}), progress=False)
     clock = clocks[-1]
     planned = Counter(kind for kind, _ in clock.work)

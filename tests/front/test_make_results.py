@@ -49,7 +49,7 @@ def perplexity_line(label: str, document: str, level: float, **changes: Any) -> 
         "data": f"tokens of {document}",
     }
     one = PerplexityResult(**{**vars(base), **values, **changes})
-    adapter = "yarn" if "LoRA" in label else None
+    adapter = {"none": "control"}.get(label.split()[0], label.split()[0]) if "LoRA" in label else None
     method = "none" if label.startswith("none") else label.partition(" ")[0]
     line = EvaluationRow(label, {"name": method}, "SmolLM2", adapter, one, 32).to_dict()
     line["result"]["nll_by_position"] = binned(one)
@@ -123,6 +123,34 @@ def test_every_figure_is_computed_from_the_lines() -> None:
     assert "Not measured: Passkeys." not in text
     assert "45 min" in flat  # 14 cells of 20 s of the CPU, and two runs of 20 minutes
     assert "rope-extend report MODEL --target-length 32k" in text
+
+
+def test_the_same_training_within_the_old_window_is_a_control() -> None:
+    """What training gives without a longer context is not taken for what the context gives."""
+    control = [("none + LoRA at 32", 2.6, {}), ("none + LoRA at 32, cropped to 32", 1.6,
+               {"protocol": "cropped", "window": 32})]  # fmt: skip
+    found = [
+        perplexity_line(label, document, level, **changes)
+        for document in ("a.txt", "bb.txt")
+        for label, level, changes in control
+    ]
+    table = {"kind": "search", "name": "race", "cost": {"forward_tokens": 5}, "attention_factor": 1.0}
+    text = results_page.page(results_rows.results_of([*lines(), *found]), "A model")
+    flat = " ".join(text.split())
+    assert (
+        "It is 9.5 % better (95 %: -9.5 to -9.5 %) than a control with the same training within the old "
+        "window, and the text cropped: `none + LoRA at 32, cropped to 32`." in flat
+    )  # 1 - exp(1.5 - 1.6)
+    assert "This is not all due" not in flat
+    assert "- `none + LoRA at 32, cropped to 32` is the control with training" in text
+    assert re.search(r"\| none \+ LoRA at 32, cropped to 32 .* 0\.670 \(0\.670–0\.670\) \| +– \|", text)
+    assert "the table of" not in text
+    searched = [perplexity_line("longrope + LoRA", name, 1.55) for name in ("a.txt", "bb.txt")]
+    for line in searched:
+        line["adapter"] = "race"
+    found += [*searched, {**table, "divisors": [1.0]}]
+    text = results_page.page(results_rows.results_of([*lines(), *found]), "A model")
+    assert "- `longrope + LoRA` was trained with the table of `race`." in text
 
 
 def test_a_page_of_a_few_cells_says_what_is_missing() -> None:
@@ -458,7 +486,7 @@ def small(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private_c
     }  # fmt: skip
     (configs / "lora.yaml").write_text(yaml.safe_dump({**lora, **changes}))
     monkeypatch.setattr(make_results, "CONFIGS", configs)
-    monkeypatch.setattr(make_results, "LORA_RUNS", ("yarn", "none"))
+    monkeypatch.setattr(make_results, "LORA_RUNS", {"lora": ("yarn", "none")})
     return [
         "--model", str(work / "model"), "--data", str(work / "data"), "--training-data", str(work / "data"),
         "--run", str(tmp_path / "run"), "--docs", str(tmp_path / "docs"),
@@ -473,7 +501,7 @@ def test_stages_are_measured_once_and_written(
     make_results.main([*small, "--stages", "untrained"])
     page, file = tmp_path / "docs" / "results.md", tmp_path / "docs" / "results" / "results.jsonl"
     assert "Not measured: LoRA runs" in page.read_text()
-    make_results.main([*small, "--stages", "lora,trained"])
+    make_results.main([*small, "--stages", "lora"])
     found = results_lines.read_lines(file)
     measured = {line["label"] for line in found if line["kind"] == "perplexity"}
     assert measured == {"none", "none, cropped to 32", "yarn", "yarn + LoRA", "none + LoRA at 64"}
@@ -484,7 +512,7 @@ def test_stages_are_measured_once_and_written(
     # Nothing is measured again, and the page alone is the same.
     measure = Study._measure
     monkeypatch.setattr("rope_extend.study.run_study.Study._measure", lambda *_: pytest.fail("measured"))
-    make_results.main([*small, "--stages", "untrained,lora,trained"])
+    make_results.main([*small, "--stages", "untrained,lora"])
     page.unlink()
     make_results.main([*small, "--page"])
     assert page.read_text() == text
@@ -501,7 +529,7 @@ def test_stages_are_measured_once_and_written(
     for place, book in enumerate(sorted((tmp_path / "elsewhere" / "data").iterdir())):
         book.rename(book.with_name(f"{place}-renamed{book.suffix}"))
     before = file.read_text()
-    make_results.main([*small, "--stages", "untrained,lora,trained"])
+    make_results.main([*small, "--stages", "untrained,lora"])
     assert page.read_text() == text
     assert [json.loads(line) for line in file.read_text().splitlines()] == [
         json.loads(line) for line in before.splitlines()
@@ -522,6 +550,48 @@ def test_stages_are_measured_once_and_written(
     again = _with(_with(small, "data", other), "run", tmp_path / "run again")
     make_results.main([*again, "--stages", "lora"])
     assert trained == ["yarn", "none"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_plan", "blank_pictures")
+def test_a_searched_table_is_trained_and_so_is_the_control(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = {"model": "m", "target_length": 64, "strategy": "race", "documents": 1, "holdout": 1}
+    for name, values in {
+        "race": search, "searched": {**STUDY, "tasks": []},
+        "tasks": {**STUDY, "tasks": ["passkey"], "depths": 1, "trials": 1},
+    }.items():  # fmt: skip
+        (make_results.CONFIGS / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    lora = make_results.CONFIGS / "lora.yaml"
+    lora.write_text(lora.read_text().replace("block_length: 32", "block_length: 16"))
+    monkeypatch.setattr(make_results, "LORA_RUNS", {"more_lora": ("control", "race")})
+    make_results.main([*small, "--stages", "more_lora"])  # before the search there is no table
+    assert not (tmp_path / "run" / "lora" / "race").exists()
+    make_results.main([*small, "--stages", "searched,more_lora"])
+    file = tmp_path / "docs" / "results" / "results.jsonl"
+    found = results_lines.read_lines(file)
+    assert {line["label"] for line in found if line["kind"] == "perplexity"} == {
+        "none", "none, cropped to 32", "race", "longrope + LoRA", "none + LoRA at 32",
+        "none + LoRA at 32, cropped to 32",
+    }  # fmt: skip
+    (table,) = (line for line in found if line["kind"] == "search")
+    trained = {line["run"]: line for line in found if line["kind"] == "training"}
+    assert trained["control"]["identity"]["recipe"]["target_length"] == 32
+    assert trained["race"]["identity"]["recipe"]["method"]["long_factor"] == table["divisors"]
+    assert str(tmp_path) not in file.read_text()
+    # A new clone, which has no adapters, trains nothing again; without a line of the cropped text it does.
+    shutil.rmtree(tmp_path / "run" / "lora")
+    trained_again: list[str] = []
+    monkeypatch.setattr(
+        make_results, "finetune_once", lambda recipe: trained_again.append(Path(recipe.output_dir).name)
+    )
+    make_results.main([*small, "--stages", "more_lora"])
+    assert not trained_again
+    kept = [line for line in found if line.get("label") != "none + LoRA at 32, cropped to 32"]
+    results_lines.write_lines(kept, file)
+    make_results.main([*small, "--stages", "more_lora"])
+    assert trained_again == ["control"]
 
 
 def _with(words: list[str], name: str, value: Path) -> list[str]:
@@ -654,7 +724,8 @@ def test_what_a_lora_run_lacks_is_said() -> None:
     ]
     text = results_page.page(results_rows.results_of(found), "A model")
     assert "- Perplexity of yarn + LoRA: one book of 2 so far." in text
-    assert "- Not measured: LoRA runs (`linear`, direct), of 20 steps" in text
+    missing = "`linear`, direct, `ntk`, the searched table, a control within the old window"
+    assert f"- Not measured: LoRA runs ({missing}), of 20 steps" in text
     assert "- Not measured: passkey of `yarn + LoRA`." in text
 
 

@@ -81,6 +81,25 @@ def test_it_equals_an_evaluation(measured: tuple[Study, Path], work: Path) -> No
     assert not found.partial
 
 
+def test_training_in_the_old_window_is_measured_with_a_cropped_context_too(
+    work: Path, tmp_path: Path, no_plan: None, plain_adapters: list[str]
+) -> None:
+    """It shows what training gives without a longer context. An evaluation has the same rows."""
+    settings: dict[str, Any] = {"methods": ["none"], "adapters": plain_adapters, "max_documents": 1}
+    found = collected(study(work, **settings), tmp_path)
+    assert [each.label for each in found.rows] == [
+        "none", "none, cropped to 32", "none + LoRA at 32", "none + LoRA at 32, cropped to 32",
+        "none + LoRA at 64",
+    ]  # fmt: skip
+    common = {"model": str(work / "model"), "data": str(work / "data"), "lengths": (16, 64, 128)}
+    expected = evaluate(EvaluationConfig(**common, **settings, retrieval=0), progress=False)
+    assert [each.label for each in found.rows] == [each.label for each in expected]
+    for ours, theirs in zip(found.rows, expected, strict=True):
+        assert ours.adapter == theirs.adapter
+        assert ours.result.document_nll == theirs.result.document_nll
+        assert ours.result.window == theirs.result.window
+
+
 def test_a_finished_study_loads_nothing_again(
     measured: tuple[Study, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
