@@ -9,17 +9,21 @@ from results_rows import Results, machines, seconds
 
 from rope_extend.evaluation.comparison import Comparison, compare
 from rope_extend.evaluation.controls import against_cropped, against_trained_control, regressions
+from rope_extend.evaluation.evaluation_config import PLAIN
+from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.report.tables import number
 from rope_extend.units import format_duration, format_length
 
 FEW_BOOKS = 5
 """Below this number, resampled books give intervals that are too narrow."""
+FEW_NAMES = 3
+"""Up to this number, rows with the same result are named."""
 
 
 def says(results: Results) -> list[str]:
     """The sentences, as far as something is measured."""
-    parts = (_best_untrained, _best_trained, _short_texts, _passkeys, _cost, _failed)
+    parts = (_best_untrained, _best_trained, _short_texts, _prompts, _cost, _failed)
     return [sentence for part in parts for sentence in part(results)] if results.rows else []
 
 
@@ -115,18 +119,32 @@ def _short_texts(results: Results) -> Iterator[str]:
         yield said + (f" They pay less than 0.05 % under {', '.join(free)}." if free else "")
 
 
-def _passkeys(results: Results) -> Iterator[str]:
-    """The passkeys at the longest length that the best row finds."""
-    found = {
-        length: [each.at("passkey", length) for each in results.collected.retrieval]
-        for length in (results.trained, results.longest)
-    }
-    scores = [[score for cell in cells for score in cell.scores] for cells in found[results.longest] if cells]
-    if scores:
-        count, most = max(map(len, scores)), max(map(sum, scores))
-        said = f"Of {count} passkeys at {format_length(results.longest)}, no row finds more than {most:g}."
-        within = any(found[results.trained])
-        yield said if within else f"{said} How many are found within the old window was not measured."
+def _prompts(results: Results) -> Iterator[str]:
+    """The prompts of each task that the best rows solve at the longest length."""
+    answered = results.collected.retrieval
+    short, long = format_length(results.trained), format_length(results.longest)
+    for task in dict.fromkeys(task for each in answered for task in each.tasks):
+        solved = {each.label: _solved(each, task, results.longest) for each in answered}
+        solved = {label: scores for label, scores in solved.items() if scores}
+        if not solved:
+            continue
+        most = max(map(sum, solved.values()))
+        best = [f"`{label}`" for label, scores in solved.items() if sum(scores) == most]
+        names = f" ({', '.join(best)})" if 0 < len(best) <= FEW_NAMES else ""
+        said = (
+            f"Of {max(map(len, solved.values()))} prompts of `{task}` at {long}, the most that a row solves "
+            f"is {most:g}{names if most else ''}."
+        )
+        within = next((_solved(each, task, results.trained) for each in answered if each.label == PLAIN), [])
+        if within:
+            yield f"{said} At {short}, plain RoPE solves {sum(within):g} of {len(within)}."
+        else:
+            yield f"{said} How many are solved within the old window was not measured."
+
+
+def _solved(result: RetrievalResult, task: str, length: int) -> list[float]:
+    """The score of each prompt of a task at a length."""
+    return [score for cell in result.at(task, length) for score in cell.scores]
 
 
 def _cost(results: Results) -> Iterator[str]:

@@ -110,8 +110,8 @@ def test_every_figure_is_computed_from_the_lines() -> None:
     assert "Worse than cropping the text, with the whole interval: `linear` (1.649)." in flat
     assert "after training" not in flat
     assert (
-        "Of 2 passkeys at 64, no row finds more than 1. How many are found within the old window was not "
-        "measured." in flat
+        "Of 2 prompts of `passkey` at 64, the most that a row solves is 1 (`none`, `yarn`). How many are "
+        "solved within the old window was not measured." in flat
     )
     assert "pay most under `linear`" in flat
     assert re.search(r"\| yarn +\| +50% \(9–91\) \| +0% \| +100% \|", text)
@@ -189,10 +189,12 @@ def test_sentences_claim_no_more_than_the_intervals() -> None:
     trained = sentences([*one, line("linear + LoRA", "a.txt", 2.2), passkey_line("yarn", 0.5, 1.0)])
     assert "Worse than cropping the text after training, on this book: `linear + LoRA` (1.221)." in trained
     assert "too, `linear + LoRA`" not in trained  # it is worse within the window
-    assert "Of 1 passkeys at 64, no row finds more than 1." in trained
-    inside = passkey_line("yarn", 0.5, 1.0)
-    inside["cells"][0]["length"] = 32
-    assert "within the old window was not" not in sentences([*one, passkey_line("yarn", 0.5, 1.0), inside])
+    assert "Of 1 prompts of `passkey` at 64, the most that a row solves is 1 (`yarn`)." in trained
+    inside = [passkey_line("none", depth, depth) for depth in (0.0, 1.0)]
+    for each in inside:
+        each["cells"][0]["length"] = 32
+    within = sentences([*one, passkey_line("yarn", 0.5, 0.0), *inside])
+    assert "the most that a row solves is 0. At 32, plain RoPE solves 1 of 2." in within
     two = [
         line("none, cropped to 32", "b.txt", 2.0, **cropped),
         line("yarn", "b.txt", 2.05),
