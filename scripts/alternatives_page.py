@@ -133,13 +133,30 @@ def long_says(results: list[Result]) -> str:
             f"At {short} tokens it is `{inside['label']}`: {inside['after'][short]:.1f}, where `yarn` has "
             f"{yarn['after'][short]:.1f}.",
         ]
+        if plain := by_label.get("none"):
+            sentences.append(
+                f"Plain RoPE, `none`, has {plain['after'][length]:.1f} and {plain['after'][short]:.1f}."
+            )
         step = _first_below(yarn, best["after"][length], length)
         if step is not None:
             sentences.append(
                 f"`{best['label']}` reaches {best['after'][length]:.1f} at {format_length(int(length))} "
-                f"after {best['steps']:,} steps; `yarn` was below that after {step:,}."
+                f"after {best['steps']:,} steps; `yarn` was below that {_after(step)}."
             )
+        sentences.append(_cost(yarn, replaced))
     return textwrap.fill(" ".join(sentences), 110)
+
+
+def _cost(yarn: Result, replaced: list[Result]) -> str:
+    """The time of a step of the encodings instead of RoPE, compared with that of `yarn`."""
+    times = {one["label"]: yarn["tokens_per_second"] / one["tokens_per_second"] for one in replaced}
+    least, most = min(times, key=lambda label: times[label]), max(times, key=lambda label: times[label])
+    said = f"With `{least}`, a step takes {times[least]:.2f} times as long as with `yarn`"
+    return said + (f", and with `{most}` {times[most]:.2f} times." if most != least else ".")
+
+
+def _after(step: int) -> str:
+    return f"after {step:,}" if step else "before any training"
 
 
 def _first_below(one: Result, limit: float, length: str) -> int | None:

@@ -92,7 +92,11 @@ def test_what_the_page_says_of_long_rows() -> None:
         first, *_, last = curve.values()
         of = [{"256": value + 1, "2048": value} for value in (first, last)]
         by_step = {step: {"256": value + 1, "2048": value} for step, value in curve.items()}
-        return {"label": label, "before": of[0], "after": of[1], "curve": by_step, "steps": 20}
+        rate = {"yarn": 3000.0, "alibi": 2000.0, "nope": 4000.0, "none": 3000.0}[label]
+        return {
+            "label": label, "before": of[0], "after": of[1], "curve": by_step, "steps": 20,
+            "tokens_per_second": rate,
+        }  # fmt: skip
 
     yarn = row("yarn", {"0": 12.0, "10": 10.0, "20": 9.0})
     alibi, nope = row("alibi", {"0": 60.0, "20": 11.0}), row("nope", {"0": 170.0, "20": 40.0})
@@ -101,6 +105,13 @@ def test_what_the_page_says_of_long_rows() -> None:
     assert "`alibi`: 11.0, where `yarn` has 9.0 after the same training and 12.0 before." in said
     assert "At 256 tokens it is `alibi`: 12.0, where `yarn` has 10.0." in said
     assert "`alibi` reaches 11.0 at 2k after 20 steps; `yarn` was below that after 10." in said
+    assert "Plain RoPE" not in said
+    assert "With `nope`, a step takes 0.75 times as long as with `yarn`, and with `alibi` 1.50 times." in said
+    early = row("alibi", {"0": 60.0, "20": 15.0})
+    said = " ".join(pages.long_says([yarn, early, row("none", {"0": 80.0, "20": 9.5})]).split())
+    assert "`yarn` was below that before any training." in said
+    assert "Plain RoPE, `none`, has 9.5 and 10.5." in said
+    assert "With `alibi`, a step takes 1.50 times as long as with `yarn`." in said
     table = pages.long_table([{**one, "tokens_per_second": 2034.6} for one in (yarn, alibi)])
     assert [line[-2:] for line in table] == [["1.00", "2,035"], ["1.22", "2,035"]]
 
