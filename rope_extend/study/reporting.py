@@ -98,8 +98,9 @@ def comparison(study: Study, cells: Sequence[Cell], directory: str | Path) -> Co
     values = [store.read(cell) for cell in cells]
     collected = collect([each for each in values if each is not None], [row.label for row in study.rows])
     missing = [cell for cell, each in zip(cells, values, strict=True) if each is None]
-    candidates = [row.label for row in study.rows if row.method != PLAIN]
-    later = [label for label in candidates if label in collected.partial]
+    controls = study.candidates.plain_adapters
+    candidates = [row for row in study.rows if row.method != PLAIN and row.adapter not in controls]
+    later = [row.label for row in candidates if row.label in collected.partial]
     verdict = decision(collected.rows, study.config, later)
     return Comparison(collected, verdict, not_measured(missing))
 

@@ -98,6 +98,20 @@ def test_training_in_the_old_window_is_measured_with_a_cropped_context_too(
         assert ours.adapter == theirs.adapter
         assert ours.result.document_nll == theirs.result.document_nll
         assert ours.result.window == theirs.result.window
+    # A control that is missing keeps no verdict open.
+    one, store = study(work, **settings), CellStore(tmp_path)
+    cells = one.cells(tiny_llama())
+    controls = [cell for cell in cells if cell.row.adapter == plain_adapters[0]]
+    assert len(controls) == 2
+    for cell in controls:
+        (store.folder / cell.file).unlink()
+    found = comparison(one, cells, tmp_path)
+    assert found.missing is not None
+    assert found.missing.items == [
+        "none + LoRA at 32: 1 documents",
+        "none + LoRA at 32, cropped to 32: 1 documents",
+    ]
+    assert "not measured (" not in found.verdict.items[0]
 
 
 def test_a_finished_study_loads_nothing_again(
