@@ -65,7 +65,9 @@ ON_A_GPU: dict[str, Any] = {
     "lengths": ["2k", "4k", "8k", "12k", "16k", "24k", "32k"], "target_length": "32k", "trials": 10,
 }  # fmt: skip
 """What a GPU changes in every study: longer windows, and more prompts."""
-FIXED_LENGTHS: dict[str, list[str]] = {"precision": ["2k"], "string": ["2k", "4k", "8k", "12k"]}
+FIXED_LENGTHS: dict[str, list[str]] = {
+    "precision": ["2k"], "string": ["2k", "4k", "8k", "12k"], "longer": ["8k", "16k", "32k"],
+}  # fmt: skip
 """Stages whose lengths neither `--quick` nor a GPU changes."""
 
 
@@ -192,9 +194,11 @@ class Run:
 
 
 STAGES = (
-    "untrained", "precision", "lora", "passkeys", "string", "searched", "more_lora", "tasks",
+    "untrained", "precision", "lora", "passkeys", "string", "searched", "more_lora", "tasks", "longer",
 )  # fmt: skip
 """All stages, the most important first; prompts of two lengths and three tasks take longest."""
+ON_A_CPU = ("longer",)
+"""Stages that a GPU leaves out: there `untrained` has these lengths."""
 OF_PROMPTS = ("passkeys", "tasks")
 """Stages that measure answers to prompts alone."""
 QUICK_STAGES = ("untrained", "passkeys")
@@ -333,13 +337,16 @@ def main(words: list[str] | None = None) -> None:
         raise RopeExtendError(
             "give long documents to measure on: --data DIRECTORY, such as a folder of books"
         )
+    on_a_gpu = torch.cuda.is_available() and not arguments.quick
     stages = QUICK_STAGES if arguments.quick else STAGES
+    if on_a_gpu:
+        stages = tuple(name for name in STAGES if name not in ON_A_CPU)
     if arguments.stages is not None:
         stages = tuple(arguments.stages.split(","))
     if unknown := [name for name in stages if name not in STAGES]:
         raise RopeExtendError(f"no stage {', '.join(unknown)}; stages are {', '.join(STAGES)}")
     share = share_of(arguments.share)
-    changes = QUICK if arguments.quick else ON_A_GPU if torch.cuda.is_available() else {}
+    changes = QUICK if arguments.quick else ON_A_GPU if on_a_gpu else {}
     model = arguments.model or str(checkpoint(arguments.run / "model"))
     check_model(recorded, model, file)
     check_settings(arguments.run, settings_of(model, arguments.data, changes))

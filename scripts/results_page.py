@@ -78,7 +78,7 @@ def page(results: Results, source: str) -> str:
         if results.near:
             drawn = "![Perplexity divided by that of the cropped context, by length](results/ratio.svg)"
         parts.append(_section("Without training", text, table(results, untrained), *_notes(results), drawn))
-    parts += list(_shorter(results))
+    parts += list(_other_targets(results))
     parts += list(_retrieval(results))
     tuned = [row for row in results.rows if row.adapter is not None]
     if tuned:
@@ -165,20 +165,24 @@ def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
     return markdown_table(lines)
 
 
-def _shorter(results: Results) -> Iterator[str]:
-    """A table for each shorter target that has rows of its own, such as `string`."""
+def _other_targets(results: Results) -> Iterator[str]:
+    """A table for each longer target, and for each shorter one with rows of its own, such as `string`."""
     perplexities = results.of_kind(PERPLEXITY)
     targets = {longest_of(line) for line in perplexities} - {results.longest}
     for length in sorted((each for each in targets if each > results.trained), reverse=True):
-        shorter = results_of(results.lines, length)
-        added = {row.label for row in shorter.rows} - {row.label for row in results.rows}
-        if not added:
+        others = results_of(results.lines, length)
+        added = {row.label for row in others.rows} - {row.label for row in results.rows}
+        if not others.rows or (length < results.longest and not added):
             continue
         names = " and ".join(f"`{name}`" for name in sorted(added))
-        text = f"The rows of this table are extended to {format_length(length)}, over {_books_of(shorter)}."
+        books, documents = _books_of(others), others.collected.documents
+        if documents != results.collected.documents:
+            books += f": {', '.join(f'`{name}`' for name in documents)}"
+        text = f"The rows of this table are extended to {format_length(length)}, over {books}."
         if "string" in added:
             text += f" {_reach_of_string(results)}"
-        yield _section(f"{names} at {format_length(length)}", filled(text), table(shorter, shorter.rows))
+        heading = f"{names} at {format_length(length)}" if names else f"At {format_length(length)}"
+        yield _section(heading, filled(text), table(others, others.rows))
 
 
 def _reach_of_string(results: Results) -> str:
@@ -396,8 +400,8 @@ def _not_measured(results: Results) -> Iterator[str]:
             yield f"{task} of {labels}."
     if not results.of_kind(SEARCH):
         yield "A searched table."
-    if results.longest < 32_768:
-        yield "32k tokens, which need a GPU."
+    if max(map(longest_of, measured), default=0) < 32_768:
+        yield "32k tokens."
 
 
 LORA_NAMES = {

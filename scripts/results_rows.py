@@ -1,4 +1,4 @@
-"""The lines of docs/results/results.jsonl as rows: perplexity at the longest length, and all retrieval."""
+"""The lines of docs/results/results.jsonl as rows: perplexity up to a target length, and all retrieval."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Results:
 
     Attributes:
         lines: all lines of the results.
-        collected: the rows at the longest length.
+        collected: the rows up to the target length.
         longest: that length in tokens.
     """
 
@@ -60,21 +60,22 @@ class Results:
 
 
 def results_of(lines: Sequence[Line], longest: int | None = None) -> Results:
-    """The rows of the lines with the longest texts, and all retrieval.
+    """The rows of the lines with texts of one target length, and all retrieval.
 
-    If lines of the longest texts differ in their lengths or dtype, those that most have are used: rows of a
+    If these lines differ in their lengths or dtype, those that most have are used: rows of a
     table have the same columns, in one dtype.
 
     Args:
         lines: all lines of the results.
-        longest: use the lines of texts with this number of tokens instead.
+        longest: the target length in tokens; by default that of most lines, and of two the longer one.
 
     Raises:
         RopeExtendError: lines of two models, prompts or results, which no table may mix.
     """
     perplexities = [line for line in lines if line["kind"] == PERPLEXITY]
     if longest is None:
-        longest = max((longest_of(line) for line in perplexities), default=0)
+        targets = Counter(longest_of(line) for line in perplexities)
+        longest = max(targets, key=lambda length: (targets[length], length), default=0)
     columns = Counter(_columns(line) for line in perplexities if longest_of(line) == longest)
     used = [line for line in perplexities if columns and _columns(line) == columns.most_common(1)[0][0]]
     used += [line for line in lines if line["kind"] == RETRIEVAL]

@@ -249,6 +249,36 @@ def test_a_row_with_a_shorter_reach_has_a_table_of_its_own() -> None:
     assert "at 48" not in without
 
 
+def test_a_longer_target_has_a_table_of_its_own() -> None:
+    """The main table is that of the target with most lines; a longer one comes after it."""
+
+    def longer(label: str, level: float, document: str) -> dict[str, Any]:
+        line = perplexity_line(label, document, level)
+        one = line["result"]
+        for name in ("ppl", "tokens", "document_nll", "document_terms"):
+            one[name] = {"32": one[name]["32"], "32768": one[name]["64"]}
+        one["nll_by_position"] = [level] * 257
+        return line
+
+    found = [
+        longer(label, level, document)
+        for label, level in (("none", 9.0), ("none, cropped to 32", 2.0), ("yarn", 2.1))
+        for document in ("bb.txt", "long.txt")
+    ]
+    results = results_rows.results_of([*lines(), *found])
+    assert results.longest == 64
+    text = results_page.page(results, "A model")
+    section = text[text.index("## At 32k") :]
+    assert "extended to 32k, over 2 books: `bb.txt`, `long.txt`." in " ".join(section.split())
+    shown = [[cell.strip() for cell in line.split("|")[1:4]] for line in section.splitlines()]
+    figures = []
+    for length, terms in (("32", 31), ("32768", 63)):
+        total = sum(line["result"]["document_nll"][length][0] for line in found[4:])
+        figures.append(number(math.exp(total / (2 * terms))))
+    assert ["yarn", *figures] in shown
+    assert "Not measured: 32k tokens" not in text
+
+
 def test_both_dtypes_are_compared_on_the_same_tokens() -> None:
     other = {**perplexity_line("none", "a.txt", 3.1), "dtype": "float32"}
     del other["result"]["ppl"]["64"], other["result"]["document_nll"]["64"]
