@@ -361,4 +361,4 @@ def main(words: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main, "rope_extend.study", "rope_extend.training")
+    run(main, "rope_extend.study", "rope_extend.training", "rope_extend.searching")

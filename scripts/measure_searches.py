@@ -157,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main, "rope_extend.study")
+    run(main, "rope_extend.study", "rope_extend.searching")

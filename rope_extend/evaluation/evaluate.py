@@ -48,13 +48,11 @@ from rope_extend.memory.segments import expand_segments
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import is_main_process, processes
+from rope_extend.progress import LINE_EVERY
 from rope_extend.report.tables import Sentences
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
-
-LINE_EVERY = 30.0
-"""Seconds between lines of progress, where there is no terminal."""
 
 
 def evaluate(

@@ -37,6 +37,7 @@ from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
 from rope_extend.files import write_text
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
+from rope_extend.progress import progress_bar
 from rope_extend.units import parse_lengths
 
 logger = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ def answer_prompts(
             control for a longer context.
         batch_tokens: prompt tokens that are answered together.
         log: finished trials. Those that it has are not repeated, and new ones are added.
-        progress: show a progress bar, on terminals only.
+        progress: show a progress bar; where there is no terminal, a line in the log now and then.
 
     Raises:
         RopeExtendError: an argument out of range, a log with trials of another measurement, or a prompt that
@@ -209,10 +210,8 @@ def answer_prompts(
     identities = _identities(model, tokenizer, by_name, prompts, crop, batch_tokens) if log else {}
     trials = log.read(identities) if log else {}
     batches = _batches(prompts, batch_tokens, crop)
-    bar = tqdm(
-        total=sum(_visible(prompt, crop) for prompt in prompts), desc=subject.label, unit="tok",
-        unit_scale=True, disable=None if progress else True,
-    )  # fmt: skip
+    tokens = sum(_visible(prompt, crop) for prompt in prompts)
+    bar = progress_bar(logger, shown=progress, total=tokens, desc=subject.label, unit="tok", unit_scale=True)
     with evaluation_mode(model) as device, torch.no_grad(), bar:
         for batch in batches:
             # A batch is repeated whole, so that a resumed run computes the same as an uninterrupted one.

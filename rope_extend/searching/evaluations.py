@@ -163,4 +163,4 @@ class Evaluator:
             return
         self.curve.append((self.passes, value))
         if self.bar is not None:
-            self.bar.set_postfix_str(f"best {value:.4f} nats")
+            self.bar.set_postfix_str(f"best {value:.4f} nats", refresh=False)  # the next update shows it

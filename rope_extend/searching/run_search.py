@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from rope_extend.data.documents import Document, in_common, load_documents
@@ -33,6 +32,7 @@ from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.rotary import has_float64
 from rope_extend.models.view import shape_of
+from rope_extend.progress import progress_bar
 from rope_extend.searching import critical_genetic, genetic, gradient, race
 from rope_extend.searching.closed_forms import AS_IT_IS, published
 from rope_extend.searching.evaluations import Evaluator, score
@@ -91,7 +91,7 @@ def search(
         config: what to search, and how.
         resume: resume an interrupted search in the output directory.
         overwrite: replace a search in the output directory.
-        progress: show a progress bar, on terminals only.
+        progress: show a progress bar; where there is no terminal, a line in the log now and then.
 
     Raises:
         RopeExtendError: no such model or data, too few documents of the target length, a pass that does not
@@ -117,9 +117,9 @@ def search(
         None if output is None else output / LOG,
         _identity(config, model, fitness, space.shape),
     )
-    disable = None if progress else True
     total = STRATEGIES[config.strategy].passes(config) + HELD_OUT_TABLES * config.holdout
-    with log, tqdm(total=total, unit="doc", desc=f"search, {config.strategy}", disable=disable) as bar:
+    name = f"search, {config.strategy}"
+    with log, progress_bar(logger, shown=progress, total=total, unit="doc", desc=name) as bar:
         evaluator = Evaluator(model, fitness, config.weights(), config.documents, log=log, bar=bar)
         result = _searched(config, space, evaluator)
         if output is not None:

@@ -1,6 +1,7 @@
 """Retrieval by models that always, never or sometimes answer, and by the bundled model."""
 
 import json
+import logging
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import rope_extend as rx
+from rope_extend import progress
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
@@ -147,6 +149,19 @@ def test_k_max_finds_how_far_a_model_sees() -> None:
     )  # the same tokens, by cropping the prompt
     assert cropped.cells == seen.cells
     assert cropped.crop == 310
+
+
+def test_lines_show_progress_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    caplog.set_level(logging.INFO, "rope_extend.evaluation")
+    prompts = written([DEMO], [256], depths=1, trials=2)
+    answer_prompts(Oracle(), TOKENIZER, [DEMO], prompts, batch_tokens=300)
+    first, second = (len(encode(TOKENIZER, prompt.text, False)) for prompt in prompts)
+    lines = [re.sub(r" \[.*", "", line) for line in caplog.messages]
+    assert f"model: {first}/{first + second} tok" in lines
+    assert lines[-1] == f"model: {first + second}/{first + second} tok"
 
 
 def test_cropping_keeps_the_token_that_begins_a_text() -> None:

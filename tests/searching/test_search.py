@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -20,6 +22,7 @@ from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
+from rope_extend import progress
 from rope_extend.cli.main import main
 from rope_extend.encodings import LongRoPE
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
@@ -261,6 +264,17 @@ def test_a_needle_and_several_lengths_count_together(work: Path) -> None:
     alone = rx.search(settings(work, None, **{**options, "needle_weight": 1}), progress=False)
     assert alone.winner.parts.keys() == {"needle"}
     assert alone.cost.passes == 6 + 2 * len(alone.rows)
+
+
+def test_lines_show_progress_without_a_terminal(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    caplog.set_level(logging.INFO, "rope_extend.searching")
+    rx.search(settings(work, None, **{**SMALL, "iterations": 0}))
+    lines = [line for line in caplog.messages if line.startswith("search, longrope: ")]
+    assert lines
+    assert re.search(r"\d+/\d+ doc \[.*doc/s, best [\d.]+ nats\]$", lines[-1])
 
 
 def test_start_tokens_are_searched_and_kept_out_of_exports(work: Path) -> None:
