@@ -24,7 +24,7 @@ import torch
 from page_parts import with_part
 from results_lines import Line, is_measured_line, lines_of, read_lines, write_lines
 from results_page import in_readme, page, readme_table
-from results_recorded import check_model, is_measured, is_trained, merged, plain_cells, restore
+from results_recorded import check_model, is_measured, is_searched, is_trained, merged, plain_cells, restore
 from results_rows import Results, results_of
 from script_run import run
 from smollm2 import MODEL, SOURCE, checkpoint
@@ -150,7 +150,7 @@ class Run:
             if (
                 not there
                 and is_trained(self.recorded, name, recipe)
-                and is_measured(self.recorded, name, self.measured_later(stage, name))
+                and is_measured(self.recorded, self.measured_later(stage, name), run=name)
             ):
                 print(f"LoRA, {name}: its lines are on the page; delete them to train it again", flush=True)
             else:
@@ -167,13 +167,28 @@ class Run:
             self.study("trained", adapters=self.adapters())
 
     def searched(self) -> None:
-        """Search a table, and measure it; the first share does it."""
-        if self.training_data is None or self.share.index:
+        """Search a table, which the first share does, and measure it.
+
+        The search counts as finished if the page has its result, and a line for all that it is measured on.
+        """
+        if self.training_data is None:
             return
         changes = {"model": self.model, "data": list(self.training_data), "output": str(self.race)}
         config = SearchConfig.from_yaml(CONFIGS / "race.yaml", changes)
-        if not (self.race / SUMMARY).exists():
+        found = (self.race / SUMMARY).exists()
+        if not self.race.exists() and is_searched(self.recorded, RACE, config):
+            plain = plain_cells(self.config("searched", methods=["none"], cropped=False))
+            if is_measured(self.recorded, plain, label=RACE):
+                print("search: its lines are on the page; delete them to search again", flush=True)
+                return
+        if not found and not self.share.index:
             search(config, resume=(self.race / LOG).exists())
+        elif not found:
+            print(
+                "search: the first share does it; repeat this command after it to measure the table",
+                flush=True,
+            )
+            return
         self.study("searched", methods=["none", str(self.race)])
 
     def stage(self, name: str) -> None:
@@ -261,7 +276,7 @@ def write(lines: Sequence[Line], docs: Path) -> None:
         return
     write_text(docs / "results.md", page(results, source_of(results)))
     readme = docs.parent / "README.md"
-    if results.rows and readme.exists():
+    if results.rows and results.longest >= results.trained and readme.exists():
         write_text(readme, with_table(readme.read_text(encoding="utf-8"), readme_table(results)))
     for suffix in ("png", "svg") if results.rows else ():
         draw(results, docs / "results" / f"perplexity.{suffix}")

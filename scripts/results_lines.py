@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import yaml
 
+from rope_extend.checkpoint.manifest import config_digests, weight_digests
 from rope_extend.encodings.core.encoding import encoding_classes
 from rope_extend.encodings.core.saved import read_encoding_file
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.results import RetrievalResult, or_none
 from rope_extend.files import write_text
-from rope_extend.method_names import encoding_file
+from rope_extend.method_names import ENCODING_FILE, encoding_file
 from rope_extend.report.tables import public_name
+from rope_extend.searching.search_config import SearchConfig
 from rope_extend.study.cells import FOLDER, PERPLEXITY, RETRIEVAL, row_of_cell
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import MAY_CHANGE, checkpoints, read_state
@@ -44,8 +46,36 @@ def lines_of(run: Path) -> list[Line]:
     Args:
         run: directory of the run.
     """
-    cells = [_cell(path) for path in sorted((run / FOLDER).glob("*.json"))]
-    return ordered([*(cell for cell in cells if cell), *_training(run), *_searches(run)])
+    found = [_cell(path) for path in sorted((run / FOLDER).glob("*.json"))]
+    old = _Old(run)
+    cells = [cell for cell in found if cell and not old.has(cell)]
+    return ordered([*cells, *_training(run), *_searches(run)])
+
+
+def adapter_digests(directory: Path) -> dict[str, str]:
+    """What the cells of a study say of the adapter in a directory: 16 digits for each file."""
+    files = {**weight_digests(directory), **config_digests(directory)}
+    return {name: digest[:16] for name, digest in files.items()}
+
+
+class _Old:
+    """Which cells are of an adapter or a table that the run has made again since."""
+
+    def __init__(self, run: Path) -> None:
+        finished = (path.parent for path in run.glob("lora/*/adapter_config.json"))
+        self.adapters = {path.name: adapter_digests(path) for path in finished}
+        self.tables = {
+            file.parent.name: dict(read_encoding_file(file).encoding)
+            for file in run.glob(f"*/{ENCODING_FILE}")
+        }
+
+    def has(self, cell: Line) -> bool:
+        """Whether a cell is of an earlier adapter or table of its name."""
+        identity = cell["identity"]
+        if (name := cell["adapter"]) is not None:
+            return name in self.adapters and identity.get("adapter") != self.adapters[name]
+        table = self.tables.get(cell["label"])
+        return table is not None and identity.get("encoding") != table
 
 
 def is_measured_line(line: Line) -> bool:
@@ -67,12 +97,17 @@ def _cell(path: Path) -> Line | None:
     values["dtype"] = str(identity.get("dtype")).removeprefix("torch.")
     if _fault(values):
         return None
-    values["label"] = public_name(values["label"])  # a searched table is named by its directory
+    values["label"] = row_name(values["label"])
     values["model"] = public_name(values["model"])
-    values["adapter"] = public_name(values["adapter"]) if values["adapter"] else None
+    values["adapter"] = Path(values["adapter"]).name if values["adapter"] else None
     for name in ("rope_parameters", "retrieval", "peak_memory_bytes", "k_max", "tokens_per_second"):
         values.pop(name, None)
     return values
+
+
+def row_name(label: str) -> str:
+    """The label of a row on the page: a searched table is named by its directory, wherever that is."""
+    return Path(label).name
 
 
 def _object(text: str) -> Line:
@@ -158,6 +193,15 @@ def recipe_settings(recipe: Recipe) -> dict[str, Any]:
     return found
 
 
+def search_settings(config: SearchConfig) -> dict[str, Any]:
+    """The settings of a search, without the names of files, as JSON."""
+    values = {
+        name: value for name, value in config.to_dict().items() if name not in ("model", "data", "output")
+    }
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    return found
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a name such as `bfloat16` or `torch.bfloat16`."""
     found = getattr(torch, name.removeprefix("torch."))
@@ -174,6 +218,7 @@ def _searches(run: Path) -> Iterator[Line]:
                 "kind": SEARCH, "name": file.parent.name, "strategy": values["config"]["strategy"],
                 "label": best["label"], "score": best["score"], "divisors": best["divisors"],
                 "attention_factor": best["attention_factor"], "cost": values["cost"],
+                "settings": search_settings(SearchConfig.from_dict(values["config"])), "data": values["data"],
                 "curve": values["curve"], "documents": len(values["documents"]),
                 "rows": [{name: row[name] for name in SEARCHED} for row in values["rows"]],
             }  # fmt: skip

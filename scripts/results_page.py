@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from page_parts import filled
-from results_lines import SEARCH, TRAINING
+from results_lines import SEARCH, TRAINING, Line
 from results_rows import Results, longest_of, machines, results_of, seconds
 from results_says import says
 from smollm2 import SOURCE
@@ -21,10 +22,11 @@ from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import ppl
 from rope_extend.report.tables import markdown_table, number
 from rope_extend.study.cells import PERPLEXITY, RETRIEVAL
+from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length
 
-LORA = Path(__file__).parent.parent / "configs" / "results" / "lora.yaml"
+CONFIGS = Path(__file__).parent.parent / "configs" / "results"
 
 HEAD = """\
 # A real model's numbers
@@ -167,9 +169,7 @@ def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
 
 def _other_targets(results: Results) -> Iterator[str]:
     """A table for each longer target, and for each shorter one with rows of its own, such as `string`."""
-    perplexities = results.of_kind(PERPLEXITY)
-    targets = {longest_of(line) for line in perplexities} - {results.longest}
-    for length in sorted((each for each in targets if each > results.trained), reverse=True):
+    for length in _other_lengths(results):
         others = results_of(results.lines, length)
         added = {row.label for row in others.rows} - {row.label for row in results.rows}
         if not others.rows or (length < results.longest and not added):
@@ -183,6 +183,12 @@ def _other_targets(results: Results) -> Iterator[str]:
             text += f" {_reach_of_string(results)}"
         heading = f"{names} at {format_length(length)}" if names else f"At {format_length(length)}"
         yield _section(heading, filled(text), table(others, others.rows))
+
+
+def _other_lengths(results: Results) -> list[int]:
+    """The targets besides that of the main table, the longest first."""
+    targets = {longest_of(line) for line in results.of_kind(PERPLEXITY)} - {results.longest}
+    return sorted((each for each in targets if each > results.trained), reverse=True)
 
 
 def _reach_of_string(results: Results) -> str:
@@ -255,7 +261,7 @@ def _depths(rows: Sequence[RetrievalResult], task: str, length: int) -> str:
 
 
 def _training_text(results: Results) -> str:
-    last = {line["run"]: line for line in results.of_kind(TRAINING)}  # the last line of each run
+    last = {line["run"]: line for line in results.of_kind(TRAINING) if _is_last(line)}
     if not last:
         return ""
     tokens = " or ".join(f"{count:,}" for count in sorted({line["tokens"] for line in last.values()}))
@@ -268,6 +274,12 @@ def _training_text(results: Results) -> str:
         f"LoRA on {tokens} tokens of {texts}, in blocks of 2,048 tokens with positions from the whole "
         f"target window (PoSE): `configs/results/lora.yaml`. A run took {hours} on average."
     )
+
+
+def _is_last(line: Line) -> bool:
+    """Whether a line is of the last step of its LoRA run; lines of earlier versions do not know."""
+    steps = (line.get("identity") or {}).get("recipe", {}).get("steps", line["step"])
+    return bool(line["step"] == steps)
 
 
 def _notes_of_training(results: Results) -> Iterator[str]:
@@ -364,33 +376,69 @@ def readme_table(results: Results) -> str:
 
 def _lora_plan() -> str:
     """The length of a LoRA run, from its settings."""
-    recipe = Recipe.from_yaml(LORA)
+    recipe = Recipe.from_yaml(CONFIGS / "lora.yaml")
     tokens = recipe.length * recipe.batch_size * recipe.gradient_accumulation
     return f"{recipe.steps} steps with {tokens:,} tokens"
 
 
 def _missing(results: Results) -> Iterator[str]:
     """What the page should have, and has not."""
-    said = [f"- Perplexity of {label}: {books_text(count)} of {_books(results)} so far."
-            for label, count in results.collected.partial.items()]  # fmt: skip
+    said = [f"- {text}" for text in (*_measured_in_part(results), *_answered_in_part(results))]
     said += [f"- Not measured: {text}" for text in _not_measured(results)]
     if said:
         yield _section("What is missing", "\n".join(said))
 
 
+def _measured_in_part(results: Results) -> Iterator[str]:
+    """Rows with some books of a target, which no table has."""
+    for length in sorted(
+        {results.longest, *_other_lengths(results)}, key=lambda each: each != results.longest
+    ):
+        found = results if length == results.longest else results_of(results.lines, length)
+        books = {line["result"]["data"] for line in found.lines_of_target}
+        at = "" if length == results.longest else f" at {format_length(length)}"
+        for label, count in found.collected.partial.items():
+            if 0 < count < len(books):
+                yield f"Perplexity of {label}{at}: {books_text(count)} of {len(books)} so far."
+
+
+def _answered_in_part(results: Results) -> Iterator[str]:
+    """Rows with some prompts of a task, which no table has."""
+    prompts: dict[tuple[str, int], dict[str, set[Any]]] = {}
+    for line in results.of_kind(RETRIEVAL):
+        for cell in line["cells"]:
+            by_label = prompts.setdefault((cell["task"], cell["length"]), {})
+            by_label.setdefault(line["label"], set()).add((cell["depth"], line["trial"]))
+    for (task, length), by_label in prompts.items():
+        every = max(map(len, by_label.values()))
+        for label, answered in by_label.items():
+            if len(answered) < every:
+                at = format_length(length)
+                yield f"{task} at {at} of {label}: {len(answered)} prompts of {every} so far."
+
+
 def _not_measured(results: Results) -> Iterator[str]:
     """Stages of which there is no line, and prompts that a LoRA run has not answered."""
     measured = results.of_kind(PERPLEXITY)
-    runs = {Path(line["adapter"]).name: line["label"] for line in measured if line["adapter"]}
+    runs = {
+        line["adapter"]: line["label"]
+        for line in sorted(measured, key=lambda line: line["result"]["protocol"] != "cropped")
+        if line["adapter"]
+    }
     if names := ", ".join(name for run, name in LORA_NAMES.items() if run not in runs):
         yield f"LoRA runs ({names}), of {_lora_plan()} each."
-    if not any(line["label"] == "string" for line in measured):
-        yield f"`string`, at 12k tokens. {_reach_of_string(results)}"
+    for stage in ("untrained", "string", "longer"):
+        config = StudyConfig.from_yaml(CONFIGS / f"{stage}.yaml")
+        length = results.longest if stage == "untrained" else config.target_length
+        there = {line["label"] for line in measured if longest_of(line) == length}
+        assert config.methods is not None
+        if rows := ", ".join(f"`{name}`" for name in config.methods if name not in there):
+            assert length is not None
+            yield f"{rows} at {format_length(length)}."
     answered: dict[str, set[str]] = {}
     for line in results.of_kind(RETRIEVAL):
-        run = Path(line["adapter"] or "").name
         for cell in line["cells"]:
-            answered.setdefault(cell["task"], set()).add(run)
+            answered.setdefault(cell["task"], set()).add(line["adapter"] or "")
     if "passkey" not in answered:
         yield "Passkeys."
     if "multi_key" not in answered:
@@ -400,8 +448,6 @@ def _not_measured(results: Results) -> Iterator[str]:
             yield f"{task} of {labels}."
     if not results.of_kind(SEARCH):
         yield "A searched table."
-    if max(map(longest_of, measured), default=0) < 32_768:
-        yield "32k tokens."
 
 
 LORA_NAMES = {
@@ -409,9 +455,3 @@ LORA_NAMES = {
     "control": "a control within the old window",
 }  # fmt: skip
 """LoRA runs that every page should have."""
-
-
-def _books(results: Results) -> int:
-    """The number of texts of the longest length."""
-    found = (line for line in results.of_kind(PERPLEXITY) if longest_of(line) == results.longest)
-    return len({line["result"]["data"] for line in found})

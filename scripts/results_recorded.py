@@ -7,14 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from results_lines import SEARCH, TRAINING, Line, is_measured_line, ordered, recipe_settings, torch_dtype
+from results_lines import (
+    SEARCH,
+    TRAINING,
+    Line,
+    is_measured_line,
+    ordered,
+    recipe_settings,
+    row_name,
+    search_settings,
+    torch_dtype,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint.info import info
+from rope_extend.data.documents import fingerprint
 from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.identity import Identity, check_same, model_identity
 from rope_extend.models.loading import pretrained
-from rope_extend.report.tables import public_name
+from rope_extend.searching.run_search import search_documents
+from rope_extend.searching.search_config import SearchConfig
 from rope_extend.study.cells import PERPLEXITY, Cell, CellStore
 from rope_extend.study.run_study import Study
 from rope_extend.study.study_config import StudyConfig
@@ -51,14 +63,18 @@ def merged(own: Sequence[Line], recorded: Sequence[Line]) -> list[Line]:
     another one by now. A run that has trained an adapter or searched a table again replaces all lines of it.
     """
     taken = {_place(line) for line in own}
-    adapters = {line["label"] for line in own if line.get("adapter")}
+    adapters: dict[str, list[Any]] = {}
+    for line in own:
+        if line.get("adapter"):
+            adapters.setdefault(line["adapter"], []).append(_adapter(line))
     tables = {_table(line) for line in recorded if line["kind"] == SEARCH}
     searched = {line["name"] for line in own if line["kind"] == SEARCH and _table(line) not in tables}
 
     def is_replaced(line: Line) -> bool:
         if not is_measured_line(line):
             return False
-        return line["label"] in searched or bool(line["label"] in adapters and line.get("adapter"))
+        again = adapters.get(line.get("adapter") or "")
+        return line["label"] in searched or (again is not None and _adapter(line) not in again)
 
     steps = {line["run"] for line in own if line["kind"] == TRAINING}
     kept = [line for line in recorded if _place(line) not in taken and not is_replaced(line)]
@@ -120,18 +136,34 @@ def plain_cells(config: StudyConfig) -> list[Cell]:
     return [cell for cell in study.cells(lm) if cell.row.method == PLAIN]
 
 
-def is_measured(lines: Sequence[Line], run: str, cells: Sequence[Cell]) -> bool:
-    """Whether the lines have the adapter of a LoRA run on the text or prompt of each of these cells.
+def is_searched(lines: Sequence[Line], name: str, config: SearchConfig) -> bool:
+    """Whether the lines have the result of a search with the same settings and texts.
 
     Args:
         lines: lines that were read from a file.
-        run: name of the run.
-        cells: cells of plain RoPE. Those of the adapter depend on the same, but for `OF_A_ROW`.
+        name: name of the search.
+        config: its settings.
+    """
+    line = next((line for line in lines if line["kind"] == SEARCH and line["name"] == name), None)
+    if line is None or line.get("settings") != search_settings(config):
+        return False
+    documents = search_documents(config, pretrained(AutoTokenizer, config.model))
+    return bool(line["data"] == fingerprint(documents))
+
+
+def is_measured(lines: Sequence[Line], cells: Sequence[Cell], *, run: str = "", label: str = "") -> bool:
+    """Whether the lines have a row, or the adapter of a LoRA run, on the text or prompt of each cell.
+
+    Args:
+        lines: lines that were read from a file.
+        cells: cells of plain RoPE. Those of the row depend on the same, but for `OF_A_ROW`.
+        run: name of the LoRA run.
+        label: label of the row, if there is no `run`.
     """
     found = {
         _target(line["identity"])
         for line in lines
-        if is_measured_line(line) and Path(line["adapter"] or "").name == run
+        if is_measured_line(line) and (line["adapter"] == run if run else line["label"] == label)
     }
     return bool(cells) and all(_target(cell.identity) in found for cell in cells)
 
@@ -147,7 +179,7 @@ def _target(identity: Identity) -> str:
 
 
 def _key(label: str, identity: Identity) -> str:
-    return json.dumps([public_name(label), identity], sort_keys=True)
+    return json.dumps([row_name(label), identity], sort_keys=True)
 
 
 def _place(line: Line) -> tuple[Any, ...]:
@@ -163,6 +195,11 @@ def _place(line: Line) -> tuple[Any, ...]:
     (cell,) = line["cells"]
     prompt = cell["task"], cell["length"], cell["depth"], line["trial"], cell["data"]
     return kind, line["label"], *prompt, line["dtype"]
+
+
+def _adapter(line: Line) -> Any:
+    """The digits of the files of a line's adapter."""
+    return (line.get("identity") or {}).get("adapter")
 
 
 def _table(line: Line) -> str:

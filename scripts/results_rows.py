@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from results_lines import TRAINING, Line, is_measured_line
+from results_lines import SEARCH, TRAINING, Line, is_measured_line
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison
@@ -54,6 +54,11 @@ class Results:
         """The name of the model, from the lines."""
         names = dict.fromkeys(line["model"] for line in self.lines if is_measured_line(line))
         return " and ".join(names)
+
+    @property
+    def lines_of_target(self) -> list[Line]:
+        """The lines of perplexity on texts of the target length."""
+        return [line for line in self.of_kind(PERPLEXITY) if longest_of(line) == self.longest]
 
     def of_kind(self, kind: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] == kind]
@@ -153,8 +158,9 @@ def _device(line: Line) -> str:
 
 
 def seconds(lines: Sequence[Line]) -> float:
-    """Seconds of all cells, on a CPU those of its cores, and of the LoRA runs without their evaluations."""
+    """Seconds of cells, on a CPU those of its cores, of searches, and of LoRA runs without evaluations."""
     cells = [line for line in lines if is_measured_line(line)]
     measured = sum(line["cpu_seconds" if _device(line) == "cpu" else "seconds"] for line in cells)
     runs = {line["run"]: line["seconds"] for line in lines if line["kind"] == TRAINING}
-    return float(measured + sum(runs.values()))
+    searches = sum(line["cost"].get("seconds", 0.0) for line in lines if line["kind"] == SEARCH)
+    return float(measured + sum(runs.values()) + searches)

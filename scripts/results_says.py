@@ -89,7 +89,8 @@ def _best_trained(results: Results) -> Iterator[str]:
     if gains := _gains(results, tuned=True):
         best = gains[0]
         yield (
-            f"With training, `{best.second.label}` has the lowest perplexity: {_at(results, best)}. "
+            f"With training and the whole context, `{best.second.label}` has the lowest perplexity: "
+            f"{_at(results, best)}. "
             f"This is {_by(best.differences[-1])} cropping."
         )
         for gain in against_trained_control(results.rows):

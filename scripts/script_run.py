@@ -10,7 +10,7 @@ from rope_extend.errors import RopeExtendError
 
 
 def run(main: Callable[[], None], *logged: str, style: str = "%(asctime)s %(message)s") -> None:
-    """Run a script; an error of ours is one line, and exit code 1.
+    """Run a script; an error of ours is one line, and exit code 1. After Ctrl-C it is 130.
 
     Args:
         main: what it does.
@@ -24,3 +24,6 @@ def run(main: Callable[[], None], *logged: str, style: str = "%(asctime)s %(mess
         main()
     except RopeExtendError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("\ninterrupted; what is finished is kept, and the same command continues", file=sys.stderr)
+        sys.exit(130)

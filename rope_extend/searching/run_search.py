@@ -107,7 +107,7 @@ def search(
     logger.info("%s", plan)
     plan.check()
     tokenizer = pretrained(AutoTokenizer, config.model)
-    documents = _documents(config, tokenizer)
+    documents = search_documents(config, tokenizer)
     fitness = _fitness(config, documents, tokenizer, plan)
     model = config.load_options().load(config.model)
     if output is not None and overwrite:
@@ -255,7 +255,12 @@ def _checked_output(config: SearchConfig, resume: bool, overwrite: bool) -> Path
     return output
 
 
-def _documents(config: SearchConfig, tokenizer: Any) -> list[Document]:
+def search_documents(config: SearchConfig, tokenizer: Any) -> list[Document]:
+    """The documents of a search, and then those that are held out.
+
+    Raises:
+        RopeExtendError: too few documents of the target length, or one of them is there twice.
+    """
     assert config.data is not None
     count = config.documents + config.holdout
     documents = load_documents(

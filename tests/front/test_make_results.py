@@ -17,6 +17,7 @@ import results_page
 import results_recorded
 import results_rows
 import results_says
+import script_run
 import smollm2
 import yaml
 from test_report_and_plots import result
@@ -145,6 +146,7 @@ def test_the_same_training_within_the_old_window_is_a_control() -> None:
     assert "- `none + LoRA at 32, cropped to 32` is the control with training" in text
     assert re.search(r"\| none \+ LoRA at 32, cropped to 32 .* 0\.670 \(0\.670–0\.670\) \| +– \|", text)
     assert "the table of" not in text
+    assert "- Not measured: passkey of `none + LoRA at 32`, `yarn + LoRA`." in text
     searched = [perplexity_line("longrope + LoRA", name, 1.55) for name in ("a.txt", "bb.txt")]
     for line in searched:
         line["adapter"] = "race"
@@ -157,8 +159,14 @@ def test_a_page_of_a_few_cells_says_what_is_missing() -> None:
     few = [line for line in lines() if line["kind"] == "perplexity"][:3]
     text = results_page.page(results_rows.results_of(few), "A model")
     assert "After one LoRA run each" not in text
-    for missing in ("LoRA runs", "Passkeys", "Tasks in the style of RULER", "A searched table", "32k tokens"):
+    for missing in ("LoRA runs", "Passkeys", "Tasks in the style of RULER", "A searched table"):
         assert f"Not measured: {missing}" in text
+    assert "`sinks` at 64." in text  # a method of untrained.yaml
+    assert "- Not measured: `none`, `yarn`, `dynamic_yarn`, `string` at 12k." in text
+    assert (
+        "- Not measured: `none`, `ntk`, `yarn`, `dynamic_yarn`, `self_extend`, `dual_chunk`, `jet_long`"
+        in text
+    )
     partial = [*lines()[:5], lines()[5]]  # `none` alone on the second document
     text = results_page.page(results_rows.results_of(partial), "A model")
     assert "the first 64 tokens of one book." in text
@@ -276,7 +284,11 @@ def test_a_longer_target_has_a_table_of_its_own() -> None:
         total = sum(line["result"]["document_nll"][length][0] for line in found[4:])
         figures.append(number(math.exp(total / (2 * terms))))
     assert ["yarn", *figures] in shown
-    assert "Not measured: 32k tokens" not in text
+    missing = "`ntk`, `dynamic_yarn`, `self_extend`, `dual_chunk`, `jet_long` at 32k"
+    assert f"- Not measured: {missing}." in text
+    # A row with one of two books is in no table, and is named.
+    text = results_page.page(results_rows.results_of([*lines(), *found[:-1]]), "A model")
+    assert "- Perplexity of yarn at 32k: one book of 2 so far." in text
 
 
 def test_both_dtypes_are_compared_on_the_same_tokens() -> None:
@@ -612,8 +624,13 @@ def test_a_searched_table_is_trained_and_so_is_the_control(
     assert trained["control"]["identity"]["recipe"]["target_length"] == 32
     assert trained["race"]["identity"]["recipe"]["method"]["long_factor"] == table["divisors"]
     assert str(tmp_path) not in file.read_text()
-    # A new clone, which has no adapters, trains nothing again; without a line of the cropped text it does.
+    # A new clone, which has neither the table nor adapters, searches and trains nothing again.
     shutil.rmtree(tmp_path / "run" / "lora")
+    shutil.move(tmp_path / "run" / "race", tmp_path / "race")
+    monkeypatch.setattr(make_results, "search", lambda *_, **__: pytest.fail("searched again"))
+    make_results.main([*small, "--stages", "searched"])
+    shutil.move(tmp_path / "race", tmp_path / "run" / "race")
+    # Without a line of the cropped text, the control is trained again.
     trained_again: list[str] = []
     monkeypatch.setattr(
         make_results, "finetune_once", lambda recipe: trained_again.append(Path(recipe.output_dir).name)
@@ -624,6 +641,45 @@ def test_a_searched_table_is_trained_and_so_is_the_control(
     results_lines.write_lines(kept, file)
     make_results.main([*small, "--stages", "more_lora"])
     assert trained_again == ["control"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_plan", "blank_pictures")
+def test_two_shares_measure_the_searched_table(small: list[str], tmp_path: Path) -> None:
+    search = {"model": "m", "target_length": 64, "strategy": "race", "documents": 1, "holdout": 1}
+    for name, values in {"race": search, "searched": {**STUDY, "max_documents": 2, "tasks": []}}.items():
+        (make_results.CONFIGS / f"{name}.yaml").write_text(yaml.safe_dump(values))
+    for share in ("2/2", "1/2", "2/2"):
+        make_results.main([*small, "--stages", "searched", "--share", share])
+    found = results_lines.read_lines(tmp_path / "docs" / "results" / "results.jsonl")
+    assert sum(line["kind"] == "perplexity" for line in found) == 6  # three rows on two texts
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_plan", "blank_pictures")
+def test_the_readme_keeps_its_table_without_long_texts(small: list[str], tmp_path: Path) -> None:
+    """The stage `precision` alone measures texts within the window."""
+    (make_results.CONFIGS / "precision.yaml").write_text(
+        yaml.safe_dump({**STUDY, "target_length": 16, "lengths": [16], "tasks": []})
+    )
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{make_results.BEGIN}\nold\n{make_results.END}\n")
+    lengths = make_results.FIXED_LENGTHS | {"precision": ["16"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make_results, "FIXED_LENGTHS", lengths)
+        make_results.main([*small, "--stages", "precision"])
+    assert "old" in readme.read_text()
+    assert "plain RoPE has" in (tmp_path / "docs" / "results.md").read_text()
+
+
+def test_an_interrupted_script_says_that_it_continues(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        script_run.run(interrupted)
+    assert ended.value.code == 130
+    assert "the same command continues" in capsys.readouterr().err
 
 
 def _with(words: list[str], name: str, value: Path) -> list[str]:
@@ -701,6 +757,74 @@ def test_an_adapter_that_was_trained_again_replaces_its_lines() -> None:
     assert results_recorded.merged(own, recorded) == kept
 
 
+def test_the_same_adapter_keeps_its_other_lines() -> None:
+    """As in a clone that was given the adapters, and measures prompts first."""
+
+    def line(document: str, digits: str) -> dict[str, Any]:
+        return {**perplexity_line("yarn + LoRA", document, 2.0), "identity": {"adapter": {"a": digits}}}
+
+    recorded = [line("a.txt", "same"), line("bb.txt", "same")]
+    assert results_recorded.merged([line("c.txt", "same")], recorded) == [*recorded, line("c.txt", "same")]
+    assert results_recorded.merged([line("c.txt", "new")], recorded) == [line("c.txt", "new")]
+
+
+def test_cells_of_what_was_made_again_are_left_out(tmp_path: Path) -> None:
+    """An adapter that was trained again, or a table that was searched again, in the same directory."""
+    adapter = tmp_path / "lora" / "yarn"
+    adapter.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (adapter / name).write_text("{}")
+    (adapter / "recipe.yaml").write_text("method: yarn\n")
+    digits = results_lines.adapter_digests(adapter)
+    table = {"name": "longrope", "long_factor": [1.0, 2.0]}
+    (tmp_path / "race").mkdir()
+    (tmp_path / "race" / "encoding.json").write_text(json.dumps(table))
+    (tmp_path / "cells").mkdir()
+    old = {"name": "longrope", "long_factor": [1.0, 3.0]}
+    for place, (label, identity) in enumerate(
+        [
+            ("yarn + LoRA", {"adapter": digits}), ("yarn + LoRA", {"adapter": {"a": "old"}}),
+            (str(tmp_path / "race"), {"encoding": table}), ("runs/results/race", {"encoding": old}),
+            ("yarn", {"encoding": {"name": "yarn"}}),
+        ]
+    ):  # fmt: skip
+        cell = {
+            **perplexity_line(label, "a.txt", float(place)),
+            "identity": {"dtype": "float32", **identity},
+        }
+        cell["adapter"] = str(adapter) if "LoRA" in label else None
+        (tmp_path / "cells" / f"{place}.json").write_text(json.dumps(cell))
+    found = results_lines.lines_of(tmp_path)
+    assert sorted((line["label"], line["adapter"]) for line in found if line["kind"] == "perplexity") == [
+        ("race", None), ("yarn", None), ("yarn + LoRA", "yarn"),
+    ]  # fmt: skip
+    levels = {line["label"]: line["result"]["document_nll"]["32"][0] for line in found}
+    assert [round(levels[label] / 31) for label in ("yarn + LoRA", "race", "yarn")] == [0, 2, 4]
+
+
+def test_what_was_answered_in_part_is_named() -> None:
+    found = [*lines(), passkey_line("linear", 0.0, 1.0)]
+    text = results_page.page(results_rows.results_of(found), "A model")
+    assert "- passkey at 64 of linear: 1 prompts of 2 so far." in text
+
+
+def test_a_lora_run_counts_when_it_is_finished() -> None:
+    found = lines()
+    for line in found[-3:]:  # the last run stopped after 20 of 30 steps
+        line["identity"] = {"recipe": {"steps": 30}}
+        line["tokens"] += 1
+        line["seconds"] *= 10
+    flat = " ".join(results_page.page(results_rows.results_of(found), "A model").split())
+    assert "LoRA on 81,920 tokens of other books" in flat
+    assert "A run took 20 min on average" in flat
+
+
+def test_the_time_counts_searches() -> None:
+    before = results_rows.seconds(lines())
+    searched = {**race(2.0), "cost": {"forward_tokens": 5, "seconds": 7.0}}
+    assert results_rows.seconds([*lines(), searched]) == before + 7
+
+
 def test_a_row_that_was_measured_again_replaces_its_line() -> None:
     """Also if its encoding is another one by now; lines of other texts, lengths and dtypes stay."""
 
@@ -736,17 +860,17 @@ def test_a_lora_run_is_finished_with_a_line_for_every_text_and_prompt() -> None:
     cells = [Cell("", plain, 0, 0, 1.0, {**each, "encoding": None, "shape": None}) for each in targets]
     found = [
         {
-            "kind": each["kind"], "label": "yarn + LoRA", "adapter": "lora/yarn",
+            "kind": each["kind"], "label": "yarn + LoRA", "adapter": "yarn",
             "identity": {**each, "encoding": {"name": "yarn"}, "shape": {"dim": 8}, "adapter": {"a": "d"}},
         }
         for each in targets
     ]  # fmt: skip
-    assert results_recorded.is_measured(found, "yarn", cells)
-    assert results_recorded.is_measured(found[:2], "yarn", cells[:2])
+    assert results_recorded.is_measured(found, cells, run="yarn")
+    assert results_recorded.is_measured(found[:2], cells[:2], run="yarn")
     for some in ([], found[1:], found[:2], [{**line, "adapter": None} for line in found]):
-        assert not results_recorded.is_measured(some, "yarn", cells)
-    assert not results_recorded.is_measured(found, "linear", cells)
-    assert not results_recorded.is_measured(found, "yarn", [])
+        assert not results_recorded.is_measured(some, cells, run="yarn")
+    assert not results_recorded.is_measured(found, cells, run="linear")
+    assert not results_recorded.is_measured(found, [], run="yarn")
 
 
 def test_what_a_lora_run_lacks_is_said() -> None:
