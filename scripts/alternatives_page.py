@@ -13,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_text
 from rope_extend.plots.style import (
     INK,
@@ -259,7 +260,7 @@ def write(results: list[Result], long: list[Result], docs: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in ((SHORT_RESULTS, results), (LONG_RESULTS, long)):
         if lines:
-            write_text(folder / f"{name}.jsonl", "".join(json.dumps(one) + "\n" for one in lines))
+            write_text(results_file(docs, name), "".join(json.dumps(one) + "\n" for one in lines))
     with (folder / "results.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows(table(results))
     for suffix in (".png", ".svg"):
@@ -269,9 +270,24 @@ def write(results: list[Result], long: list[Result], docs: Path) -> None:
     write_text(docs / "alternatives.md", page(results, long))
 
 
+def results_file(docs: Path, name: str) -> Path:
+    """The file of the results of short or long runs."""
+    return docs / "alternatives" / f"{name}.jsonl"
+
+
 def read(docs: Path, name: str) -> list[Result]:
-    """The results of the page; none if there are none."""
-    path = docs / "alternatives" / f"{name}.jsonl"
-    return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-    )
+    """The results of the page; none if there are none.
+
+    Raises:
+        RopeExtendError: a line is damaged.
+    """
+    path = results_file(docs, name)
+    found = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
+        try:
+            found.append(json.loads(text))
+        except ValueError as error:
+            raise RopeExtendError(
+                f"line {number} of {str(path)!r} is damaged ({error}); restore the file, or delete the line"
+            ) from error
+    return found

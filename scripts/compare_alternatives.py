@@ -8,7 +8,7 @@
 Each row trains the bundled model, with `configs/demo_alternatives.yaml`, or with
 `configs/demo_alternatives_long.yaml` on the text that it was pretrained on. Rows are trained one after the
 other into `--runs`. Interrupted rows resume, and finished rows are kept. The page keeps the results of other
-rows of the same length. Long rows that it has, of the same text and recipe, are not trained again.
+rows, and long rows that it has are not trained again. Results of another recipe or text are refused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alternatives_page import LONG_RESULTS, LONG_ROWS, NARROW, SHORT_RESULTS, Result, read, table, write
+from alternatives_page import (
+    LONG_RESULTS,
+    LONG_ROWS,
+    NARROW,
+    SHORT_RESULTS,
+    Result,
+    read,
+    results_file,
+    table,
+    write,
+)
 from pretrain_corpus import pretraining_corpus
+from results_lines import recipe_settings
 from script_run import run
 
 from rope_extend.data.bundled import read_text
@@ -115,33 +126,63 @@ def trained(recipe: Recipe, label: str) -> Result:
     return {
         "label": label, "encoding": record["encoding"], "steps": done["step"], "tokens": done["tokens"],
         "block": recipe.length, "anneal_steps": recipe.anneal_steps, "documents": recipe.eval_documents,
-        "seconds": round(done["seconds"]), "before": first, "after": last,
+        "seconds": round(done["seconds"]), "before": first, "after": last, "recipe": recipe_settings(recipe),
         **({"curve": curve, "tokens_per_second": speeds[len(speeds) * 9 // 10]} if recipe.eval_every else {}),
     }  # fmt: skip
 
 
 def trained_long(recipe: Recipe, label: str, text: str, known: list[Result]) -> Result:
     """The result of a long row, trained or known; `text` identifies what it is trained on."""
-    same = {
-        "label": label, "text": text, "steps": recipe.steps, "block": recipe.length,
-        "batch_size": recipe.batch_size, "learning_rate": recipe.learning_rate,
-        "documents": recipe.eval_documents,
-    }  # fmt: skip
     for one in known:
-        if same.items() <= one.items():
+        if one["label"] == label and "recipe" in one:  # and it is of the same recipe: see `check_known`
             print("already measured", flush=True)
             return one
-    return trained(recipe, label) | same
+    return trained(recipe, label) | {"text": text}
+
+
+def check_known(known: list[Result], recipes: dict[str, Recipe], text: str, file: Path) -> None:
+    """Refuse results of other recipes or texts: rows of a table are trained alike.
+
+    Args:
+        known: the results of the page.
+        recipes: the recipe of each row.
+        text: identity of the text of long runs; empty for short ones.
+        file: the file of the results, for the error message.
+
+    Raises:
+        RopeExtendError: a result is of another recipe or text.
+    """
+    for one in known:
+        recipe = recipes[one["label"]]
+        expected = _settings(recipe, text)
+        found = {
+            "steps": one["steps"], "block": one["block"], "documents": one["documents"],
+            "anneal_steps": one["anneal_steps"], "lengths": list(map(int, one["after"])),
+            "text": one.get("text", ""),
+        }  # fmt: skip
+        if "recipe" in one:  # results of earlier versions have none
+            expected |= recipe_settings(recipe)
+            found |= one["recipe"]
+        if changed := sorted(name for name in expected if found.get(name) != expected[name]):
+            raise RopeExtendError(
+                f"{str(file)!r} holds {one['label']!r} of another recipe or text, which differ in "
+                f"{', '.join(changed)}; delete the file to train all rows again, or give another directory "
+                "with --docs"
+            )
+
+
+def _settings(recipe: Recipe, text: str) -> dict[str, Any]:
+    """What a result says of its recipe, besides the recipe itself."""
+    return {
+        "steps": recipe.steps, "block": recipe.length, "documents": recipe.eval_documents,
+        "anneal_steps": recipe.anneal_steps, "lengths": sorted(recipe.eval_lengths or ()), "text": text,
+    }  # fmt: skip
 
 
 def with_result(known: list[Result], new: Result) -> list[Result]:
-    """Results with a new one, in the order of the rows; without those of other texts or numbers of tokens."""
+    """Results with a new one, in the order of the rows."""
     order = [row.label for row in ROWS]
-
-    def budget(one: Result) -> tuple[Any, ...]:
-        return one["tokens"], one.get("text")
-
-    kept = [one for one in known if one["label"] != new["label"] and budget(one) == budget(new)]
+    kept = [one for one in known if one["label"] != new["label"]]
     return sorted([*kept, new], key=lambda one: order.index(one["label"]))
 
 
@@ -159,21 +200,29 @@ def main(words: list[str] | None = None) -> None:
     docs = arguments.docs
     short, long = read(docs, SHORT_RESULTS), read(docs, LONG_RESULTS)
     if arguments.page:
+        if not short:
+            raise RopeExtendError(f"there are no results in {str(docs)!r}; train rows first, without --page")
         write(short, long, docs)
         return
     offered = [row for row in ROWS if not arguments.long or row.label in LONG_ROWS]
-    labels = None if arguments.rows is None else arguments.rows.split(",")
-    rows = [row for row in offered if labels is None or row.label in labels]
-    if not rows or (labels and len(rows) < len(labels)):
+    named = None if arguments.rows is None else arguments.rows.split(",")
+    rows = [row for row in offered if named is None or row.label in named]
+    if not rows or (named and len(rows) < len(named)):
         parser.error(f"--rows takes labels from this list: {','.join(row.label for row in offered)}")
     if arguments.long and not short:
         parser.error(f"{docs} has no results of short rows; train them first, without --long")
     config = LONG_CONFIG if arguments.long else CONFIG
     runs = arguments.runs or Path(Recipe.from_yaml(config).output_dir)
     text = write_training_text(runs / "text") if arguments.long else ""
+    known, name = (long, LONG_RESULTS) if arguments.long else (short, SHORT_RESULTS)
+    labels = {row.label for row in rows} | {one["label"] for one in known}
+    recipes = {
+        row.label: recipe_of(row, config, runs, arguments.steps) for row in offered if row.label in labels
+    }
+    check_known(known, recipes, text, results_file(docs, name))
     for number, row in enumerate(rows, start=1):
         print(f"\n[{number}/{len(rows)}] {row.label}", flush=True)
-        recipe = recipe_of(row, config, runs, arguments.steps)
+        recipe = recipes[row.label]
         if arguments.long:
             recipe = replace(recipe, data=str(runs / "text"))
             long = with_result(long, trained_long(recipe, row.label, text, long))

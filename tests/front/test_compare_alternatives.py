@@ -211,9 +211,45 @@ def test_long_rows_are_trained_once_on_one_text(
     script.main([*long, "--rows", "yarn"])
     assert not (tmp_path / "long" / "yarn").exists()
     written_files[0].write_text("other = 1\n" * 2_000)
-    script.main([*long, "--rows", "yarn"])
-    text = script.text_identity(tmp_path / "long" / "text")
-    assert {one["text"] for one in script.read(tmp_path / "docs", script.LONG_RESULTS)} == {text}
+    with pytest.raises(
+        RopeExtendError, match="holds 'none' of another recipe or text, which differ in text;"
+    ):
+        script.main([*long, "--rows", "yarn"])
+
+
+def test_results_of_another_recipe_are_refused(script: Any, small: list[str], tmp_path: Path) -> None:
+    """Also of earlier versions, which have no recipe; before anything is trained."""
+    recipe = script.recipe_of(script.ROWS[0], script.CONFIG, tmp_path)
+    line = {
+        "label": "none", "steps": 5, "block": 128, "anneal_steps": 0, "documents": recipe.eval_documents,
+        "after": {"32": 3.0, "128": 4.0}, "recipe": script.recipe_settings(recipe),
+    }  # fmt: skip
+    file = script.results_file(tmp_path / "docs", script.SHORT_RESULTS)
+    recipes = {"none": recipe}
+    script.check_known([line], recipes, "", file)
+    script.check_known([{**line, "recipe": json.loads(json.dumps(line["recipe"]))}], recipes, "", file)
+    for changes, name in (
+        ({"recipe": {**line["recipe"], "learning_rate": 1.0}}, "learning_rate"),
+        ({"recipe": {**line["recipe"], "lora_rank": 3}}, "lora_rank"),
+        ({"after": {"32": 3.0, "64": 4.0}}, "lengths"),
+        ({"text": "other"}, "text"),
+    ):
+        with pytest.raises(
+            RopeExtendError, match=f"'none' of another recipe or text, which differ in {name};"
+        ):
+            script.check_known([{**line, **changes}], recipes, "", file)
+    without = {name: value for name, value in line.items() if name != "recipe"}
+    script.check_known([without], recipes, "", file)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({**without, "steps": 6}) + "\n")
+    with pytest.raises(RopeExtendError, match="differ in steps"):
+        script.main([*small, "--rows", "alibi"])
+    file.write_text(json.dumps(without)[:-5] + "\n")
+    with pytest.raises(RopeExtendError, match=r"line 1 of '.*results\.jsonl' is damaged"):
+        script.main([*small, "--page"])
+    file.unlink()
+    with pytest.raises(RopeExtendError, match="there are no results"):
+        script.main([*small, "--page"])
 
 
 @pytest.mark.slow
@@ -226,5 +262,8 @@ def test_a_wrong_row_or_another_recipe_is_refused(
     script.main([*small, "--rows", "none", "--steps", "1"])
     text = script.CONFIG.read_text()
     script.CONFIG.write_text(text + "learning_rate: 1.0\n")
+    with pytest.raises(RopeExtendError, match="which differ in learning_rate;"):
+        script.main([*small, "--rows", "none", "--steps", "1"])
+    small[-1] += "-other"
     with pytest.raises(RopeExtendError, match=r"learning_rate was 0.0002 and is 1.0"):
         script.main([*small, "--rows", "none", "--steps", "1"])
