@@ -76,12 +76,28 @@ def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
 def differences(
     first: PerplexityResult, second: PerplexityResult, lengths: Sequence[int]
 ) -> list[Difference]:
-    """Compare two results on the same targets at these lengths; empty without sums by document."""
+    """Compare two results on the same targets at these lengths; empty without sums by document.
+
+    Raises:
+        RopeExtendError: the two scored other targets at one of the lengths.
+    """
     if first.document_nll is None or second.document_nll is None or first.document_terms is None:
         return []
+    other = [length for length in lengths if not same_terms(first, second, length)]
+    if other:
+        raise RopeExtendError(
+            f"two results scored different targets of the same text at {format_length(other[0])}, so they "
+            "cannot be compared; evaluate both with the same protocol, and a stride below the shortest length"
+        )
     return [
         paired(n, first.document_nll[n], second.document_nll[n], first.document_terms[n]) for n in lengths
     ]
+
+
+def same_terms(first: PerplexityResult, second: PerplexityResult, length: int) -> bool:
+    """Whether two results scored as many targets of each document; also if one does not say."""
+    before, after = first.document_terms, second.document_terms
+    return before is None or after is None or before[length] == after[length]
 
 
 def compare_retrieval(first: RetrievalResult, second: RetrievalResult) -> RetrievalComparison:

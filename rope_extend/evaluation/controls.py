@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import Comparison, differences
+from rope_extend.evaluation.comparison import Comparison, differences, same_terms
 from rope_extend.evaluation.results import EvaluationRow, or_none
 from rope_extend.evaluation.statistics import Difference, RateDifference
 
@@ -133,14 +133,15 @@ def against_trained_control(rows: Sequence[EvaluationRow]) -> list[Comparison]:
 
 
 def _compared(base: EvaluationRow, rows: Sequence[EvaluationRow]) -> list[Comparison]:
-    """Compare rows on the targets of a control, beyond its trained window."""
+    """Compare rows on the targets of a control, beyond its trained window; others are left out."""
     trained = base.trained_length
     assert trained is not None
     compared = []
     for row in rows:
         if row.result.data != base.result.data or _protocol(row) != _protocol(base):
             continue
-        shared = [n for n in sorted(row.result.ppl) if n in base.result.ppl and n > trained]
+        both = sorted(n for n in row.result.ppl.keys() & base.result.ppl.keys() if n > trained)
+        shared = [n for n in both if same_terms(base.result, row.result, n)]
         changes = differences(base.result, row.result, shared)
         if changes:
             compared.append(Comparison(base, row, changes))

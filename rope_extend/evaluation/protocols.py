@@ -86,8 +86,8 @@ class Protocol:
         bos: whether each window begins with the BOS token instead of its own first token, if the documents
             begin with it.
         extra_tokens: tokens beyond N that a document needs.
-        same_targets: whether every N scores the same targets. Then a shorter N is the control for a longer
-            one: the same text with less context.
+        same_targets: whether every N scores the same targets, if the settings allow it: `shares_targets`.
+            Then a shorter N is the control for a longer one: the same text with less context.
     """
 
     name: str
@@ -105,6 +105,18 @@ class Protocol:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "settings", MappingProxyType(dict(self.settings)))
+
+    def shares_targets(self, settings: Settings, shortest: int) -> bool:
+        """Whether every N from `shortest` on scores the same targets.
+
+        Windows that do not overlap never score their first token. So the stride must be below every N.
+
+        Args:
+            settings: all settings of the protocol, in tokens.
+            shortest: the shortest N, in tokens.
+        """
+        overlap = settings.get("stride", 0) < shortest
+        return self.same_targets and overlap and settings.get("last", 0) <= shortest
 
     def check_settings(
         self, settings: WindowSettings | Mapping[str, int | str | None], lengths: Sequence[int]

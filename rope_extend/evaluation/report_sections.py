@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import Regression, against_cropped, regressions
-from rope_extend.evaluation.protocols import PROTOCOLS
+from rope_extend.evaluation.protocols import PROTOCOLS, Protocol, Settings
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval_report import retrieval_sections
 from rope_extend.evaluation.statistics import Difference, ppl
@@ -141,16 +141,14 @@ def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
         notes = [f"Perplexity over the first N tokens of each {texts}"]
     else:
         rule = PROTOCOLS[first.protocol]
-        settings = {"stride": first.stride, "last": first.last}
-        words = "".join(f", {key} {value}" for key, value in settings.items() if value is not None)
+        given = {"stride": first.stride, "last": first.last}
+        settings = {key: value for key, value in given.items() if value is not None}
+        words = "".join(f", {key} {value}" for key, value in settings.items())
         notes = [
             f"Perplexity {texts.replace(', token-weighted', '') if rule.average == 'window' else texts}",
             f"Protocol {first.protocol}{words}. {rule.measures} But: {rule.flaw}",
         ]
-        if not rule.same_targets:
-            notes.append(
-                "No control with a cropped context, because the targets of this protocol depend on N."
-            )
+        notes += _without_control(rule, settings, rows[0])
     if rows[0].trained_length is not None:
         notes.append(f"Trained window: {rows[0].trained_length} tokens.")
     for row in rows:
@@ -167,6 +165,23 @@ def _notes(rows: Sequence[EvaluationRow]) -> list[str]:
         if result.data != first.data:
             notes.append(f"{row.label}: measured on other text ({result.data}); do not compare.")
     return notes
+
+
+def _without_control(rule: Protocol, settings: Settings, row: EvaluationRow) -> list[str]:
+    """Why there is no control with a cropped context, as a note; empty if there can be one."""
+    no = "No control with a cropped context, because"
+    if not rule.same_targets:
+        return [f"{no} the targets of this protocol depend on N."]
+    trained = row.trained_length
+    if trained is None or row.result.max_length <= trained or rule.shares_targets(settings, trained):
+        return []
+    window = f"the trained window of {trained} tokens"
+    if "last" in settings:
+        return [f"{no} {settings['last']} targets do not fit {window}; use a smaller last."]
+    return [
+        f"{no} windows {settings['stride']} tokens apart do not overlap within {window}, and so score other "
+        f"targets; use a stride below {trained}."
+    ]
 
 
 def check_labels(rows: Sequence[EvaluationRow]) -> None:

@@ -191,7 +191,7 @@ def _has_cropped(config: EvaluationConfig, candidates: Candidates) -> bool:
     """Whether the cropped context is a control: if the same targets are scored with it."""
     rule, trained = protocol_named(config.protocol), candidates.trained_length
     settings = rule.check_settings(config.window_settings, candidates.lengths)
-    same = config.protocol == "prefix" or (rule.same_targets and max(settings.values(), default=0) <= trained)
+    same = config.protocol == "prefix" or rule.shares_targets(settings, trained)
     return config.cropped and same and candidates.longest > trained
 
 

@@ -7,6 +7,7 @@ import math
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.candidates import Candidates
+from rope_extend.evaluation.comparison import differences
 from rope_extend.evaluation.controls import against_cropped, regressions
 from rope_extend.evaluation.evaluate import DEPTHS, evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
@@ -26,6 +29,7 @@ from rope_extend.evaluation.prompts import PromptOptions
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts
 from rope_extend.evaluation.tasks import Passkey
+from rope_extend.evaluation.work_plan import whole_extent
 
 TRAINED = 32
 
@@ -126,6 +130,41 @@ def test_a_protocol_with_the_same_targets_is_its_own_control(
     (gain,) = against_cropped(rows)
     assert [one.length for one in gain.differences] == [64, 128]
     assert gain.differences[1].ratio == pytest.approx(extended.ppl[128] / alone.ppl[TRAINED])
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"protocol": "sliding", "stride": 31}, None),
+        ({"protocol": "sliding", "stride": 32}, "windows 32 tokens apart do not overlap within the trained "),
+        ({"protocol": "sliding", "stride": 48}, "use a stride below 32."),
+        ({"protocol": "last-k", "last": 32}, None),
+        ({"protocol": "last-k", "last": 33}, "33 targets do not fit the trained window of 32 tokens"),
+        ({"protocol": "disjoint"}, None),
+        ({"protocol": "disjoint-second-half"}, "the targets of this protocol depend on N."),
+    ],
+    ids=str,
+)
+def test_no_control_scores_other_targets(settings: dict[str, Any], note: str | None, work: Path) -> None:
+    """Windows of 32 tokens, 32 apart, never score their first token; longer ones do. The report says so."""
+    config = EvaluationConfig(model=str(work / "model"), methods=("none", "yarn"), lengths=(64,), **settings)
+    assert whole_extent(config, Candidates.of(config), 2).cropped == (note is None)
+    found = result(2.0, (64,), **settings)
+    text = markdown_report([replace(row("none", "none", 2.0), result=found, trained_length=TRAINED)])
+    assert ("No control with a cropped context" in text) == (note is not None)
+    assert note is None or note in text
+
+
+def test_rows_with_other_targets_are_not_compared() -> None:
+    """As reports of earlier versions have them: the same text, protocol and settings, but other targets."""
+    rows = [measured("none", "none", tiny(), protocol="sliding", stride=16) for _ in range(2)]
+    whole, fewer = rows[0].result, rows[1].result.repeated(32, [64])
+    fewer = replace(fewer, document_terms={64: [terms - 1 for terms in fewer.document_terms[64]]})
+    with pytest.raises(RopeExtendError, match="scored different targets of the same text at 64"):
+        differences(fewer, whole, [64])
+    control = replace(rows[1], label="none, cropped to 32", result=fewer)
+    assert against_cropped([rows[0], control]) == []
+    assert "divided by that of" not in markdown_report([rows[0], control])
 
 
 @pytest.mark.usefixtures("private_cache", "blank_pictures")

@@ -246,6 +246,23 @@ def test_settings_are_checked_before_any_work(name: str, options: dict, message:
         measure(model, **arguments)
 
 
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_lengths_share_their_targets_only_if_the_settings_allow_it(name: str) -> None:
+    """The scored tokens of a text, window by window, at the shortest length and at longer ones."""
+    rule, tokens = PROTOCOLS[name], 131
+
+    def scored(length: int, settings: dict[str, int]) -> list[int]:
+        windows = rule.layout(tokens, length, settings)
+        return sorted(token for window in windows for token in range(window.first, window.end))
+
+    for value in (5, 15, 16) if rule.settings else (None,):
+        settings = {} if value is None else dict.fromkeys(rule.settings, value)
+        same = all(scored(16, settings) == scored(length, settings) for length in (17, 32, 40, 64))
+        # In a mean of windows, the weight of a target depends on its window.
+        assert rule.shares_targets(settings, 16) == (same and rule.average == "token")
+    assert not PROTOCOLS["last-k"].shares_targets({"last": 17}, 16)  # such windows do not exist
+
+
 def test_every_protocol_is_documented() -> None:
     text = protocol_help()
     page = (Path(__file__).parents[2] / "docs" / "protocols.md").read_text()
