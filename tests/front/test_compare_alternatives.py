@@ -64,7 +64,7 @@ def test_the_page_shows_the_measured_results(script: Any) -> None:
     with (DOCS / "alternatives" / "results.csv").open(encoding="utf-8", newline="") as file:
         assert list(csv.reader(file)) == pages.table(short)
     assert len({one["tokens"] for one in short}) == 1
-    assert len({(one["tokens"], one["text"], one["learning_rate"]) for one in long}) == 1
+    assert len({(one["tokens"], one["text"], one["recipe"]["learning_rate"]) for one in long}) == 1
     assert imread(DOCS / "alternatives" / "perplexity.png").shape[1] > 600
 
 
