@@ -25,7 +25,7 @@ The exported model runs without rope_extend. If that is impossible, nothing is w
 The last command prints what is possible.
 
 - Weights are linked or copied, never written again.
-- An adapter is merged first.
+- An adapter is merged first. For llama.cpp, merge it yourself, before you convert the weights.
 - The export is compared with the original in another process before it appears. `--no-verify` skips this.
 
 For llama.cpp, run its own converter first: see [llama_cpp.md](llama_cpp.md).

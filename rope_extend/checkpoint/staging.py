@@ -82,12 +82,20 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
 def refuse_base_model(target: Path, base_model: str | None) -> None:
     """Refuse to write an adapter, or what is made of it, over the base model that it needs.
 
+    transformers loads an adapter that lies next to a GGUF file together with that file, so the directory of
+    the file is refused as well.
+
     Raises:
-        RopeExtendError: the base model is a directory, and `target` is the same one.
+        RopeExtendError: `target` is the directory of the base model, or of its GGUF file.
     """
+    if not base_model:  # transformers names a model that was made from its config ""
+        return
+    base = Path(base_model).expanduser()
     with suppress(OSError):  # there is no such directory
-        if base_model is not None and os.path.samefile(base_model, target):
-            raise RopeExtendError(f"{target} is the base model of the adapter; choose another directory")
+        for place in (base.parent, base.resolve().parent) if base.is_file() else (base,):
+            if os.path.samefile(place, target):
+                holds = f"holds {base.name}, the base model" if base.is_file() else "is the base model"
+                raise RopeExtendError(f"{target} {holds} of the adapter; choose another directory")
 
 
 def backups(directory: Path) -> list[Path]:

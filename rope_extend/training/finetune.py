@@ -29,6 +29,7 @@ from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.publishing import open_repository, push_to_hub
 from rope_extend.checkpoint.restoring import undone_on_failure
 from rope_extend.checkpoint.saving import save
+from rope_extend.checkpoint.staging import refuse_base_model
 from rope_extend.data.choices import CONSECUTIVE, UNPACKED
 from rope_extend.data.mixed_windows import check_mixed_windows
 from rope_extend.data.packing import check_packing
@@ -156,6 +157,7 @@ def finetune(
     expand_segments(recipe.expandable_segments)
     _check_publishable(recipe, model)
     directory = Path(recipe.output_dir)
+    refuse_base_model(directory, recipe.model if model is None else model.name_or_path)
     checkpoint = _starting_point(directory, recipe, resume, overwrite)
     accelerator = _accelerator(recipe, directory)
     dtype = _dtype(recipe, accelerator.device)

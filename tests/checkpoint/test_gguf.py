@@ -248,6 +248,23 @@ def test_an_export_is_a_directory_with_the_file_and_the_record(tmp_path: Path) -
     assert source.read_bytes() == before
 
 
+def test_an_adapter_is_refused_because_the_file_has_none_of_its_weights(tmp_path: Path) -> None:
+    """A file of the base model would be exported without the adapter, and nobody would notice."""
+    llama().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    source = converted(model, tmp_path / "base.gguf")
+    with rx.patch_model(model, ROWS["yarn"].build(SHAPE), target_length=TARGET):
+        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+        wrapped = get_peft_model(model, lora).eval()
+        adapter = save(wrapped, tmp_path / "adapter")
+        for each in (adapter, wrapped):
+            with pytest.raises(
+                RopeExtendError, match=r"this is an adapter, and base\.gguf keeps its weights"
+            ):
+                export(each, tmp_path / "out", "llama.cpp", gguf=source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "base.gguf"]
+
+
 def test_only_full_precision_is_compared(tmp_path: Path) -> None:
     path = converted(llama().bfloat16().float(), tmp_path / "plain.gguf")
     assert is_float32(path)
@@ -345,23 +362,6 @@ def test_an_export_is_verified_in_llama_cpp(tmp_path: Path, caplog: pytest.LogCa
     with pytest.raises(RopeExtendError, match="logits that differ by"):
         export(directory, tmp_path / "wrong", "llama.cpp", gguf=other)
     assert not (tmp_path / "wrong").exists()
-
-
-@pytest.mark.slow
-@needs_llama_cpp
-def test_an_adapter_is_compared_with_the_file_of_its_merged_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    llama().save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    with rx.patch_model(model, ROWS["yarn-turns"].build(SHAPE), target_length=TARGET):
-        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
-        wrapped = get_peft_model(model, lora).eval()
-        adapter = save(wrapped, tmp_path / "adapter")
-        source = converted(wrapped.merge_and_unload(), tmp_path / "merged.gguf")
-    with caplog.at_level("INFO", "rope_extend"):
-        export(adapter, tmp_path / "out", "llama.cpp", gguf=source)
-    assert "llama.cpp computes the original's logits from merged.gguf" in caplog.text
 
 
 @pytest.mark.slow

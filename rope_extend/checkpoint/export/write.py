@@ -96,14 +96,15 @@ def export(
     Args:
         model: a patched model, or a directory that `rope_extend.save` or `rope_extend.merge` wrote. A model
             is saved to a temporary directory next to the output first; its tokenizer is not exported. An
-            adapter is merged first.
+            adapter is merged first, except for llama.cpp, where it is refused.
         output: the output directory; created if missing.
         to: `transformers`, `vllm`, `sglang` or `llama.cpp`.
         overwrite: replace a checkpoint in the output directory; other files stay.
         verify: compare the logits with those of the patched model. Stock transformers computes them in a
             process of its own; for llama.cpp, llama.cpp does if llama-cpp-python is installed.
         base_model: name or path of an adapter's base model; overrides the one in the record.
-        gguf: for llama.cpp, the file that its `convert_hf_to_gguf.py` wrote from these weights.
+        gguf: for llama.cpp, the file that its `convert_hf_to_gguf.py` wrote from these weights. It keeps its
+            weights, so merge an adapter before the conversion.
         target_version: the version of vLLM, such as `0.10`: only 0.9 and 0.10 compute `dual_chunk`.
 
     Raises:
@@ -189,14 +190,25 @@ def _export(
     base_model: str | None,
     gguf: str | PathLike[str] | None,
 ) -> Path:
-    """Write the export of a checkpoint's directory."""
+    """Write the export of a checkpoint's directory.
+
+    Raises:
+        RopeExtendError: an adapter and a GGUF file are given.
+    """
+    adapter = (source / "adapter_config.json").exists()
+    if gguf is not None and adapter:
+        raise RopeExtendError(
+            f"this is an adapter, and {Path(gguf).name} keeps its weights, so the adapter's would be "
+            "missing. Merge it first (rope-extend merge), convert the merged directory with llama.cpp's "
+            "convert_hf_to_gguf.py, and export that directory with the new file"
+        )
     with staged(target, overwrite=overwrite) as staging:
         if gguf is not None:
-            _export_gguf(source, staging, record, Path(gguf), base_model, verify)
+            _export_gguf(source, staging, record, Path(gguf), verify)
             return target
         # Inside the export's directory, so that the merged weights can be linked; removed before it appears.
         with TemporaryDirectory(dir=staging, ignore_cleanup_errors=True) as merged:
-            if (source / "adapter_config.json").exists():
+            if adapter:
                 source = merge(source, merged, base_model=base_model)
             _export_config(source, staging, record, form)
             if verify:
@@ -223,9 +235,7 @@ def _refusal(record: Record, form: Support) -> RopeExtendError:
     )
 
 
-def _export_gguf(
-    source: Path, staging: Path, record: Record, gguf: Path, base_model: str | None, verify: bool
-) -> None:
+def _export_gguf(source: Path, staging: Path, record: Record, gguf: Path, verify: bool) -> None:
     """Fill a directory with the annotated file, and with a record that lists no other files."""
     path = annotate(gguf, staging / gguf.name, record)
     write_record(staging, replace(record.without_local_path(), weights={}, configs={}))
@@ -236,7 +246,7 @@ def _export_gguf(
         reason = missing or "its weights are rounded; convert them with --outtype f32 to compare"
         logger.warning("%s was not compared with the original: %s", gguf.name, reason)
         return
-    gap = verify_gguf(path, load(source, base_model=base_model, dtype=torch.float32), record)
+    gap = verify_gguf(path, load(source, dtype=torch.float32), record)
     logger.info("llama.cpp computes the original's logits from %s, within %.1g", gguf.name, gap)
 
 
