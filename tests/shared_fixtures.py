@@ -69,15 +69,22 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plain_adapters(work: Path) -> list[str]:
     """LoRA adapters of the model in `work` with plain RoPE: within its window, and beyond."""
-    directories = []
-    for target in (32, 64):
-        lm = tiny_llama()
-        patch_model(lm, rx.encoding("none"), target_length=target)
-        torch.manual_seed(target)
-        tuned = get_peft_model(lm, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-        directories.append(str(work / f"plain at {target}"))
-        rx.save(tuned, directories[-1])
-    return directories
+    return [_plain_adapter(work / f"plain at {target}", target, seed=target) for target in (32, 64)]
+
+
+@pytest.fixture(scope="session")
+def other_control(work: Path) -> str:
+    """Another adapter of plain RoPE within the window of the model in `work`."""
+    return _plain_adapter(work / "another", 32, seed=1)
+
+
+def _plain_adapter(directory: Path, target: int, seed: int) -> str:
+    lm = tiny_llama()
+    patch_model(lm, rx.encoding("none"), target_length=target)
+    torch.manual_seed(seed)
+    tuned = get_peft_model(lm, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    rx.save(tuned, directory)
+    return str(directory)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     from rope_extend.training.launch import check_launch
 
     if arguments.plan:
-        plan, work = plan_work(config)
+        plan, work = plan_work(config, resume=arguments.resume)
         if plan is None:
             raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
         if is_main_process():

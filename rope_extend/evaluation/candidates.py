@@ -123,6 +123,17 @@ class Candidates:
         """The label of each method's row."""
         return method_labels(self.encodings)
 
+    @property
+    def cropped_labels(self) -> list[str]:
+        """The labels of the rows that are measured with a cropped context too.
+
+        They are all rows of plain RoPE without training beyond the trained window; at least `none`, also if
+        it has no row of its own.
+        """
+        untrained = [self.method_labels[method] for method in self.plain_methods] or [PLAIN]
+        labels = adapter_labels(self.records)
+        return [*untrained, *(labels[adapter] for adapter in self.plain_adapters)]
+
     def _is_plain(self, method: str) -> bool:
         return method == PLAIN or (method == AS_IS and self.info.encoding == PLAIN)
 

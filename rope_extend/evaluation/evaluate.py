@@ -20,24 +20,28 @@ from rope_extend.evaluation.candidates import Candidate, Candidates
 from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.commands import how_it_was_made
 from rope_extend.evaluation.evaluation_config import PLAIN, EvaluationConfig
+from rope_extend.evaluation.finished_rows import RowFolders
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.output_directory import UNFINISHED, check_output, remove_unfinished
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.evaluation.perplexity_report import write_report
 from rope_extend.evaluation.prompts import Prompt, PromptOptions
 from rope_extend.evaluation.protocols import Protocol, WindowSettings, protocol_named
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, Subject, file_name
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, Subject
 from rope_extend.evaluation.retrieval import TRIALS, TrialLog, answer_prompts, make_prompts
 from rope_extend.evaluation.samples import continuations
 from rope_extend.evaluation.tasks import Passkey, template_for
 from rope_extend.evaluation.work_plan import (
     CROPPED,
+    CROPPED_PROMPTS,
     DEPTHS,
     DOCUMENTS,
     PROMPTS,
     SAMPLES,
     asked_for,
+    begun,
     evaluation_costs,
+    finished_rows,
     passkey_lengths,
     read_extent,
     whole_extent,
@@ -139,7 +143,7 @@ def evaluation_rows(
     Raises:
         RopeExtendError: as `evaluate`.
     """
-    return _Evaluation(config, load_options, finished, progress).rows()
+    return _Evaluation(config, load_options, finished, progress, resume=finished is not None).rows()
 
 
 def evaluated_lengths(candidates: Candidates, rule: Protocol) -> list[int]:
@@ -150,12 +154,13 @@ def evaluated_lengths(candidates: Candidates, rule: Protocol) -> list[int]:
     return list(candidates.lengths)
 
 
-def plan_work(config: EvaluationConfig) -> tuple[ForwardPlan | None, str]:
+def plan_work(config: EvaluationConfig, *, resume: bool = False) -> tuple[ForwardPlan | None, str]:
     """Estimate the memory and time of windows, and of everything that an evaluation computes.
 
     Args:
         config: what to measure, and how. Neither `data` nor weights are needed: as many documents as
             `max_documents` are counted, or one, each as long as the longest length.
+        resume: what is finished of the evaluation in the output directory costs nothing.
 
     Returns:
         The plan of windows, None for a family that cannot be estimated; and the time of each part, in words.
@@ -169,7 +174,10 @@ def plan_work(config: EvaluationConfig) -> tuple[ForwardPlan | None, str]:
     if plan is None:
         return None, ""
     extent = whole_extent(config, candidates, config.max_documents or 1)
-    costs = evaluation_costs(config, candidates, plan, lengths)
+    finished = []
+    if resume and config.output is not None:
+        finished = finished_rows(Path(config.output) / UNFINISHED, config, candidates, extent)
+    costs = evaluation_costs(config, candidates, plan, lengths, None, finished)
     if config.budget is None:
         return plan, costs.text(extent)
     smaller, missing = costs.within(extent, config.budget)
@@ -217,7 +225,7 @@ class _Evaluation:
         load_options: how the model is loaded; by default as in `config`.
         finished: directory in which the losses of finished documents are kept.
         progress: show progress bars on terminals, and lines elsewhere.
-        resume: use what `finished` says about the budget of an interrupted evaluation.
+        resume: count what is in `finished`, and use what it says about the budget.
     """
 
     def __init__(
@@ -233,8 +241,9 @@ class _Evaluation:
             raise RopeExtendError("evaluation: data is not set; give long documents to measure perplexity on")
         expand_segments("auto")
         self.config, self.progress = config, progress
-        self.finished = None if finished is None else Path(finished)
         self.candidates = candidates = Candidates.of(config, load_options)
+        self.finished = None if finished is None else Path(finished)
+        self.folders = None if finished is None else RowFolders(Path(finished), candidates)
         self.rule = protocol_named(config.protocol)
         self.lengths = evaluated_lengths(candidates, self.rule)
 
@@ -275,12 +284,14 @@ class _Evaluation:
             raise RopeExtendError(f"budget needs an estimate of the time, but {reason}; leave budget out")
         if self.plan is None:
             return
-        longest = max(map(len, self.documents))
-        costs = evaluation_costs(config, self.candidates, self.plan, self.lengths, longest)
+        longest, whole, kept, finished = max(map(len, self.documents)), self.extent, None, []
+        if resume and self.finished:
+            finished = finished_rows(self.finished, config, self.candidates, whole)
+            kept = read_extent(self.finished, self.asked)
+        costs = evaluation_costs(config, self.candidates, self.plan, self.lengths, longest, finished)
         if config.budget is not None:
-            whole = self.extent
-            kept = read_extent(self.finished, self.asked) if resume and self.finished else None
-            self.extent = kept or costs.within(whole, config.budget)[0]
+            decided = kept or costs.within(whole, config.budget)[0]
+            self.extent = begun(decided, costs.finished.least)
             self.left_out = costs.left_out(whole, self.extent)
             for said in self.left_out:
                 logger.warning("left out, because of the budget: %s", said)
@@ -346,7 +357,7 @@ class _Evaluation:
         options = RunOptions(
             chunk=self.config.chunk,
             suggested_chunk=self.plan.longest.chunk_size if self.plan else None,
-            finished=None if self.finished is None else self.finished / file_name(subject.label),
+            finished=self._folder(candidate, cropped=kind == CROPPED),
             document_finished=partial(self._document_finished, subject.label, kind),
             share=self.connected is not None,
         )
@@ -360,6 +371,10 @@ class _Evaluation:
             options=options,
             **settings,
         )
+
+    def _folder(self, candidate: Candidate, *, cropped: bool) -> Path | None:
+        """The folder of what is finished of a row."""
+        return None if self.folders is None else self.folders.folder(candidate.label, cropped=cropped)
 
     def _document_finished(self, label: str, kind: str, number: int, seconds: float) -> None:
         """Correct the time to go; a line in the log where no terminal shows a progress bar."""
@@ -401,9 +416,10 @@ class _Evaluation:
         if not prompts or not is_main_process():  # few, so not worth sharing
             return row
         log = None
-        if self.finished is not None:
-            log = TrialLog(self.finished / file_name(row.label) / TRIALS, row.label)
-        with self._optional(PROMPTS, f"{row.label}: retrieval is not measured"):
+        if folder := self._folder(candidate, cropped=row.result.cropped):
+            log = TrialLog(folder / TRIALS, row.label, alone=True)
+        kind = CROPPED_PROMPTS if row.result.cropped else PROMPTS
+        with self._optional(kind, f"{row.label}: retrieval is not measured"):
             retrieval = answer_prompts(
                 candidate.model,
                 self.tokenizer,

@@ -62,7 +62,8 @@ class RunOptions:
         batch_tokens: tokens in a batch of short windows; by default 32,768, and 4,096 on a CPU.
         finished: directory in which the losses of each finished document are kept. A second call with the
             same arguments resumes there, with the same result bit for bit.
-        document_finished: called with the number of each document that is finished, and the seconds it took.
+        document_finished: called with the number of each document that was measured, and the seconds it took;
+            not for those that `finished` has.
         share: under `torchrun` or `accelerate launch`, each process measures its share of the documents. All
             processes must make the call, and all get the same result, that of a single process.
     """
@@ -170,9 +171,7 @@ def perplexity(
             finished = FinishedDocuments(Path(options.finished), {**key, **model_identity(model)})
         bos = getattr(lm.config, "bos_token_id", None) if rule.bos else None
         numbers = range(rank, len(texts), count)
-        measured = _announced(
-            _measure(computer, texts, passes, numbers, bos, finished), options.document_finished
-        )
+        measured = _measure(computer, texts, passes, numbers, bos, finished, options.document_finished)
 
         seconds = [0.0] * count
         for number, losses, duration in _gathered(measured) if group_of_processes else measured:
@@ -251,8 +250,9 @@ def _measure(
     numbers: Iterable[int],
     bos: int | None,
     finished: FinishedDocuments | None,
+    announce: Callable[[int, float], None] | None,
 ) -> Iterator[_DocumentLosses]:
-    """Losses of the documents with these numbers, computed or read from the finished ones."""
+    """Losses of the documents with these numbers, computed and announced, or read from the finished ones."""
     for number in numbers:
         stored = finished.read(number, passes[number]) if finished else None
         if stored is not None:
@@ -266,17 +266,9 @@ def _measure(
         seconds = time.perf_counter() - started
         if finished:
             finished.write(number, losses, seconds)
-        yield _DocumentLosses(number, losses, seconds)
-
-
-def _announced(
-    measured: Iterator[_DocumentLosses], announce: Callable[[int, float], None] | None
-) -> Iterator[_DocumentLosses]:
-    """The same losses; each document is announced when it is finished."""
-    for losses in measured:
         if announce is not None:
-            announce(losses.number, losses.seconds)
-        yield losses
+            announce(number, seconds)
+        yield _DocumentLosses(number, losses, seconds)
 
 
 def _gathered(measured: Iterator[_DocumentLosses]) -> list[_DocumentLosses]:

@@ -80,10 +80,11 @@ class TrialLog:
     Args:
         file: path of the file; made when the first trial is finished.
         label: name of the row's trials in the file.
+        alone: whether the file is that of one row, whose label may have been another one.
     """
 
-    def __init__(self, file: str | Path, label: str) -> None:
-        self.file, self.label = Path(file), label
+    def __init__(self, file: str | Path, label: str, *, alone: bool = False) -> None:
+        self.file, self.label, self.alone = Path(file), label, alone
 
     def append(self, trials: Iterable[Trial], identities: Mapping[TrialKey, Identity]) -> None:
         """Add finished trials to the file, each with what it depends on.
@@ -117,7 +118,8 @@ class TrialLog:
         for number, line in enumerate(complete.split(b"\n")[:-1], start=1):
             try:
                 values = json.loads(line)
-                trial = Trial.from_dict(values) if values["label"] == self.label else None
+                is_ours = self.alone or values["label"] == self.label
+                trial = Trial.from_dict(values) if is_ours else None
             except (ValueError, KeyError, TypeError) as error:
                 raise RopeExtendError(
                     f"line {number} of {str(self.file)!r} is not a trial: {error}"

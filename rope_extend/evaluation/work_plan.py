@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rope_extend.config import AUTO
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.candidates import Candidates
+from rope_extend.evaluation.candidates import Candidates, adapter_labels
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.finished_documents import EXTENT
+from rope_extend.evaluation.finished_rows import FinishedRow, RowFolders
 from rope_extend.evaluation.forward_plan import ForwardPlan
 from rope_extend.evaluation.protocols import PROTOCOLS, Protocol, Settings, protocol_named
 from rope_extend.files import write_json
@@ -44,7 +46,27 @@ class Extent:
 
 
 DOCUMENTS, CROPPED, PROMPTS, SAMPLES = "documents", "cropped", "prompts", "samples"
+CROPPED_PROMPTS = "cropped prompts"
 """Kinds of pieces of an evaluation."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What an interrupted evaluation has finished: it costs nothing more, and is never left out.
+
+    Attributes:
+        documents: number of documents, of all rows together, without those whose context is cropped.
+        cropped: the same of the rows whose context is cropped.
+        answered: seconds of the finished passkeys of each row, in the order of the rows.
+        cropped_answered: seconds of those of the control with a cropped context.
+        least: the smallest extent that has all of this.
+    """
+
+    documents: int = 0
+    cropped: int = 0
+    answered: tuple[float, ...] = ()
+    cropped_answered: float = 0.0
+    least: Extent = Extent(0, False, 0)
 
 
 @dataclass(frozen=True)
@@ -56,10 +78,13 @@ class Costs:
         document: seconds of one row on one document.
         cropped_rows: number of rows whose context is cropped.
         cropped_document: seconds of one of these on one document.
-        prompt_rows: number of rows that answer the passkeys.
+        prompt_rows: number of rows that answer the passkeys, without the controls.
         prompt: seconds of one passkey of each length.
         prompt_lengths: tokens of the passkeys.
         sample: seconds of one continuation.
+        cropped_prompt: as `prompt`, of the control with a cropped context if that answers passkeys.
+        cropped_prompt_lengths: tokens of its passkeys; empty if it answers none.
+        finished: what costs nothing more.
     """
 
     rows: int
@@ -70,37 +95,57 @@ class Costs:
     prompt: float
     prompt_lengths: tuple[int, ...]
     sample: float = 0.0
+    cropped_prompt: float = 0.0
+    cropped_prompt_lengths: tuple[int, ...] = ()
+    finished: Finished = Finished()
 
     def seconds(self, extent: Extent) -> float:
         """Of all parts together."""
-        return sum(seconds for _, seconds in self.parts(extent))
+        return sum(seconds for _, seconds in self.pieces(extent))
 
     def parts(self, extent: Extent) -> list[tuple[str, float]]:
         """Each part in words, and its seconds."""
+        done = self.finished
         documents = f"{extent.documents} document{'' if extent.documents == 1 else 's'} each"
-        found = [
-            (f"perplexity: {_rows(self.rows)}, {documents}", self.rows * extent.documents * self.document)
-        ]
+
+        def measured(words: str, rows: int, kind: str, finished: int) -> tuple[str, float]:
+            said = f", {finished} of {rows * extent.documents} finished" if finished else ""
+            return f"{words}: {_rows(rows)}, {documents}{said}", self._of(kind, extent)
+
+        found = [measured("perplexity", self.rows, DOCUMENTS, done.documents)]
         if extent.cropped and self.cropped_rows:
-            seconds = self.cropped_rows * extent.documents * self.cropped_document
-            found.append((f"control, cropped context: {_rows(self.cropped_rows)}, {documents}", seconds))
-        if prompts := DEPTHS * extent.trials:
-            count = prompts * len(self.prompt_lengths)
-            words = f"control, {self._passkeys}: {_rows(self.prompt_rows)}, {count} prompts each"
-            found.append((words, self.prompt_rows * prompts * self.prompt))
+            found.append(measured("control, cropped context", self.cropped_rows, CROPPED, done.cropped))
+        answering = Counter({self.prompt_lengths: self.prompt_rows} if extent.trials else ())
+        if extent.trials and extent.cropped and self.cropped_prompt_lengths:
+            answering[self.cropped_prompt_lengths] += 1
+        for lengths, rows in answering.items():
+            count = DEPTHS * extent.trials * len(lengths)
+            kinds = {PROMPTS: self.prompt_lengths, CROPPED_PROMPTS: self.cropped_prompt_lengths}
+            seconds = sum(self._of(kind, extent) for kind, its in kinds.items() if its == lengths)
+            words = f"control, {_passkeys(lengths)}: {_rows(rows)}, {count} prompts each"
+            found.append((words, seconds))
         if extent.samples:
-            count = self._sampled_rows(extent)
-            words = f"samples of text: {_rows(count)}, {extent.samples} each"
-            found.append((words, count * extent.samples * self.sample))
+            words = f"samples of text: {_rows(self._sampled_rows(extent))}, {extent.samples} each"
+            found.append((words, self._of(SAMPLES, extent)))
         return found
+
+    def _of(self, kind: str, extent: Extent) -> float:
+        """Seconds of all pieces of a kind."""
+        return sum(seconds for piece, seconds in self.pieces(extent) if piece == kind)
 
     def pieces(self, extent: Extent) -> list[tuple[str, float]]:
         """Each piece that is measured at once, by its kind, with its seconds: for `Clock`."""
-        found = [(DOCUMENTS, self.document)] * (self.rows * extent.documents)
+        done, trials = self.finished, DEPTHS * extent.trials
+        found = [(DOCUMENTS, self.document)] * (self.rows * extent.documents - done.documents)
         if extent.cropped:
-            found += [(CROPPED, self.cropped_document)] * (self.cropped_rows * extent.documents)
-        if extent.trials:
-            found += [(PROMPTS, DEPTHS * extent.trials * self.prompt)] * self.prompt_rows
+            count = self.cropped_rows * extent.documents - done.cropped
+            found += [(CROPPED, self.cropped_document)] * count
+        if trials:
+            answered = done.answered or (0.0,) * self.prompt_rows
+            found += [(PROMPTS, max(0.0, trials * self.prompt - seconds)) for seconds in answered]
+        if trials and extent.cropped and self.cropped_prompt_lengths:
+            seconds = trials * self.cropped_prompt - done.cropped_answered
+            found.append((CROPPED_PROMPTS, max(0.0, seconds)))
         if extent.samples:
             found += [(SAMPLES, extent.samples * self.sample)] * self._sampled_rows(extent)
         return found
@@ -118,30 +163,35 @@ class Costs:
         """The extent that a time limit allows, and what it leaves out, in words.
 
         Samples of text go first, then the controls: passkeys, and the cropped context. Then documents go,
-        down to one.
+        down to one. Nothing goes of which a part is finished.
 
         Args:
             extent: what would be measured without a limit.
             budget: seconds.
 
         Raises:
-            RopeExtendError: one document does not fit.
+            RopeExtendError: one document does not fit, or the rest of what is begun.
         """
-        smaller = extent
+        smaller, least = extent, self.finished.least
         while self.seconds(smaller) > budget and smaller.samples:
             smaller = replace(smaller, samples=smaller.samples - 1)
-        while self.seconds(smaller) > budget and smaller.trials:
+        while self.seconds(smaller) > budget and smaller.trials > least.trials:
             smaller = replace(smaller, trials=smaller.trials - 1)
-        if self.seconds(smaller) > budget:
+        if self.seconds(smaller) > budget and not least.cropped:
             smaller = replace(smaller, cropped=False)
-        while self.seconds(smaller) > budget and smaller.documents > 1:
+        while self.seconds(smaller) > budget and smaller.documents > max(1, least.documents):
             smaller = replace(smaller, documents=smaller.documents - 1)
         if self.seconds(smaller) > budget:
+            short = f"a budget of {format_duration(budget)} is too short"
+            takes = f"take about {format_duration(self.seconds(smaller))}; allow more time"
+            if least.documents:
+                raise RopeExtendError(
+                    f"{short} to complete what is finished already: {_rows(self.rows)} on the "
+                    f"{least.documents} documents that were begun {takes}, or use another output directory"
+                )
             raise RopeExtendError(
-                f"a budget of {format_duration(budget)} is too short: {_rows(self.rows)} on one document, "
-                "without any control and without samples of text, take about "
-                f"{format_duration(self.seconds(smaller))}; allow more time, or use fewer rows or shorter "
-                "lengths"
+                f"{short}: {_rows(self.rows)} on one document, without any control and without samples of "
+                f"text, {takes}, or use fewer rows or shorter lengths"
             )
         return smaller, self.left_out(extent, smaller)
 
@@ -152,18 +202,14 @@ class Costs:
             some = f"{whole.samples - smaller.samples} of {whole.samples} samples of text of each row"
             said.append(some if smaller.samples else "the samples of text")
         if smaller.trials < whole.trials:
-            some = f"{whole.trials - smaller.trials} of {whole.trials} {self._passkeys}, at each depth"
-            said.append(some if smaller.trials else f"the {self._passkeys}")
+            passkeys = _passkeys(self.prompt_lengths)
+            some = f"{whole.trials - smaller.trials} of {whole.trials} {passkeys}, at each depth"
+            said.append(some if smaller.trials else f"the {passkeys}")
         if whole.cropped and not smaller.cropped:
             said.append("the control with a cropped context")
         if smaller.documents < whole.documents:
             said.append(f"{whole.documents - smaller.documents} of {whole.documents} documents")
         return said
-
-    @property
-    def _passkeys(self) -> str:
-        """The passkeys in words, with their lengths."""
-        return f"passkeys at {' and '.join(map(format_length, self.prompt_lengths))}"
 
 
 def whole_extent(config: EvaluationConfig, candidates: Candidates, documents: int) -> Extent:
@@ -201,6 +247,7 @@ def evaluation_costs(
     plan: ForwardPlan,
     lengths: Sequence[int],
     tokens: int | None = None,
+    finished: Sequence[FinishedRow] = (),
 ) -> Costs:
     """The estimated seconds of each part of an evaluation.
 
@@ -210,6 +257,7 @@ def evaluation_costs(
         plan: seconds of windows of the lengths.
         lengths: the lengths that are measured.
         tokens: tokens of the longest document; by default as few as the protocol needs.
+        finished: what is finished of each row, in the order of `finished_rows`.
     """
     rule, trained = protocol_named(config.protocol), candidates.trained_length
     tokens = tokens or config.max_tokens or lengths[-1] + rule.extra_tokens
@@ -220,16 +268,73 @@ def evaluation_costs(
         cropped = sum(seconds_of_window(plan, window.tokens) for window in windows)
     else:
         cropped = seconds_of_documents(plan, rule, [trained], tokens, settings)
-    plain = len(candidates.plain_methods)
-    cropped_rows = max(plain, 1) + len(candidates.plain_adapters)
     rows = len(candidates.encodings) + len(candidates.records)
-    controls = 1 if _has_cropped(config, candidates) and not plain else 0
     passkeys = passkey_lengths(config, candidates)
+    answers = _has_cropped(config, candidates) and not candidates.plain_methods
+    cropped_passkeys = tuple(n for n in passkeys if n <= trained) if answers else ()
+
+    def seconds_of(sizes: Iterable[int]) -> float:
+        return sum(seconds_of_window(plan, size) for size in sizes)
+
     return Costs(
-        rows, document, cropped_rows, cropped, rows + controls,
-        sum(seconds_of_window(plan, length) for length in passkeys), passkeys,
-        seconds_of_window(plan, lengths[-1]),
+        rows, document, len(candidates.cropped_labels), cropped, rows, seconds_of(passkeys), passkeys,
+        seconds_of_window(plan, lengths[-1]), seconds_of(cropped_passkeys), cropped_passkeys,
+        _finished(finished, seconds_of),
     )  # fmt: skip
+
+
+def _finished(rows: Sequence[FinishedRow], seconds_of: Callable[[Iterable[int]], float]) -> Finished:
+    """What the rows have finished together."""
+    whole, cropped = ([row for row in rows if row.cropped == crops] for crops in (False, True))
+    answered, of_control = (
+        tuple(seconds_of(length for length, _ in row.answered) for row in some) for some in (whole, cropped)
+    )
+    least = Extent(
+        documents=max((number + 1 for row in rows for number in row.documents), default=0),
+        cropped=any(row.documents for row in cropped),
+        trials=max((trial + 1 for row in rows for _, trial in row.answered), default=0),
+    )
+    return Finished(
+        sum(len(row.documents) for row in whole), sum(len(row.documents) for row in cropped), answered,
+        sum(of_control), least,
+    )  # fmt: skip
+
+
+def finished_rows(
+    directory: Path, config: EvaluationConfig, candidates: Candidates, whole: Extent
+) -> list[FinishedRow]:
+    """What an interrupted evaluation has finished of each row, of all that would be measured.
+
+    Args:
+        directory: that of the finished documents.
+        config: the settings.
+        candidates: the rows.
+        whole: what the evaluation measures without a time limit.
+
+    Returns:
+        The rows of methods, of adapters, and then those with a cropped context.
+    """
+    folders, lengths = RowFolders(directory, candidates), passkey_lengths(config, candidates)
+    labels = [*candidates.method_labels.values(), *adapter_labels(candidates.records).values()]
+    rows = [folders.finished(label) for label in labels]
+    if whole.cropped:
+        rows += [folders.finished(label, cropped=True) for label in candidates.cropped_labels]
+    joined = protocol_named(config.protocol).joined
+    return [
+        replace(
+            row,
+            # Documents that are processed as one are finished together.
+            documents=frozenset(
+                number for number in range(whole.documents) if (0 if joined else number) in row.documents
+            ),
+            answered=tuple(
+                (length, trial)
+                for length, trial in row.answered
+                if length in lengths and trial < whole.trials
+            ),
+        )
+        for row in rows
+    ]
 
 
 def passkey_lengths(config: EvaluationConfig, candidates: Candidates) -> tuple[int, ...]:
@@ -287,6 +392,16 @@ def seconds_of_window(plan: ForwardPlan, tokens: int) -> float:
     return nearest.seconds * tokens / nearest.length
 
 
+def begun(extent: Extent, least: Extent) -> Extent:
+    """An extent with all that is finished already."""
+    return replace(
+        extent,
+        documents=max(extent.documents, least.documents),
+        cropped=extent.cropped or least.cropped,
+        trials=max(extent.trials, least.trials),
+    )
+
+
 def asked_for(config: EvaluationConfig, candidates: Candidates, whole: Extent) -> dict[str, Any]:
     """What the extent of an evaluation with a budget depends on, as plain values.
 
@@ -298,7 +413,8 @@ def asked_for(config: EvaluationConfig, candidates: Candidates, whole: Extent) -
         whole: its extent without the budget.
     """
     passkeys = list(passkey_lengths(config, candidates))
-    return {"budget": config.budget, "passkey_lengths": passkeys, **asdict(whole)}
+    rows = {"methods": [*candidates.encodings], "adapters": [*candidates.records]}
+    return {"budget": config.budget, "passkey_lengths": passkeys, **rows, **asdict(whole)}
 
 
 def write_extent(directory: Path, extent: Extent, asked: Mapping[str, Any]) -> None:
@@ -329,6 +445,11 @@ def read_extent(directory: Path, asked: Mapping[str, Any]) -> Extent | None:
         raise RopeExtendError(
             f"{str(file)!r} does not say what was left out: {error}; use overwrite=True to start again"
         ) from error
+
+
+def _passkeys(lengths: Sequence[int]) -> str:
+    """Passkeys in words, with their lengths."""
+    return f"passkeys at {' and '.join(map(format_length, lengths))}"
 
 
 def _rows(count: int) -> str:

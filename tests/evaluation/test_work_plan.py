@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +16,19 @@ from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as module
+from rope_extend.evaluation import finished_rows, work_plan
 from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.evaluate import evaluate, plan_work
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.finished_documents import FinishedDocuments
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.evaluation.work_plan import (
     Costs,
     Extent,
+    Finished,
     asked_for,
+    begun,
     default_trials,
     read_extent,
     whole_extent,
@@ -88,6 +93,31 @@ def test_a_budget_that_is_too_short_is_refused() -> None:
         COSTS.within(WHOLE, 29)
 
 
+def test_what_is_finished_costs_nothing_and_is_never_left_out() -> None:
+    """Nine of twelve documents of three rows, one with a cropped context, and the passkeys of one row."""
+    least = Extent(documents=3, cropped=True, trials=1)
+    done = Finished(documents=9, cropped=1, answered=(4 * 10.0, 0, 0), cropped_answered=5.0, least=least)
+    costs = replace(COSTS, cropped_prompt=1, cropped_prompt_lengths=(4096,), finished=done)
+    rest = 3 * 10 + 3 * 8 + 2 * 40 + 15
+    assert costs.seconds(WHOLE) == rest == sum(seconds for _, seconds in costs.pieces(WHOLE))
+    assert costs.text(WHOLE).splitlines() == [
+        "perplexity: 3 rows, 4 documents each, 9 of 12 finished, about 30 s",
+        "control, cropped context: 1 row, 4 documents each, 1 of 4 finished, about 24 s",
+        "control, passkeys at 8k: 3 rows, 20 prompts each, about 1 min",
+        "control, passkeys at 4k: 1 row, 20 prompts each, about 15 s",
+        "in all about 2 min",
+    ]
+    assert costs.within(WHOLE, rest)[0] == WHOLE
+    # One passkey of each depth is begun, the third document, and the control: nothing smaller than that.
+    smallest = costs.within(WHOLE, 2 * 8 + 2 * 10)[0]
+    assert smallest == least
+    with pytest.raises(
+        RopeExtendError, match=r"35 s is too short to complete what .*: 3 rows on the 3 documents that were"
+    ):
+        costs.within(WHOLE, 35)
+    assert begun(Extent(2, False, 0, 1), least) == Extent(3, True, 1, 1)
+
+
 def test_an_extent_is_kept_for_the_same_question(work: Path, tmp_path: Path) -> None:
     def asked(**settings: Any) -> dict[str, Any]:
         common = {"model": str(work / "model"), "methods": ("none", "yarn"), "lengths": (16, 64), "budget": 9}
@@ -100,6 +130,7 @@ def test_an_extent_is_kept_for_the_same_question(work: Path, tmp_path: Path) -> 
     assert read_extent(tmp_path, asked()) == Extent(2, True, 1)
     for changed in (
         {"budget": 10}, {"cropped": False}, {"retrieval": 0}, {"samples": 1}, {"retrieval_lengths": (64,)},
+        {"methods": ("none",)}, {"methods": ("none", "ntk")},
     ):  # fmt: skip
         assert read_extent(tmp_path, asked(**changed)) is None
     (tmp_path / "extent.json").write_text('{"documents": 2, "cropped": true, "trials": 1}')
@@ -197,7 +228,7 @@ def test_the_plan_counts_what_runs(
     evaluate(EvaluationConfig(model=str(work / "model"), **{**common, **settings}), progress=False)
     clock = clocks[-1]
     planned = Counter(kind for kind, _ in clock.work)
-    planned.pop("prompts", None)  # the task does not fit a window of 32 tokens
+    del planned["prompts"], planned["cropped prompts"]  # the task does not fit a window of 32 tokens
     assert clock.calls == planned
     assert planned
 
@@ -211,7 +242,8 @@ def test_passkeys_are_counted_too(clocks: list[Any], work: Path) -> None:
     )  # fmt: skip
     evaluate(config, progress=False)
     assert clocks[-1].calls == Counter(kind for kind, _ in clocks[-1].work)
-    assert clocks[-1].calls["prompts"] == 3
+    assert clocks[-1].calls["prompts"] == 2
+    assert clocks[-1].calls["cropped prompts"] == 1
     assert str(clocks[-1]) == "done"
 
 
@@ -242,6 +274,92 @@ def test_a_budget_is_kept_when_an_evaluation_resumes(
     whole = evaluate(config, overwrite=True, progress=False)
     assert [row.label for row in whole] == ["none", "none, cropped to 32", "yarn"]
     assert len(read_results(tmp_path / "report")) == 3
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files of losses that a test writes. A window is estimated to take a second."""
+    files: list[Path] = []
+    write = FinishedDocuments.write
+
+    def counted(self: FinishedDocuments, number: int, *values: Any) -> None:
+        files.append(self.directory / f"{number:05d}.npz")
+        write(self, number, *values)
+
+    monkeypatch.setattr(FinishedDocuments, "write", counted)
+    monkeypatch.setattr(work_plan, "seconds_of_window", lambda *_: 1.0)
+    return files
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+def test_a_budget_never_leaves_out_what_is_finished(
+    work: Path,
+    tmp_path: Path,
+    written: list[Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three rows on three documents, of which one document of one row is missing: a window of one second."""
+    write = FinishedDocuments.write
+
+    def interrupted(self: FinishedDocuments, *values: Any) -> None:
+        if len(written) == 8:
+            raise KeyboardInterrupt
+        write(self, *values)
+
+    command = f"evaluate {work / 'model'} --data {work / 'data'} --methods none,yarn --lengths 16,64"
+    command += f" --documents 3 --output {tmp_path}"
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedDocuments, "write", interrupted)
+        with pytest.raises(SystemExit):
+            main(shlex.split(command))
+    main(shlex.split(f"{command} --resume --plan"))
+    plan = capsys.readouterr().out
+    assert "perplexity: 2 rows, 3 documents each, 5 of 6 finished, about 1 s\n" in plan
+    assert "cropped context: 1 row, 3 documents each, 3 of 3 finished, about 0 s\n" in plan
+    with pytest.raises(SystemExit):
+        main(shlex.split(f"{command} --retrieval 0 --resume --budget 0.5s"))
+    assert "too short to complete what is finished already" in capsys.readouterr().err
+    assert len(list(tmp_path.glob("unfinished/*/*.npz"))) == 8
+    main(shlex.split(f"{command} --retrieval 0 --resume --budget 1s"))
+    assert len(written) == 9
+    rows = read_results(tmp_path)
+    assert [(row.label, row.result.documents) for row in rows] == [
+        ("none", 3), ("none, cropped to 32", 3), ("yarn", 3),
+    ]  # fmt: skip
+    assert "Left out" not in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_row_is_found_whatever_its_label_is(
+    earlier: bool, work: Path, tmp_path: Path, written: list[Path], plain_adapters: list[str],
+    other_control: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A second adapter changes the label of the first one. Earlier versions named folders by labels."""
+    settings: dict[str, Any] = {
+        "model": str(work / "model"), "data": str(work / "data"), "methods": ("none",), "lengths": (16, 64),
+        "max_documents": 2, "output": str(tmp_path), "retrieval": 0,
+    }  # fmt: skip
+    first, again = [plain_adapters[0]], [plain_adapters[0], *([] if earlier else [other_control])]
+    with monkeypatch.context() as patch:
+        if earlier:
+            patch.setattr(finished_rows, "_adapter_name", lambda adapter: "none + LoRA at 32")
+        patch.setattr(module, "write_report", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(EvaluationConfig(**settings, adapters=first), progress=False)
+    assert len(list(tmp_path.glob("unfinished/none-LoRA-at-32-*"))) == (2 if earlier else 0)
+    before = len(written)
+    rows = evaluate(EvaluationConfig(**settings, adapters=again), resume=True, progress=False)
+    labels = ["none", "none, cropped to 32", "none + LoRA at 32", "none + LoRA at 32, cropped to 32"]
+    if not earlier:
+        labels[2:] = [
+            f"none + LoRA at 32 ({name}){crop}"
+            for name in ("plain at 32", "another")
+            for crop in ("", ", cropped to 32")
+        ]
+    assert [row.label for row in rows] == labels
+    assert len(written) - before == (0 if earlier else 4)  # two documents of each row of the second adapter
 
 
 @pytest.mark.usefixtures("private_cache", "blank_pictures")
@@ -292,6 +410,11 @@ def test_the_plan_of_the_command_line(work: Path, capsys: pytest.CaptureFixture[
     assert "perplexity: 2 rows, 3 documents each, about" in shown
     assert "control, cropped context: 1 row, 3 documents each, about" in shown
     assert "control, passkeys at 32: 2 rows, 20 prompts each, about" in shown
+    # The control with a cropped context answers those within the trained window only.
+    main([*command, "--methods", "yarn", "--retrieval-lengths", "64", "--plan"])
+    shown = capsys.readouterr().out
+    assert "control, passkeys at 32 and 64: 1 row, 40 prompts each, about" in shown
+    assert "control, passkeys at 32: 1 row, 20 prompts each, about" in shown
     with pytest.raises(SystemExit):
         main([*command, "--plan", "--budget", "0.000001s"])
     assert "is too short" in capsys.readouterr().err
