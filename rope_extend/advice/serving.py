@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
 from rope_extend.checkpoint.export.support import support
 from rope_extend.encodings import Encoding, RopeShape
+from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
+
+_CONVERTED = "converted"
+"""The checkpoint that is written of a GGUF file, where a step cannot take the file itself."""
 
 
 class Step(NamedTuple):
@@ -43,7 +48,7 @@ class Extension:
     """What is served: a model with an encoding, trained or not.
 
     Attributes:
-        model: the base model, a directory or hub id.
+        model: the base model, a directory, hub id or GGUF file.
         model_type: its family.
         encoding: the position encoding.
         shape: the rotary shape of the pretrained model.
@@ -78,37 +83,50 @@ def serving(extension: Extension, engine: str) -> Serving:
         extension.model_type,
         target_length=extension.target_length,
     )
+    file = gguf_file(extension.model)
+    steps: list[Step] = []
+    if file is not None and (form.possible or not extension.run):
+        # Merging, stock transformers and the servers need a checkpoint.
+        steps = _shell(f"{CONVERT} {quote(extension.model)} --dtype bfloat16 --output {_CONVERTED}")
+        extension = replace(extension, model=_CONVERTED)
     if form.possible:
         config = {} if engine == "llama.cpp" else dict(form.form or {})
-        steps = _of_adapter(extension, engine) if extension.run else _untrained(extension, engine)
+        if extension.run:
+            steps += _of_adapter(extension, engine, f" --base-model {_CONVERTED}" if file else "")
+        else:
+            steps += _untrained(extension, engine, file)
         return Serving(engine, True, form.reason, config, tuple(steps))
-    steps = []
     if engine == "transformers":  # rope_extend loads it there
-        steps = _python(f"model = rx.load({extension.run!r})") if extension.run else _extended(extension)
+        steps += _python(f"model = rx.load({extension.run!r})") if extension.run else _extended(extension)
     return Serving(engine, False, form.reason, {}, tuple(steps))
 
 
-def _of_adapter(extension: Extension, engine: str) -> list[Step]:
-    """Exports a fine-tuned adapter and serves it."""
+def _of_adapter(extension: Extension, engine: str, base: str) -> list[Step]:
+    """Exports a fine-tuned adapter and serves it; `base` is the flag for its base model, if it needs one."""
     assert extension.run is not None
     run, output = quote(extension.run), f"{extension.run}-{engine.replace('.', '')}"
     if engine == "llama.cpp":
-        merged = quote(f"{extension.run}-merged")
-        return [*_shell(f"rope-extend merge {run} --output {merged}"), *_gguf(merged, output, extension)]
-    export = _shell(f"rope-extend export {run} --to {engine} --output {quote(output)}")
+        merged = f"{extension.run}-merged"
+        merge = _shell(f"rope-extend merge {run}{base} --output {quote(merged)}")
+        return [*merge, *_to_gguf(merged), *_gguf(merged, f"{merged}.gguf", output, extension)]
+    export = _shell(f"rope-extend export {run}{base} --to {engine} --output {quote(output)}")
     if engine == "transformers":
         return [*export, *_python(f"model = AutoModelForCausalLM.from_pretrained({output!r})")]
     return [*export, *_shell(_server(extension, engine, output))]
 
 
-def _untrained(extension: Extension, engine: str) -> list[Step]:
-    """Writes the base model with its encoding, and serves it."""
+def _untrained(extension: Extension, engine: str, file: Path | None) -> list[Step]:
+    """Writes the base model with its encoding, and serves it; `file` holds its weights as GGUF."""
     if engine == "llama.cpp":
         saved = _python(
             f"tokenizer = AutoTokenizer.from_pretrained({extension.model!r})",
             "rx.save(model, 'extended', tokenizer)",
         )
-        return [*_extended(extension), *saved, *_gguf("extended", "for-llamacpp", extension)]
+        made = [] if file else _to_gguf("extended")
+        weights = str(file or "extended.gguf")
+        return [
+            *_extended(extension), *saved, *made, *_gguf("extended", weights, "for-llamacpp", extension)
+        ]  # fmt: skip
     output = f"for-{engine}"
     written = [*_extended(extension), *_python(f"rx.export(model, {output!r}, {engine!r})")]
     if engine == "transformers":
@@ -142,9 +160,14 @@ def _server(extension: Extension, engine: str, directory: str) -> str:
     return f"python -m sglang.launch_server --model-path {quote(directory)}{named} --context-length {tokens}"
 
 
-def _gguf(checkpoint: str, output: str, extension: Extension) -> list[Step]:
+def _to_gguf(checkpoint: str) -> list[Step]:
+    # Named after the checkpoint, because a base model may be called model.gguf.
+    return _shell(f"python convert_hf_to_gguf.py {quote(checkpoint)} --outfile {quote(checkpoint + '.gguf')}")
+
+
+def _gguf(checkpoint: str, file: str, output: str, extension: Extension) -> list[Step]:
+    from_to = f"--gguf {quote(file)} --output {quote(output)}"
     return _shell(
-        f"python convert_hf_to_gguf.py {checkpoint} --outfile model.gguf",
-        f"rope-extend export {checkpoint} --to llama.cpp --gguf model.gguf --output {quote(output)}",
-        f"llama-server -m {quote(output)}/model.gguf -c {extension.target_length}",
+        f"rope-extend export {quote(checkpoint)} --to llama.cpp {from_to}",
+        f"llama-server -m {quote(f'{output}/{Path(file).name}')} -c {extension.target_length}",
     )

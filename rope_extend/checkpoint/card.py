@@ -28,7 +28,9 @@ from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import sha256, write_text
+from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import empty_model, pretrained
+from rope_extend.models.locating import GGUF
 from rope_extend.models.view import rotary_part
 from rope_extend.patching import patch_model
 from rope_extend.report.tables import is_private, markdown_table, number, public_name
@@ -40,6 +42,8 @@ PICTURE_NAME = "perplexity.png"
 _PICTURE = f"![Perplexity against length]({PICTURE_NAME})"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""
+_CONVERTED = "converted"
+"""The checkpoint that is written of a GGUF file, where a line of code cannot take the file itself."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -156,7 +160,16 @@ def _front_matter(record: Record, adapter: bool) -> str:
 
 
 def _is_hub_id(name: str | None) -> bool:
-    return name is not None and _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
+    return (
+        name is not None
+        and _HUB_ID.fullmatch(name) is not None
+        and not (Path(name).exists() or _is_gguf(name))
+    )
+
+
+def _is_gguf(name: str | None) -> bool:
+    """Whether a base model is a GGUF file, which need not be on this machine."""
+    return name is not None and (name.lower().endswith(GGUF) or gguf_file(name) is not None)
 
 
 def _warning(record: Record) -> str:
@@ -377,9 +390,18 @@ def _adapter_lines(record: Record, name: str) -> Iterator[str]:
     base = public_name(record.base_model or "BASE_MODEL")
     replaced = record.base_model is not None and is_private(record.base_model)
     note = "  # a local path: replace it by your own, or by a hub id" if replaced else ""
+    file, of_base = None, ""
+    if _is_gguf(record.base_model):
+        file, base, of_base = base, _CONVERTED, f" --base-model {_CONVERTED}"
     yield "### rope_extend"
     yield "This applies the encoding, then the weights, and checks that the base model is the right one:"
     yield _python("import rope_extend as rx", "", f"model = rx.load({_quoted(name)})")
+    if file is not None:
+        yield (
+            f"The base model is a GGUF file. All that follows needs it as a checkpoint, here called `{base}`:"
+        )
+        yield _shell(f"{CONVERT} {quote(file)} --dtype bfloat16 --output {base}{note}")
+        note = ""
     yield "### transformers and peft"
     stock = _stock_settings(record)
     if stock is None:
@@ -411,7 +433,7 @@ def _adapter_lines(record: Record, name: str) -> Iterator[str]:
         "first. The merged checkpoint's card has the commands for both servers:"
     )
     yield _shell(
-        f"rope-extend merge {quote(name)} --output {quote(name + '-merged')}",
+        f"rope-extend merge {quote(name)}{of_base} --output {quote(name + '-merged')}",
         f"rope-extend verify {quote(name + '-merged')}",
     )
 

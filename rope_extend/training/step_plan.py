@@ -16,6 +16,7 @@ import torch
 from rope_extend.evaluation.forward_plan import ForwardEstimator
 from rope_extend.memory.budget import available_memory, weight_bytes
 from rope_extend.memory.meta_device import quiet_patching, try_estimate
+from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.training.lora import adapted, extended
@@ -158,7 +159,9 @@ def _plan_steps(
         chosen = steps[-1]
         longest = _longest_block(lambda tokens: share(estimator.step(candidates[-1], tokens)), recipe.length)
     quantized = None
-    if all_options and not chosen.quantized:
+    if (
+        all_options and not chosen.quantized and gguf_file(recipe.model) is None
+    ):  # which is not quantised again
         weights = steps[-1].weights - estimator.quantized_savings
         quantized = replace(steps[-1], quantized=True, weights=weights)
     return TrainingPlan(

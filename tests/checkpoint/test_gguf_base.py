@@ -2,15 +2,134 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cases import llama
+import torch
+from cases import TARGET, TRAINED, llama
 from gguf_writer import converted
+from peft import LoraConfig, get_peft_model
+from tolerances import assert_same_but_rounding
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rope_extend import RopeExtendError
-from rope_extend.training.finetune import Recipe, finetune
+import rope_extend as rx
+from rope_extend import RopeExtendError, RopeShape
+from rope_extend.advice.serving import Extension, serving
+from rope_extend.checkpoint.card import write_card
+from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.cli.main import main
+from rope_extend.models.loading import pretrained
+from rope_extend.training.finetune import Recipe, finetune, plan
+
+SHAPE = RopeShape(16, 10_000.0, TRAINED)
+IDS = torch.arange(TARGET).remainder(61)[None]
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(IDS).logits.float()
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`model.gguf` and `run` (an adapter) in the working directory. All weights are exact in bfloat16."""
+    monkeypatch.chdir(tmp_path)
+    converted(llama().bfloat16().float(), Path("model.gguf"))
+    model = pretrained(AutoModelForCausalLM, "model.gguf", dtype=torch.float32)
+    rx.extend(model, TARGET, "yarn")
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    return rx.save(get_peft_model(model, config), "run")
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    return re.findall(r"^```(python|bash)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_code_of_a_card_runs(run: Path) -> None:
+    """Stock transformers does not read the file by its path, and a merge takes no file."""
+    expected = logits(rx.load(run))
+    write_card(run)
+    ran = []
+    for language, lines in blocks((run / "README.md").read_text()):
+        if language == "python":
+            scope: dict[str, Any] = {}
+            exec(compile(lines, "README.md", "exec"), scope)
+            assert_same_but_rounding(logits(scope["model"].float()), expected)
+            ran.append("load")
+        else:
+            for words in map(shlex.split, lines.splitlines()):
+                if words[1] != "verify":  # it starts another process
+                    main(words[1:])
+                ran.append(words[1])
+    assert ran == ["load", "convert", "load", "merge", "verify"]
+    assert "base_model: " not in (run / "README.md").read_text()
+
+
+def after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def performed(steps: Any) -> Any:
+    """The model that the steps of an engine lead to, as transformers reads it. No server is started."""
+    scope: dict[str, Any] = {
+        "rx": rx,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "AutoTokenizer": AutoTokenizer,
+    }
+    for language, line in steps:
+        words = shlex.split(line)
+        if language == "python":
+            exec(line, scope)
+        elif words[0] == "rope-extend":
+            main(words[1:])
+        elif "convert_hf_to_gguf.py" in words:
+            assert not Path(after(words, "--outfile")).exists()
+            made = AutoModelForCausalLM.from_pretrained(words[2], dtype=torch.float32)
+            converted(made, Path(after(words, "--outfile")))
+        elif words[0] == "llama-server":
+            return pretrained(AutoModelForCausalLM, after(words, "-m"), dtype=torch.float32)
+        else:
+            served = words[2] if words[0] == "vllm" else after(words, "--model-path")
+            return AutoModelForCausalLM.from_pretrained(served)
+    return scope["model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("engine", TARGETS)
+def test_the_steps_that_serve_an_extension_run(run: Path, engine: str, trained: bool) -> None:
+    model = pretrained(AutoModelForCausalLM, "model.gguf", dtype=torch.float32)
+    encoding = rx.extend(model, TARGET, "yarn").encoding
+    if trained:  # a merge into weights of bfloat16 rounds once
+        model = rx.load(run).merge_and_unload().bfloat16().float()
+    expected = logits(model)
+    extension = Extension("model.gguf", "llama", encoding, SHAPE, TARGET, "yarn", "run" if trained else None)
+    before = Path("model.gguf").read_bytes()
+    assert_same_but_rounding(logits(performed(serving(extension, engine).steps).float()), expected)
+    assert Path("model.gguf").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_what_no_engine_computes_is_loaded_here(run: Path) -> None:
+    model = pretrained(AutoModelForCausalLM, "model.gguf", dtype=torch.float32)
+    encoding = rx.extend(model, TARGET, "dynamic_yarn").encoding
+    for trained, expected in (("run", rx.load(run)), (None, model)):
+        extension = Extension("model.gguf", "llama", encoding, SHAPE, TARGET, "dynamic_yarn", trained)
+        steps = serving(extension, "transformers").steps
+        assert_same_but_rounding(logits(performed(steps).float()), logits(expected))
+
+
+def test_weights_of_4_bits_are_not_planned_for(run: Path) -> None:
+    """They would be refused when the file is loaded, so no advice may name them."""
+    recipe = Recipe(model="model.gguf", data="none.txt", target_length=64, output_dir="out")
+    estimate = plan(recipe, limit_memory=2**30)
+    assert estimate.steps
+    assert estimate.quantized is None
 
 
 def test_a_run_is_not_written_over_its_base_model(tmp_path: Path) -> None:
