@@ -36,16 +36,26 @@ def report(arguments: argparse.Namespace) -> None:
     config = model_config(StudyConfig, arguments)
     if not arguments.plan and not (config.data and config.output):
         raise RopeExtendError("report needs --data and --output, or --plan for an estimate without them")
+    if arguments.resume and not (config.data and config.output):
+        raise RopeExtendError("report --plan --resume needs --data and --output, to see what is finished")
 
     from rope_extend.study.reporting import compare_methods, holds_cells
     from rope_extend.study.run_study import Study
 
     if arguments.plan:
-        study = Study(config, texts=False)
-        print(*filter(None, (study.work_text(), study.left_out_text())), sep="\n")
+        study = Study(config, texts=arguments.resume)
+        if arguments.resume and config.output:
+            missing = study.missing(config.output)
+            said = [study.missing_text(missing), study.left_out_text(missing)]
+        else:
+            said = [study.work_text(), study.left_out_text()]
+        print(*filter(None, said), sep="\n")
         return
     assert config.output is not None
     with says_how_to_resume(config.output, holds_cells):
         found = compare_methods(config, resume=arguments.resume, overwrite=arguments.overwrite)
     print(found.markdown())
-    print("written:", config.output)
+    if found.collected.rows:
+        print("written:", config.output)
+    else:
+        print("no report is written: no row is measured on a document yet")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
@@ -23,7 +23,7 @@ from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
 from rope_extend.evaluation.labels import distinct_labels, distinct_names, public_names
-from rope_extend.evaluation.results import Subject
+from rope_extend.evaluation.results import EvaluationRow, Subject
 from rope_extend.method_names import method_names
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import one_error
@@ -206,6 +206,11 @@ class Candidates:
             trained_length=self.trained_length,
             rope_parameters=None if patch else self.info.rope_parameters,
         )
+
+    def described(self, row: EvaluationRow) -> EvaluationRow:
+        """The row of a candidate, with the window that its adapter was trained for."""
+        record = None if row.adapter is None else self.records.get(row.adapter)
+        return row if record is None else replace(row, target_length=record.target_length)
 
     def is_plain(self, candidate: Candidate) -> bool:
         """Whether a candidate has plain RoPE, and was not fine-tuned beyond the trained window."""

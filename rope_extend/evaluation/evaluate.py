@@ -329,7 +329,7 @@ class _Evaluation:
             result = self._perplexity(candidate, subject, self.lengths, protocol, settings)
             yield self._completed(candidate, EvaluationRow.of(subject, result))
             if self.extent.cropped and candidates.is_plain(candidate):
-                yield self._with_samples(candidate, self._control(candidate))
+                yield self._with_samples(candidate, candidates.described(self._control(candidate)))
 
     def _control(self, candidate: Candidate) -> EvaluationRow:
         """The row of plain RoPE with its context cropped to the trained window."""
@@ -390,6 +390,7 @@ class _Evaluation:
 
     def _completed(self, candidate: Candidate, row: EvaluationRow) -> EvaluationRow:
         """The row with retrieval and samples, if they were asked for."""
+        row = self.candidates.described(row)
         return self._with_samples(candidate, self._with_retrieval(candidate, row))
 
     def _with_samples(self, candidate: Candidate, row: EvaluationRow) -> EvaluationRow:

@@ -279,6 +279,7 @@ class EvaluationRow(_Encoded):
         rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
         retrieval: retrieval within the trained window, and at further lengths, if measured.
         samples: continuations of documents, if asked for.
+        target_length: the window that the adapter was trained for, in tokens; None if untrained or unknown.
     """
 
     label: str
@@ -290,6 +291,7 @@ class EvaluationRow(_Encoded):
     rope_parameters: dict[str, Any] | None = None
     retrieval: RetrievalResult | None = None
     samples: tuple[Sample, ...] = ()
+    target_length: int | None = None
 
     @classmethod
     def of(cls, subject: Subject, result: PerplexityResult, retrieval: RetrievalResult | None = None) -> Self:
@@ -300,9 +302,11 @@ class EvaluationRow(_Encoded):
         """Plain numbers, strings, lists and dicts."""
         retrieval = self.retrieval.to_dict() if self.retrieval else None
         values = {**vars(self), "result": self.result.to_dict(), "retrieval": retrieval}
-        del values["samples"]
         samples = [sample._asdict() for sample in self.samples]
-        return {**values, "samples": samples} if samples else values
+        for name, value in (("samples", samples), ("target_length", self.target_length)):
+            del values[name]
+            values |= {name: value} if value else {}
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.controls import (
     Regression,
     against_cropped,
@@ -50,7 +51,7 @@ class Verdict:
 def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
     """A verdict on each row that is compared with a cropped context; empty without that control.
 
-    Controls have none: plain RoPE, and its adapters that are measured with a cropped context too.
+    Controls have none: plain RoPE, and its adapters that were trained in the old window.
     """
     costs = {id(regression.row): regression for regression in regressions(rows)}
     found = []
@@ -59,7 +60,7 @@ def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
         longest = max(comparison.differences, key=lambda change: change.length)
         if _is_control(row, rows):
             continue
-        gain, used = _gain(longest)
+        gain, used = _gain_over_control(comparison, longest)
         task, finds = _found(row, longest.length)
         cost, cheap = _cost(costs.get(id(row)))
         parts = (used, finds, cheap)
@@ -69,9 +70,16 @@ def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
 
 
 def _is_control(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> bool:
-    """Whether a row is plain RoPE without training, or with training in the old window only."""
-    cropped = {other.adapter for other in rows if other.result.cropped}
-    return row.method == "none" and row.adapter in {None, *cropped}
+    """Whether a row is plain RoPE without training, or with training in the old window only.
+
+    Rows of earlier versions do not say for which window their adapter was trained. Then an adapter that is
+    measured with a cropped context too was trained in the old one.
+    """
+    if row.method != "none" or row.adapter is None:
+        return row.method == "none"
+    if row.target_length is not None and row.trained_length is not None:
+        return row.target_length <= row.trained_length
+    return any(other.adapter == row.adapter for other in rows if other.result.cropped)
 
 
 def control_lines(rows: Sequence[EvaluationRow]) -> list[str]:
@@ -84,7 +92,8 @@ def control_lines(rows: Sequence[EvaluationRow]) -> list[str]:
         row = comparison.second
         if not _is_control(row, rows):
             continue
-        gain, _ = _gain(max(comparison.differences, key=lambda change: change.length))
+        longest = max(comparison.differences, key=lambda change: change.length)
+        gain, _ = _gain_over_control(comparison, longest)
         if row.result.cropped:
             shows = "the same training without a longer context"
         else:
@@ -104,6 +113,14 @@ def verdict_sentences(rows: Sequence[EvaluationRow]) -> Sentences | None:
         f"{MOST_COST - 1:.0%} more perplexity within the trained window."
     )
     return Sentences("In short", [*said, *control_lines(rows), note])
+
+
+def _gain_over_control(comparison: Comparison, change: Difference) -> tuple[str, bool | None]:
+    """As `_gain`; what was measured decides nothing if the control has no finite perplexity."""
+    control = comparison.first
+    if not math.isfinite(control.result.ppl[change.length]):
+        return f"at {format_length(change.length)}, {control.label} has no finite perplexity", None
+    return _gain(change)
 
 
 def _gain(change: Difference) -> tuple[str, bool | None]:
@@ -145,10 +162,12 @@ def _found(row: EvaluationRow, length: int) -> tuple[str, bool | None]:
 
 def _cost(regression: Regression | None) -> tuple[str, bool | None]:
     """The perplexity within the trained window compared with plain RoPE, and whether it is small enough."""
-    if regression is None or not math.isfinite(regression.ratio):
+    if regression is None:
         return "texts within the old window not measured", None
+    texts = f"texts within {format_length(regression.length)}"
+    if not math.isfinite(regression.before):
+        return f"{texts} have no finite perplexity with {regression.against}", None
+    if not math.isfinite(regression.ratio):
+        return f"{texts} have no finite perplexity", False
     percent = 100 * (regression.ratio - 1)
-    return (
-        f"texts within {format_length(regression.length)} {percent:+.1f} % perplexity",
-        regression.ratio <= MOST_COST,
-    )
+    return f"{texts} {percent:+.1f} % perplexity", regression.ratio <= MOST_COST

@@ -2,7 +2,8 @@
 
 A cell is the perplexity of one row on one document, or the answer of one row to one prompt. A finished cell
 is a JSON file whose name has a digest of all that the measurement depends on. So a cell of another model,
-text or setting is another file: it is neither used nor overwritten.
+text or setting is another file: it is neither used nor overwritten. The row's label is in the name too, but a
+cell is found under any label, because that of an adapter depends on the other adapters.
 """
 
 from __future__ import annotations
@@ -73,9 +74,13 @@ class Cell:
     @property
     def file(self) -> str:
         """Name of the cell's file."""
+        return f"{self.kind}-{file_name(self.row.label)}-{self.digest}.json"
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits of all that the result depends on."""
         text = json.dumps(self.identity, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return f"{self.kind}-{file_name(self.row.label)}-{digest}.json"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class CellStore:
@@ -117,12 +122,24 @@ class CellStore:
         return self.read(cell) is not None
 
     def read(self, cell: Cell) -> dict[str, Any] | None:
-        """The values of a finished cell; None if it is not finished, or its file is damaged."""
-        try:
-            values = json.loads((self.folder / cell.file).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return values if isinstance(values, dict) and values.get("identity") == cell.identity else None
+        """The values of a finished cell; None if it is not finished, or its file is damaged.
+
+        The label and the adapter's directory are those of the cell, whatever they were when it was measured.
+        """
+        for path in self.paths(cell):
+            with suppress(OSError, ValueError):
+                values = json.loads(path.read_text(encoding="utf-8"))
+                if isinstance(values, dict) and values.get("identity") == cell.identity:
+                    return {**values, "label": cell.row.label, "adapter": cell.row.adapter}
+        return None
+
+    def paths(self, cell: Cell) -> list[Path]:
+        """The files of a cell that exist: that of its label first, and those of earlier labels."""
+        own = self.folder / cell.file
+        if own.exists():
+            return [own]
+        named = sorted(self.folder.glob(f"{cell.kind}-*-{cell.digest}.json"))
+        return [path for path in named if _FILE.fullmatch(path.name) and not path.is_dir()]
 
     def write(self, cell: Cell, values: dict[str, Any]) -> None:
         """Keep a finished cell."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from collections.abc import Sequence
 
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.controls import against_cropped
+from rope_extend.evaluation.controls import against_cropped, cropped_control
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.verdicts import verdicts
 from rope_extend.report.tables import Sentences, public_name
@@ -40,7 +41,7 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
         said += [f"{verdict.label} meets them too." for verdict in good[1:]]
         return Sentences("Verdict", said)
     if not judged:
-        return Sentences("Verdict", ["No row can be judged yet: the control or the rows are not measured."])
+        return Sentences("Verdict", [_nothing_judged(rows, config, missing)])
     if missing:
         counted = "1 row is" if len(missing) == 1 else f"{len(missing)} rows are"
         said = [
@@ -51,10 +52,12 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
         return Sentences("Verdict", said)
     undecided = [verdict for verdict in judged if verdict.success is None]
     if undecided:
-        counted = "1 row is" if len(undecided) == 1 else f"{len(undecided)} rows are"
+        first = undecided[0].label
+        partly = f"{first} is measured only in part."
+        if len(undecided) > 1:
+            partly = f"{len(undecided)} rows are measured only in part. The nearest of these is {first}."
         said = [
-            f"Not decided yet: no row meets all three criteria at {target}, and {counted} measured only in "
-            f"part. The nearest is {undecided[0].label}.",
+            f"Not decided yet: no row meets all three criteria at {target}, and {partly}",
             str(undecided[0]),
         ]
         return Sentences("Verdict", said)
@@ -62,12 +65,27 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     return Sentences("Verdict", [*said, *_training(config)])
 
 
+def _nothing_judged(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str]) -> str:
+    """Why no row has a verdict."""
+    if not config.cropped:
+        return "No row can be judged: each is compared with a cropped context, and cropped is off."
+    if missing:
+        return f"No row can be judged yet: not measured are {', '.join(missing)}."
+    if cropped_control(rows) is None:
+        return "No row can be judged yet: the control with a cropped context is not measured."
+    return "There is nothing to judge, because all rows are controls. Add a method, or an adapter."
+
+
 def _ratio(rows: Sequence[EvaluationRow], label: str) -> float:
-    """The perplexity of a row at the longest length, divided by that of the cropped context."""
+    """The perplexity of a row at the longest length, divided by that of the cropped context.
+
+    Infinite if it is not finite, so that such a row is never the nearest one.
+    """
     for comparison in against_cropped(rows):
         if comparison.second.label == label:
-            return max(comparison.differences, key=lambda change: change.length).ratio
-    return float("inf")
+            ratio = max(comparison.differences, key=lambda change: change.length).ratio
+            return ratio if math.isfinite(ratio) else math.inf
+    return math.inf
 
 
 def _training(config: StudyConfig) -> list[str]:

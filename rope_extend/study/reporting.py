@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
@@ -65,8 +65,8 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
 
     Raises:
         RopeExtendError: no such model, adapter, method or data, texts that are too short, a length that does
-            not fit into memory, or an output directory that holds a report, or with `resume` one that holds
-            another study or a report of something else.
+            not fit into memory, a budget in which nothing can be measured, or an output directory that holds
+            a report, or with `resume` one that holds another study or a report of something else.
     """
     if config.output is None or (config.data is None and not config.tasks):
         raise RopeExtendError("a report needs data and output; give long documents, and a directory")
@@ -74,6 +74,8 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
         raise RopeExtendError("report runs in one process; start it without torchrun or accelerate launch")
     directory = check_directory(config.output, resume=resume, overwrite=overwrite)
     study = Study(config)
+    if not resume and study.plan is not None:
+        study.left_out_text()  # refuses a budget in which nothing can be measured
 
     def prepare(cells: Sequence[Cell]) -> None:
         if overwrite:
@@ -97,10 +99,11 @@ def comparison(study: Study, cells: Sequence[Cell], directory: str | Path) -> Co
     store = CellStore(directory)
     values = [store.read(cell) for cell in cells]
     collected = collect([each for each in values if each is not None], [row.label for row in study.rows])
+    collected = replace(collected, rows=[study.candidates.described(row) for row in collected.rows])
     missing = [cell for cell, each in zip(cells, values, strict=True) if each is None]
-    controls = study.candidates.plain_adapters
-    candidates = [row for row in study.rows if row.method != PLAIN and row.adapter not in controls]
-    later = [row.label for row in candidates if row.label in collected.partial]
+    controls = {PLAIN, *study.candidates.plain_methods, *study.candidates.plain_adapters}
+    judged = [row.label for row in study.rows if (row.method or row.adapter) not in controls]
+    later = [label for label in judged if label in collected.partial]
     verdict = decision(collected.rows, study.config, later)
     return Comparison(collected, verdict, not_measured(missing))
 

@@ -29,7 +29,7 @@ def check_resumed(directory: Path, cells: Sequence[Cell]) -> None:
             that was not made from finished cells.
     """
     store = CellStore(directory)
-    if store.files and not {*store.files} & {cell.file for cell in cells}:
+    if store.files and not any(map(store.paths, cells)):
         raise RopeExtendError(
             f"{str(directory)!r} holds a study of something else, which differs in "
             f"{_what_differs([*store.every().values()], cells)}; {ADVICE}"
@@ -81,10 +81,10 @@ def _prefix(label: str) -> str:
 
 
 def _documents(row: EvaluationRow) -> list[str]:
-    """The label of a row with its losses on a document at each length, for each of its documents."""
+    """The losses of a row on a document at each length, for each of its documents; its label may change."""
     by_length = row.result.document_nll or {}
     count = min(map(len, by_length.values()), default=0)
     return [
-        json.dumps([row.label, sorted((length, sums[number]) for length, sums in by_length.items())])
+        json.dumps(sorted((length, sums[number]) for length, sums in by_length.items()))
         for number in range(count)
     ]

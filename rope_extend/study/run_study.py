@@ -95,7 +95,6 @@ class Study:
             self.documents = self._documents()
             self.tasks = self._tasks()
             self.prompts = self._prompts()
-            logger.info("%s", self.work_text())
 
     @property
     def _extends(self) -> bool:
@@ -122,7 +121,7 @@ class Study:
         config = self.config
         if config.data is None:
             return []
-        return load_documents(
+        documents = load_documents(
             config.data,
             self.tokenizer,
             text_column=config.text_column,
@@ -131,6 +130,7 @@ class Study:
             max_documents=config.max_documents,
             max_tokens=self.lengths[-1],
         )
+        return _distinct(documents)
 
     def _tasks(self) -> list[Task]:
         if not self.config.tasks:
@@ -179,7 +179,19 @@ class Study:
         Args:
             model: the model with its weights, unpatched.
         """
-        base = model_identity(model)
+        return self._cells(model_identity(model))
+
+    def missing(self, directory: str | Path) -> list[Cell]:
+        """The cells that are not finished in a directory, without a look at the weights, for an estimate."""
+        finished = [values["identity"] for values in CellStore(directory).every().values()]
+        return [
+            cell
+            for cell in self._cells({})
+            if not any(cell.identity.items() <= identity.items() for identity in finished)
+        ]
+
+    def _cells(self, base: Identity) -> list[Cell]:
+        """All cells of a model with this identity."""
         identities = {row: {**base, **self._row_identity(row)} for row in self.rows}
         cells = [
             Cell(PERPLEXITY, row, number, number, self._document_work(row),
@@ -255,8 +267,11 @@ class Study:
         ]
         return sorted(cells, key=lambda cell: (cell[0], cell[2]))  # as `cells`
 
-    def left_out_text(self) -> str:
+    def left_out_text(self, missing: Sequence[Cell] | None = None) -> str:
         """What the budget leaves for later, by the estimate; empty without a budget, or if all of it fits.
+
+        Args:
+            missing: the cells that are not finished; by default none is.
 
         Raises:
             RopeExtendError: there is no estimate of the time, or not even one measurement fits.
@@ -270,6 +285,8 @@ class Study:
                 "estimated; leave budget out"
             )
         planned = self._planned()
+        if missing is not None:
+            planned = [(cell.round, cell.row.label, cell.kind, cell.work) for cell in missing]
         within = sum(total <= budget for total in accumulate(seconds for *_, seconds in planned))
         if within == len(planned):
             return ""
@@ -286,6 +303,26 @@ class Study:
             f"within the budget of {format_duration(budget)}: {within} of {len(planned)} measurements; left "
             f"for --resume: {later}"
         )
+
+    def missing_text(self, missing: Sequence[Cell]) -> str:
+        """What is missing of a study, and its estimated time."""
+        if not missing:
+            return "nothing is missing: everything is measured"
+        work: dict[str, list[float]] = {}
+        for cell in missing:
+            what = "perplexity"
+            if cell.kind == RETRIEVAL:
+                prompt = self.prompts[cell.number]
+                what = f"{prompt.task} at {format_length(prompt.length)}"
+            work.setdefault(what, []).append(cell.work)
+        unit = {"perplexity": "documents"}
+        parts = [
+            self._part(
+                f"{what}: {len(each)} {unit.get(what, 'prompts')} missing, of all rows together", sum(each)
+            )
+            for what, each in work.items()
+        ]
+        return "\n".join([*parts, self._part("in all", sum(map(sum, work.values())))])
 
     def work_text(self) -> str:
         """What will be measured, and its estimated time."""
@@ -329,6 +366,7 @@ class Study:
             before: called with all cells when the model is loaded, before any is read or measured.
         """
         share, store = share or Share(), CellStore(directory)
+        logger.info("%s", self.work_text())
         reserve = self.plan.activations if self.plan else 0
         lm = self.candidates.load_options.load(self.candidates.name, reserve=reserve)
         cells = self.cells(lm)
@@ -377,6 +415,18 @@ class Study:
             **settings,
         )
         return perplexity_values(EvaluationRow.of(subject, result), Path(document.name).name)
+
+
+def _distinct(documents: Sequence[Document]) -> list[Document]:
+    """The documents, each text once: a document that is measured twice says no more, but seems to."""
+    found: dict[str, Document] = {}
+    for document in documents:
+        same = found.setdefault(fingerprint([document]), document)
+        if same is not document:
+            logger.warning(
+                "%s is left out: its tokens that would be measured are those of %s", document.name, same.name
+            )
+    return [*found.values()]
 
 
 def _device_name(lm: Any) -> str:

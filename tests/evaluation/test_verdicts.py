@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -123,6 +124,33 @@ def test_each_control_has_a_line_and_no_verdict() -> None:
     # A run of plain RoPE in the new window is measured with its context as it is, and is no control.
     assert [verdict.label for verdict in verdicts(found[:-1])] == ["yarn + LoRA", "none + LoRA at 32"]
     assert control_lines(rows(2.9)[::2]) == []
+
+
+def test_a_control_is_known_before_it_is_measured_with_a_cropped_context() -> None:
+    """By the window that it was trained for. A run in a longer window is none."""
+    for target, is_judged in ((TRAINED, False), (TRAINED - 1, False), (TRAINED + 1, True), (None, True)):
+        run = replace(measured("LoRA", "none", 3.5, "runs/control"), target_length=target)
+        again = EvaluationRow.from_dict(json.loads(json.dumps(run.to_dict())))
+        found = [*rows(2.9)[:2], again]
+        assert [verdict.label for verdict in verdicts(found)] == (["LoRA"] if is_judged else [])
+        assert any("training in the old window only" in line for line in control_lines(found)) != is_judged
+
+
+def test_what_is_not_finite_is_not_called_unmeasured() -> None:
+    def broken(one: EvaluationRow) -> EvaluationRow:
+        nothing = {n: [math.nan] * 3 for n in (32, 64)}
+        ppl = dict.fromkeys((32, 64), math.nan)
+        return replace(one, result=replace(one.result, ppl=ppl, document_nll=nothing))
+
+    plain, control, tuned = rows(2.9, retrieval({0.5: 1.0}))
+    (verdict,) = verdicts([plain, control, broken(tuned)])
+    assert verdict.gain == "at 64, perplexity is not finite"
+    assert verdict.cost == "texts within 32 have no finite perplexity"
+    assert verdict.success is False
+    (verdict,) = verdicts([broken(plain), broken(control), tuned])
+    assert verdict.gain == "at 64, none, cropped to 32 has no finite perplexity"
+    assert verdict.cost == "texts within 32 have no finite perplexity with none"
+    assert verdict.success is None
 
 
 def test_what_is_not_measured_leaves_the_verdict_open() -> None:

@@ -91,6 +91,7 @@ def test_another_study_is_not_resumed(work: Path, tmp_path: Path, capsys: pytest
     assert len(read_results(report)) == 3
     lines = [json.loads(line) for line in before.splitlines()]
     lines[-1]["label"] = "of an evaluation"
+    lines[-1]["result"]["document_nll"]["64"][0] += 1
     report.write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = fail(f"{command} --resume", work, tmp_path, capsys)
     assert "holds what the study did not measure: of an evaluation" in shown
@@ -110,15 +111,71 @@ def interrupt_after(count: int) -> Any:
     return measured
 
 
-@pytest.mark.slow
-def test_a_budget_says_what_is_missing(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_budget_in_which_nothing_fits_is_refused(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(f"{COMMAND} --data {{data}} --output {{out}}/report --budget 0.0000001s", work, tmp_path)
+    """As by its plan, and before the weights are loaded."""
+    monkeypatch.setattr(Study, "_seconds", lambda self, tokens: 1.0)
+    monkeypatch.setattr(Study, "run", lambda *_, **__: pytest.fail("it ran"))
+    shown = fail(f"{COMMAND} --data {{data}} --output {{out}}/report --budget 0.5s", work, tmp_path, capsys)
+    assert "is too short: the first of 6 measurements takes about 1 s" in shown
+    assert not (tmp_path / "report").exists()
+
+
+def test_nothing_is_called_written_that_is_not(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the machine is slower than it was a moment ago, a budget can end before the first measurement."""
+    monkeypatch.setattr("rope_extend.study.run_study.Clock.has_time", lambda self, number: False)
+    run(f"{COMMAND} --data {{data}} --output {{out}}/report", work, tmp_path)
     shown = capsys.readouterr().out
     assert "Not measured yet:\n\n- none: 2 documents\n" in shown
-    run(f"{COMMAND} --data {{data}} --output {{out}}/report", work, tmp_path)  # nothing was begun
-    assert "Not measured yet" not in capsys.readouterr().out
+    assert shown.endswith("no report is written: no row is measured on a document yet\n")
+    assert "written: " not in shown.replace("is written: ", "")
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_a_resumed_plan_counts_what_is_missing(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    plain_adapters: list[str], other_control: str,
+) -> None:  # fmt: skip
+    """Also after another adapter has changed the label of the first one: no cell is measured again."""
+    monkeypatch.setattr(Study, "_seconds", lambda self, tokens: 1.0)
+    command = COMMAND.replace("{model}", f"{{model}} '{plain_adapters[0]}'").replace("none,yarn", "none")
+    more = command.replace("{model}", f"{{model}} {other_control}")
+    rest = " --data {data} --output {out}/report --resume"
+    with monkeypatch.context() as patch:
+        patch.setattr(Study, "_measure", interrupt_after(5))
+        with pytest.raises(SystemExit):
+            run(command + rest, work, tmp_path)
+    capsys.readouterr()
+    # Each row takes a second on a document, and three if its context is cropped.
+    run(f"{command}{rest} --plan", work, tmp_path)
+    assert capsys.readouterr().out.splitlines() == [
+        "perplexity: 3 documents missing, of all rows together, about 7 s", "in all, about 7 s",
+    ]  # fmt: skip
+    run(f"{more}{rest} --plan --budget 8s", work, tmp_path)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "perplexity: 7 documents missing, of all rows together, about 15 s"
+    assert shown[2].startswith("within the budget of 8 s: 4 of 7 measurements; left for --resume: ")
+    monkeypatch.setattr(Study, "_measure", interrupt_after(7))
+    run(more + rest, work, tmp_path)
+    labels = [
+        f"none + LoRA at 32 ({name}){crop}"
+        for name in ("another", "plain at 32")
+        for crop in ("", ", cropped to 32")
+    ]
+    rows = read_results(tmp_path / "report")
+    assert [row.label for row in rows] == ["none", "none, cropped to 32", *labels]
+    assert [row.target_length for row in rows] == [None, None, 32, 32, 32, 32]
+    assert "There is nothing to judge" in capsys.readouterr().out
+    monkeypatch.setattr(Study, "_measure", interrupt_after(0))
+    run(command + rest, work, tmp_path)  # the report with the other labels is the study's own
+    assert len(read_results(tmp_path / "report")) == 4
+    capsys.readouterr()
+    run(f"{command}{rest} --plan", work, tmp_path)
+    assert capsys.readouterr().out == "nothing is missing: everything is measured\n"
 
 
 def test_the_plan_needs_no_data(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +214,7 @@ def test_the_plan_keeps_to_the_budget(
         ("report {model} --data {data} --output {out}/x", "missing target_length"),
         ("report {model} --target-length 64 --output {out}/x", "report needs --data and --output"),
         ("report {model} --target-length 64 --data {data}", "report needs --data and --output"),
+        ("report {model} --target-length 64 --plan --resume", "--plan --resume needs --data and --output"),
         (
             "report {model} --target-length 64 --data {data} --output {out}/x --methods yran",
             "Did you mean 'yarn'",

@@ -154,6 +154,34 @@ def test_an_interrupted_study_resumes(
         assert ours.result.document_nll == theirs.result.document_nll
 
 
+def test_a_cell_is_found_under_any_label(tmp_path: Path) -> None:
+    store, identity = CellStore(tmp_path), {"kind": "perplexity", "weights": "w"}
+    first = StudyRow("none + LoRA at 32", adapter="runs/a")
+    store.write(Cell("perplexity", first, 0, 0, 1.0, identity), {"label": first.label, "adapter": "runs/a"})
+    again = Cell("perplexity", StudyRow("none + LoRA at 32 (a)", adapter="a"), 0, 0, 1.0, identity)
+    found = store.read(again)
+    assert found is not None
+    assert (found["label"], found["adapter"]) == ("none + LoRA at 32 (a)", "a")
+    assert not store.has(replace(again, identity={**identity, "weights": "v"}))
+    assert not store.has(replace(again, kind="retrieval"))
+    (tmp_path / "cells" / f"perplexity-mine-{again.digest}.txt").write_text("{}")
+    store.write(again, {"label": "later"})
+    assert [path.name for path in store.paths(again)] == [again.file]
+
+
+def test_equal_documents_are_measured_once(
+    work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Equal in the tokens that would be measured: the rest of a file does not count."""
+    text = next((work / "data").glob("*")).read_text()
+    for name, more in (("a", ""), ("b", " and more"), ("c", "")):
+        (tmp_path / f"{name}.txt").write_text(text + more if name != "c" else text[::-1])
+    one = study(work, data=str(tmp_path), max_documents=3)
+    assert [Path(document.name).stem for document in one.documents] == ["a", "c"]
+    assert "b.txt is left out: its tokens that would be measured are those of a.txt" in caplog.text
+    assert "perplexity: 4 rows, 2 documents each" in one.work_text()
+
+
 def test_only_our_files_are_removed(tmp_path: Path) -> None:
     store, row = CellStore(tmp_path), StudyRow("none, cropped to 8k", method="none", crop=8192)
     cells = [Cell(kind, row, 0, 0, 1.0, {"kind": kind}) for kind in ("perplexity", "retrieval")]
@@ -463,9 +491,41 @@ def test_a_row_that_fails_is_not_called_undecided(work: Path) -> None:
     config = StudyConfig(model=str(work / "model"), target_length=64)
     rows = [cropped(), judged("yarn", 1.1, 1.0), judged("rerope", 0.9, None)]
     assert decision(rows, config).items[0] == (
-        "Not decided yet: no row meets all three criteria at 64, and 1 row is measured only in part. The "
-        "nearest is rerope."
+        "Not decided yet: no row meets all three criteria at 64, and rerope is measured only in part."
     )
+    # The nearest of those that are open; another one is nearer, but has failed.
+    rows = [cropped(), judged("ntk", 0.9, 0.0), judged("yarn", 0.99, None), judged("rerope", 0.95, None)]
+    assert (
+        decision(rows, config)
+        .items[0]
+        .endswith("2 rows are measured only in part. The nearest of these is rerope.")
+    )
+
+
+def test_without_a_verdict_the_reason_is_said(work: Path) -> None:
+    config = StudyConfig(model=str(work / "model"), target_length=64)
+    run = replace(judged("none", 1.1, None), label="LoRA", adapter="runs/control", target_length=32)
+    for rows, changes, missing, said in (
+        (
+            [cropped(), judged("none", 1.0, None), run],
+            {},
+            [],
+            "There is nothing to judge, because all rows are",
+        ),
+        ([judged("yarn", 0.9, 1.0)], {"cropped": False}, [], "each is compared with a cropped context, and"),
+        ([judged("yarn", 0.9, 1.0)], {}, [], "yet: the control with a cropped context is not measured."),
+        ([cropped()], {}, ["yarn", "ntk"], "No row can be judged yet: not measured are yarn, ntk."),
+    ):
+        (item,) = decision(rows, replace(config, **changes), missing).items
+        assert said in item
+
+
+def test_a_row_that_is_not_finite_is_never_the_nearest(work: Path) -> None:
+    config = StudyConfig(model=str(work / "model"), target_length=64)
+    broken = judged("ntk", float("nan"), 1.0)
+    for rows in ([broken, judged("yarn", 0.9, 0.0)], [judged("yarn", 0.9, 0.0), broken]):
+        first = decision([cropped(), *rows], config).items[0]
+        assert first == "No row meets all three criteria at 64. The nearest is yarn."
 
 
 def test_no_verdict_while_rows_are_missing(work: Path) -> None:
