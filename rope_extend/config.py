@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar, get_type_hints
 import yaml
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 from rope_extend.units import parse_duration, parse_length
 
 AUTO = "auto"
@@ -136,6 +137,10 @@ def _text(value: Any) -> str:
     return str(value)
 
 
+def _path(value: Any) -> str:
+    return expand_home(_text(value))
+
+
 def _flag(value: Any) -> bool:
     require(isinstance(value, bool))
     return bool(value)
@@ -158,6 +163,8 @@ def _parameters(value: Any) -> dict[str, Any]:
 
 
 TEXT = Kind("text", _text, plain=True)
+PATH = Kind("a path", _path, plain=True)
+MODEL = Kind("a path or a hub id", _path, plain=True)
 FLAG = Kind("true or false", _flag, boolean=True)
 COUNT = whole(0)
 POSITIVE_COUNT = whole(1)
@@ -267,7 +274,7 @@ class Config:
         Raises:
             RopeExtendError: no such file, invalid YAML, a repeated key, or what `from_dict` refuses.
         """
-        file = Path(path)
+        file = Path(expand_home(path))
         try:
             values = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
         except OSError as error:

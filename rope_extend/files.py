@@ -23,6 +23,15 @@ PARTIAL = ".partial"
 """Suffix of temporary names. A process that is killed may leave such files behind; they can be deleted."""
 
 
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """A path that a user gave, with the home directory instead of a leading `~`; other names are unchanged.
+
+    A shell does not expand `--output=~/run` or what stands in quotes, and nobody expands a YAML file. So
+    every path is expanded where it comes in: in arguments of commands, settings, and public functions.
+    """
+    return os.path.expanduser(os.fspath(path))
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or the list of entries of a directory, is on disk."""
     if path.is_dir() and os.name == "nt":

@@ -14,6 +14,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 
 ENCODING_FILE = "encoding.json"
 """Name of the file of a saved encoding, in its directory."""
@@ -57,7 +58,7 @@ def encoding_file(name: str) -> Path | None:
     Raises:
         RopeExtendError: the name is a path, and there is no such file.
     """
-    path = Path(name)
+    path = Path(expand_home(name))
     file = path if path.suffix == ".json" else path / ENCODING_FILE
     try:
         if file.is_file():

@@ -31,6 +31,7 @@ from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS
+from rope_extend.files import expand_home
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
 from rope_extend.models.families import adapter_for
@@ -79,7 +80,7 @@ def advise(
             name of a GPU, or a config that does not state the pretrained window.
         UnsupportedModelError: the model's family is not supported.
     """
-    name, target, device = str(model), parse_length(target_length), find_gpu(gpu or DEFAULT_GPU)
+    name, target, device = expand_home(model), parse_length(target_length), find_gpu(gpu or DEFAULT_GPU)
     if target < 2:
         raise RopeExtendError(f"target_length must be at least 2 tokens, got {target}; give one such as 32k")
     _check(engine, hours, device)

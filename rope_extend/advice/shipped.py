@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_text
+from rope_extend.files import expand_home, write_text
 
 FOLDER = Path(__file__).parent / "recipes"
 
@@ -69,9 +69,10 @@ def find_recipe(text: str) -> str:
 
     A file comes first, so a name never hides one.
     """
-    if not Path(text).exists() and text in shipped_names():
+    path = expand_home(text)
+    if not Path(path).exists() and text in shipped_names():
         return str(shipped_path(text))
-    return text
+    return path
 
 
 def copy_recipe(
@@ -93,7 +94,7 @@ def copy_recipe(
     if model is not None and not model.strip():
         raise RopeExtendError(f"model must be a hub id or a directory, got {model!r}")
     text = shipped_path(name).read_text(encoding="utf-8")
-    file = Path(output)
+    file = Path(expand_home(output))
     check_new(file, overwrite=overwrite)
     command = f"# rope-extend finetune {shlex.quote(str(file)) if str(file).isprintable() else 'FILE'}"
     text = text.replace(f"# rope-extend finetune {name}\n", f"{command}\n", 1)

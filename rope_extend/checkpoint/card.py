@@ -27,7 +27,7 @@ from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import sha256, write_text
+from rope_extend.files import expand_home, sha256, write_text
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.models.locating import GGUF
@@ -78,7 +78,7 @@ def model_card(
     Raises:
         RopeExtendError: the record is missing or damaged.
     """
-    directory = Path(directory)
+    directory = Path(expand_home(directory))
     record = read_record(directory)
     adapter = (directory / "adapter_config.json").exists()
     name = name or directory.resolve().name
@@ -118,7 +118,7 @@ def write_card(
     Raises:
         RopeExtendError: as `model_card`, or the file cannot be written.
     """
-    path = Path(directory) / CARD_NAME
+    path = Path(expand_home(directory)) / CARD_NAME
     picture = path.with_name(PICTURE_NAME)
     try:
         ours = is_our_card(path)

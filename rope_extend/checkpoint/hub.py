@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 from rope_extend.models.locating import ACCESS, check_checkpoint
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]
@@ -52,15 +53,16 @@ def local_directory(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    name = expand_home(name)
     try:
         if Path(name).exists():
             return Path(name)
         access = {key: options[key] for key in ACCESS if key in options}
-        check_checkpoint(str(name), **access)
-        return Path(snapshot_download(str(name), allow_patterns=HUB_FILES, **options))
+        check_checkpoint(name, **access)
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, **options))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         advice = f"Give {argument} a" if argument else "Give a"
         raise RopeExtendError(
-            f"cannot find the {kind} {str(name)!r}: {str(error).rstrip('.')}. {advice} hub id, or a "
+            f"cannot find the {kind} {name!r}: {str(error).rstrip('.')}. {advice} hub id, or a "
             "directory with a checkpoint"
         ) from error

@@ -26,6 +26,7 @@ from rope_extend.encodings import (
 )
 from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 from rope_extend.models.current_table import suggested_start, unapplied_record
 from rope_extend.models.families import adapter_for
 from rope_extend.models.frequency_tables import has_tables_of
@@ -164,7 +165,7 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         RopeExtendError: no such checkpoint, or its config does not state the window of pretraining.
     """
     if isinstance(model, str | PathLike):
-        model = _empty_model(str(model))
+        model = _empty_model(expand_home(model))
     base = unwrap(model)
     config, parameters = rotary_part(base.config)
     layer = layer_config(base.config)

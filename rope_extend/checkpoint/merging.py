@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,7 @@ from rope_extend.checkpoint.saving import stock_state
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.checkpoint.tied_weights import tied_names, untie, untie_changed
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_json
+from rope_extend.files import expand_home, write_json
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.parameters import LEARNED_FILE
@@ -118,11 +119,11 @@ def merge(
             or a different one; the adapter cannot be merged; a weight is not finite; or the output directory
             is in use, or is the adapter or the base model.
     """
-    adapter, output = local_directory(adapter), Path(output)
+    adapter, output = local_directory(adapter), Path(expand_home(output))
     limit = _shard_bytes(max_shard_size)
     record = checked_record(adapter, check_files=True)
     _adapter_config(adapter)
-    name = base_model or record.base_model
+    name = expand_home(base_model) if base_model else record.base_model
     if name is None:
         raise RopeExtendError(f"the record in {adapter} names no base model; give base_model=")
     if output.resolve() == adapter.resolve():
@@ -131,7 +132,7 @@ def merge(
     if (path := gguf_file(name)) is not None:
         raise RopeExtendError(
             f"the base model is a GGUF file, and a merge reads and writes checkpoints of transformers. Write "
-            f"one with {CONVERT} {path} --output DIRECTORY, and give it as base_model="
+            f"one with {CONVERT} {quote(str(path))} --output DIRECTORY, and give it as base_model="
         )
     with staged(output, overwrite=overwrite) as directory:
         files = local_directory(name, "base model", "base_model=")

@@ -16,6 +16,7 @@ from rope_extend.checkpoint.local_paths import private_fields
 from rope_extend.checkpoint.manifest import CONFIGS, RECORD_NAME, check_directory, weight_files
 from rope_extend.checkpoint.record import read_record
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def push_to_hub(
         RopeExtendError: the directory has no record or is damaged, a file names a local path as the base
             model, the repository is public and should be private, or the hub refuses or cannot be reached.
     """
-    directory = Path(directory)
+    directory = Path(expand_home(directory))
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs)
     for name, fields in private_fields(directory, ("adapter_config.json", RECORD_NAME)).items():

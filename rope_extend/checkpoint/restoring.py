@@ -29,6 +29,7 @@ from rope_extend.checkpoint.model_type import plain_config
 from rope_extend.checkpoint.peft_models import is_peft_model
 from rope_extend.checkpoint.record import Record, check_agreement, read_record
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 from rope_extend.models.loading import one_error, pretrained
 from rope_extend.models.parameters import is_learned, read_learned
 from rope_extend.models.stock_config import DUAL_CHUNK_KEY, dual_chunk_configs
@@ -71,7 +72,7 @@ def load(
             directory or not those that were saved; or the base model is missing or a different one.
     """
     _refuse_options(from_pretrained_options)
-    name = directory
+    name = expand_home(directory)
     directory = local_directory(name, **hub_options(from_pretrained_options))
     if directory != Path(name):
         from_pretrained_options.pop("revision", None)
@@ -86,7 +87,7 @@ def load(
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
             apply_record(model, record, directory)
         return model
-    base_model = base_model or record.base_model
+    base_model = expand_home(base_model) if base_model else record.base_model
     if base_model is None:
         raise RopeExtendError(f"the record in {directory} names no base model; give base_model=")
     hint = f". {directory / RECORD_NAME} names this base model; give base_model= if it has moved"
@@ -279,7 +280,7 @@ def _check_base(model: nn.Module, directory: Path, record: Record, config: Any, 
         token_layers=token_layers_of(base, config),
         trained_on=record.base_model,
         base=base.config.name_or_path or "a model made in memory",
-        advice=f"{hint}; load the former, or give check_base=False to use this one anyway",
+        advice=f"{hint}; load the former (rope_extend.load documents how to use this one anyway)",
     )
 
 

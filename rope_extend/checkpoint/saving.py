@@ -22,6 +22,7 @@ from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.staging import refuse_base_model, staged
 from rope_extend.checkpoint.tied_weights import config_as_loaded
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 from rope_extend.models.parameters import is_learned, learned_parameters, write_learned
 from rope_extend.models.view import unwrap
 
@@ -63,7 +64,7 @@ def save(
             adapter, or cannot be written to; the disk is full; or a weight is not finite.
     """
     record = record or Record.of(model, base_model)
-    target = Path(directory)
+    target = Path(expand_home(directory))
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     if options and is_peft_model(model):
         raise RopeExtendError("max_shard_size is for full checkpoints; an adapter is one file")
@@ -106,7 +107,7 @@ def record_encoding(
     Raises:
         RopeExtendError: the model is not patched, or the directory cannot be read or written.
     """
-    directory = _written_directory(Path(directory), model)
+    directory = _written_directory(Path(expand_home(directory)), model)
     record = complete(directory, model, base_model=base_model, guard=guard)
     if is_peft_model(model):
         warn_of_local_paths(directory)

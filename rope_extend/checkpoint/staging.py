@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from rope_extend.checkpoint.card_mark import CARD_NAME, is_our_card
 from rope_extend.checkpoint.manifest import RECORD_NAME, is_weight_file
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import flush
+from rope_extend.files import expand_home, flush
 
 try:
     import fcntl
@@ -90,7 +90,7 @@ def refuse_base_model(target: Path, base_model: str | None) -> None:
     """
     if not base_model:  # transformers names a model that was made from its config ""
         return
-    base = Path(base_model).expanduser()
+    base = Path(expand_home(base_model))
     with suppress(OSError):  # there is no such directory
         for place in (base.parent, base.resolve().parent) if base.is_file() else (base,):
             if os.path.samefile(place, target):

@@ -26,7 +26,7 @@ from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import Record, checkpoint_versions, read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import sha256, write_json
+from rope_extend.files import expand_home, sha256, write_json
 from rope_extend.models.loading import empty_model
 from rope_extend.models.view import unwrap
 from rope_extend.patching import current_patch, patch_model
@@ -127,7 +127,7 @@ def verify(
             or the other process cannot be run. Wrong logits are a verdict, not an error: see
             `Verification.check`.
     """
-    directory = Path(directory)
+    directory = Path(expand_home(directory))
     record = read_record(directory)
     if not tolerance > 0 or (length is not None and length < 1):
         raise RopeExtendError(f"verify: tolerance ({tolerance}) and length ({length}) must be above 0")

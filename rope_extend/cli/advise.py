@@ -9,7 +9,7 @@ from pathlib import Path
 from rope_extend.advice.gpus import find_gpu
 from rope_extend.advice.shipped import check_new, write_recipe
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.cli.arguments import argument, checkpoint, export_target, length
+from rope_extend.cli.arguments import argument, checkpoint, export_target, length, path
 from rope_extend.cli.flags import in_flags
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
@@ -62,7 +62,7 @@ def advise_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trained-length", type=length, metavar="N", help="original context window, if config.json is wrong"
     )
-    parser.add_argument("--output", metavar="FILE", help="write the recipe to this file")
+    parser.add_argument("--output", type=path, metavar="FILE", help="write the recipe to this file")
     parser.add_argument("--overwrite", action="store_true", help="replace that file")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

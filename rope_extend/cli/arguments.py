@@ -10,6 +10,7 @@ from typing import TypeVar
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.config import items
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 from rope_extend.method_names import check_method_name
 from rope_extend.models.locating import check_path
 from rope_extend.units import memory_size, parse_length
@@ -28,6 +29,11 @@ def argument(parse: Callable[[str], Value]) -> Callable[[str], Value]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parsed
+
+
+def path(text: str) -> str:
+    """The path of a file or a directory, which need not exist."""
+    return expand_home(text)
 
 
 @argument
@@ -61,8 +67,9 @@ def methods(text: str) -> list[str]:
 @argument
 def checkpoint(text: str) -> str:
     """A directory that exists, or a hub id."""
-    check_path(text)
-    return text
+    name = expand_home(text)
+    check_path(name)
+    return name
 
 
 @argument

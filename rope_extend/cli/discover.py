@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from rope_extend.cli.arguments import checkpoint, length
+from rope_extend.cli.arguments import checkpoint, length, path
 from rope_extend.cli.arguments import methods as method_list
 from rope_extend.models.locating import check_checkpoint
 
@@ -203,6 +203,7 @@ def demo_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `demo`."""
     parser.add_argument(
         "--output",
+        type=path,
         default="demo-output",
         metavar="DIR",
         help="directory of the results (default: demo-output)",

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rope_extend.cli.arguments import length, methods
+from rope_extend.cli.arguments import length, methods, path
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import check_creatable
 
@@ -29,8 +29,12 @@ def plot_arguments(parser: argparse.ArgumentParser) -> None:
         ("frequencies", "model", "wavelengths of each method, for a checkpoint"),
     ):
         command = kinds.add_parser(kind, help=text, description=text.capitalize() + ".")
-        command.add_argument(source, nargs="+" if source == "results" else None, help=sources[source])
-        command.add_argument("--output", required=True, metavar="FILE", help="picture: .png, .svg or .pdf")
+        command.add_argument(
+            source, type=path, nargs="+" if source == "results" else None, help=sources[source]
+        )
+        command.add_argument(
+            "--output", type=path, required=True, metavar="FILE", help="picture: .png, .svg or .pdf"
+        )
         command.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
         command.add_argument("--title", help="heading of the picture")
         if kind in ("accuracy", "heat-map"):
@@ -50,7 +54,9 @@ def plot_arguments(parser: argparse.ArgumentParser) -> None:
             )  # fmt: skip
     text = "pictures of each kind of encoding, in a directory; needs no model"
     gallery = kinds.add_parser("encodings", help=text, description=text.capitalize() + ".")
-    gallery.add_argument("--output", required=True, metavar="DIR", help="directory of the pictures")
+    gallery.add_argument(
+        "--output", type=path, required=True, metavar="DIR", help="directory of the pictures"
+    )
     gallery.add_argument("--overwrite", action="store_true", help="replace pictures that exist")
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rope_extend.cli.arguments import checkpoint, length, one_method
+from rope_extend.cli.arguments import checkpoint, length, one_method, path
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.load_choices import ATTENTION, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_checkpoint
@@ -17,7 +17,7 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", type=checkpoint, help="a run of finetune, a checkpoint's directory, or a hub id"
     )
-    parser.add_argument("--file", required=True, metavar="FILE", help="long text, in UTF-8")
+    parser.add_argument("--file", type=path, required=True, metavar="FILE", help="long text, in UTF-8")
     parser.add_argument(
         "--ask", metavar="QUESTION", help="question after the text (default: continue the text)"
     )

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from rope_extend.cli.arguments import path
 from rope_extend.cli.config_arguments import add_fields, add_model_or_config, config_of
 from rope_extend.config import flag_values
 from rope_extend.errors import RopeExtendError
@@ -116,6 +117,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `compare`."""
     parser.add_argument(
         "runs",
+        type=path,
         nargs=2,
         metavar="RUN",
         help="directories of evaluate or of retrieve; the same one twice compares its rows, with --row",
@@ -125,7 +127,9 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="row to compare: once for both runs, or twice, for the first and the second run (default: all "
         "labels that both runs have)",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", help="directory for comparison.md and the pictures")
+    parser.add_argument(
+        "--output", type=path, metavar="DIR", help="directory for comparison.md and the pictures"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a comparison in that directory")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 
 from rope_extend.advice.shipped import copy_recipe, shipped_path, shipped_recipes
-from rope_extend.cli.arguments import argument
+from rope_extend.cli.arguments import argument, path
 from rope_extend.errors import RopeExtendError
 
 
@@ -28,9 +28,12 @@ def recipes_arguments(parser: argparse.ArgumentParser) -> None:
         help="list (default), show or copy",
     )
     parser.add_argument("name", nargs="?", type=recipe_name, help="recipe to show or copy")
-    parser.add_argument("--output", metavar="FILE", help="file of the copy (default: NAME.yaml)")
+    parser.add_argument("--output", type=path, metavar="FILE", help="file of the copy (default: NAME.yaml)")
     parser.add_argument(
-        "--model", metavar="NAME", help="another model of the same family, such as the Instruct version"
+        "--model",
+        type=path,
+        metavar="NAME",
+        help="another model of the same family, such as the Instruct version",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace that file")
     parser.add_argument("--json", action="store_true", help="print the list as JSON")

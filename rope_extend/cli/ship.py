@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.cli.arguments import checkpoint, export_target, length, size
+from rope_extend.cli.arguments import checkpoint, export_target, length, path, size
 from rope_extend.errors import RopeExtendError
 
 _BASE_MODEL = "base model of the adapter (default: the one in rope_extend.json)"
@@ -20,7 +20,9 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "adapter", type=checkpoint, help="directory or hub id of a LoRA adapter with its rope_extend.json"
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="directory of the merged checkpoint")
+    parser.add_argument(
+        "--output", type=path, required=True, metavar="DIR", help="directory of the merged checkpoint"
+    )
     parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=_BASE_MODEL)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"),
@@ -65,7 +67,9 @@ def merge(arguments: argparse.Namespace) -> None:
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `convert`."""
     parser.add_argument("model", type=checkpoint, help="a GGUF file, or a directory with one")
-    parser.add_argument("--output", required=True, metavar="DIR", help="directory of the checkpoint")
+    parser.add_argument(
+        "--output", type=path, required=True, metavar="DIR", help="directory of the checkpoint"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
         help="dtype of the weights (default: float32, which holds the dequantised values exactly)",
@@ -152,7 +156,9 @@ def card_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", type=checkpoint, help="an adapter or a full checkpoint, with its rope_extend.json"
     )
-    parser.add_argument("--results", metavar="FILE", help="results.jsonl of an evaluation, or its directory")
+    parser.add_argument(
+        "--results", type=path, metavar="FILE", help="results.jsonl of an evaluation, or its directory"
+    )
     parser.add_argument("--data", action="append", metavar="SOURCE", help="training data to name on the card")
     parser.add_argument("--name", help="name in the card's code, such as the hub id")
 
@@ -221,9 +227,12 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", type=export_target, default="transformers", metavar="TARGET",
         help=f"{', '.join(TARGETS)} (default: transformers)",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", help="directory of the export")
+    parser.add_argument("--output", type=path, metavar="DIR", help="directory of the export")
     parser.add_argument(
-        "--gguf", metavar="FILE", help="for llama.cpp: the weights, converted by its convert_hf_to_gguf.py"
+        "--gguf",
+        type=path,
+        metavar="FILE",
+        help="for llama.cpp: the weights, converted by its convert_hf_to_gguf.py",
     )
     parser.add_argument(
         "--target-version", metavar="VERSION",

@@ -6,7 +6,7 @@ import argparse
 import json
 
 from rope_extend.advice.shipped import find_recipe
-from rope_extend.cli.arguments import size
+from rope_extend.cli.arguments import path, size
 from rope_extend.errors import RopeExtendError
 from rope_extend.training.recipe import add_recipe_arguments, recipe_from_arguments
 
@@ -20,7 +20,9 @@ def finetune_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="resume from the newest intact checkpoint in the output directory",
     )
-    existing.add_argument("--resume-from", metavar="CHECKPOINT", help="resume from this checkpoint")
+    existing.add_argument(
+        "--resume-from", type=path, metavar="CHECKPOINT", help="resume from this checkpoint"
+    )
     existing.add_argument("--overwrite", action="store_true", help="replace a run in the output directory")
     parser.add_argument(
         "--plan", action="store_true",

@@ -16,6 +16,8 @@ from rope_extend.config import (
     FLAG,
     LENGTH,
     LENGTHS,
+    MODEL,
+    PATH,
     POSITIVE_COUNT,
     SOURCES,
     TEXT,
@@ -54,7 +56,7 @@ def _names(value: Any) -> tuple[str, ...]:
     """Names or paths, each once; an empty list is allowed, and text is split at commas."""
     if isinstance(value, list | tuple) and not value:
         return ()
-    return tuple(dict.fromkeys(TEXT.parse(item) for item in items(value)))
+    return tuple(dict.fromkeys(PATH.parse(item) for item in items(value)))
 
 
 def _device_map(value: Any) -> str | dict[str, Any]:
@@ -92,7 +94,7 @@ class ModelConfig(Config):
             to compare.
     """
 
-    model: Annotated[str, TEXT, "directory or hub id of the checkpoint"]
+    model: Annotated[str, MODEL, "directory or hub id of the checkpoint"]
     adapters: Annotated[tuple[str, ...], _NAMES, "directories of adapters of this model, one row each"] = ()
     methods: Annotated[
         tuple[str, ...] | None,
@@ -110,7 +112,7 @@ class ModelConfig(Config):
         _REPEATED_SOURCES,
         "long documents: a directory, glob, file or hub id; may be given several times",
     ] = None
-    output: Annotated[str | None, optional(TEXT), "directory of the report"] = None
+    output: Annotated[str | None, optional(PATH), "directory of the report"] = None
     trained_length: Annotated[
         int | None, optional(LENGTH), "pretrained window in tokens, if the config has none or a wrong one"
     ] = None

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home
 
 GGUF = ".gguf"
 """The suffix of a model in one file of llama.cpp's."""
@@ -22,7 +23,7 @@ def check_path(name: str) -> None:
     Raises:
         RopeExtendError: there is no such file or directory; the message names the nearest.
     """
-    if is_path(name) and not Path(name).expanduser().exists():
+    if is_path(name) and not Path(expand_home(name)).exists():
         what = "file" if name.endswith(GGUF) else "directory"
         raise RopeExtendError(f"no such {what}: {name!r} (seen from {Path.cwd()}).{_nearest(name)}")
 
@@ -55,7 +56,7 @@ def check_checkpoint(
         RopeExtendError: the name leads to no checkpoint.
     """
     check_path(name)
-    if Path(name).expanduser().exists():
+    if Path(expand_home(name)).exists():
         return
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError
@@ -84,7 +85,7 @@ def check_checkpoint(
 
 def _nearest(name: str) -> str:
     """A hint at the most similar name in the same directory; empty if there is none."""
-    path = Path(name).expanduser()
+    path = Path(expand_home(name))
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix == GGUF]
     except OSError:

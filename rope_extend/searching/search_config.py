@@ -14,6 +14,8 @@ from rope_extend.config import (
     FLAG,
     LENGTH,
     LENGTHS,
+    MODEL,
+    PATH,
     POSITIVE_COUNT,
     SOURCES,
     TEXT,
@@ -72,14 +74,14 @@ class SearchConfig(Config):
             other.
     """
 
-    model: Annotated[str, TEXT, "directory or hub id of the checkpoint"]
+    model: Annotated[str, MODEL, "directory or hub id of the checkpoint"]
     target_length: Annotated[int, LENGTH, "the context window to reach, in tokens"]
     data: Annotated[
         str | tuple[str, ...] | None,
         optional(SOURCES._replace(repeated=True)),
         "long documents: a directory, glob, file or hub id; may be given several times",
     ] = None
-    output: Annotated[str | None, optional(TEXT), "directory of the search: its log, and the encoding"] = None
+    output: Annotated[str | None, optional(PATH), "directory of the search: its log, and the encoding"] = None
     strategy: Annotated[str, choice(*STRATEGIES), "how candidates are chosen"] = RACE
     documents: Annotated[int, POSITIVE_COUNT, "documents to search on, each of target_length tokens"] = 5
     holdout: Annotated[

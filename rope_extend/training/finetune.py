@@ -36,7 +36,7 @@ from rope_extend.data.packing import check_packing
 from rope_extend.data.sampled_positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import was_begun, write_text
+from rope_extend.files import expand_home, was_begun, write_text
 from rope_extend.loss import causal_lm
 from rope_extend.memory.segments import expand_segments
 from rope_extend.models.families import adapter_for
@@ -395,7 +395,7 @@ def _starting_point(
             )
         return None
     if resume is not True:
-        checkpoint = Path(resume)
+        checkpoint = Path(expand_home(resume))
         if present and checkpoint.resolve().parent.parent != directory.resolve():
             raise RopeExtendError(
                 f"{directory} already holds a run ({present[0]}), and {checkpoint} belongs to another; "

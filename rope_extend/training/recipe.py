@@ -18,7 +18,9 @@ from rope_extend.config import (
     FLAG,
     LENGTH,
     LENGTHS,
+    MODEL,
     PARAMETERS,
+    PATH,
     POSITIVE_COUNT,
     SOURCES,
     TEXT,
@@ -146,11 +148,11 @@ class Recipe(Config):
         "publishing": ("push_to_hub", "hub_model_id", "hub_private_repo"),
     }  # fmt: skip
 
-    model: Annotated[str, TEXT, "pretrained model: a local directory or a hub id"]
+    model: Annotated[str, MODEL, "pretrained model: a local directory or a hub id"]
     data: Annotated[
         str | tuple[str, ...], SOURCES, "long documents: a directory, glob, file, hub id, or a list of these"
     ]
-    output_dir: Annotated[str, TEXT, "directory of the run: adapter, record, recipe, metrics, checkpoints"]
+    output_dir: Annotated[str, PATH, "directory of the run: adapter, record, recipe, metrics, checkpoints"]
     target_length: Annotated[
         int, LENGTH, "the context window to reach, in tokens; the method's factor follows from it"
     ]

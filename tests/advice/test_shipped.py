@@ -11,6 +11,7 @@ from known_models import write_config
 import rope_extend as rx
 from rope_extend.advice.shipped import copy_recipe, find_recipe, shipped_names, shipped_path, shipped_recipes
 from rope_extend.cli.main import main
+from rope_extend.files import expand_home
 from rope_extend.training.finetune import plan
 from rope_extend.training.recipe import Recipe
 
@@ -125,7 +126,7 @@ def test_the_comments_of_a_copy_name_the_copy_and_the_model_that_they_are_about(
 )
 def test_any_name_of_a_model_is_quoted_as_needed(model: str, tmp_path: Path) -> None:
     file = copy_recipe("phi2_3b_16k_yarn", tmp_path / "line\nbreak.yaml", model=model)
-    assert Recipe.from_yaml(file).model == model
+    assert Recipe.from_yaml(file).model == expand_home(model)
 
 
 def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ from rope_extend.checkpoint.staging import CHAT_TEMPLATES, refuse_base_model, st
 from rope_extend.checkpoint.verifying import verify as verify_checkpoint
 from rope_extend.encodings import DualChunk, RopeEncoding, encoding
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_json
+from rope_extend.files import expand_home, write_json
 from rope_extend.models.families import adapter_for
 from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
 from rope_extend.models.loading import empty_model, one_error, pretrained
@@ -111,7 +111,8 @@ def export(
         RopeExtendError: the target does not support the encoding, with the reason; the model is not patched;
             the directory is not a checkpoint or is damaged; the output is in use; or the logits differ.
     """
-    target = Path(output)
+    target = Path(expand_home(output))
+    gguf = None if gguf is None else expand_home(gguf)
     if not isinstance(model, nn.Module):
         source = local_directory(model)
         record = checked_record(source, check_files=True)

@@ -1,0 +1,121 @@
+"""A leading `~` is the home directory wherever a path is given, also where no shell has expanded it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import TARGET, llama
+from gguf_writer import converted
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import rope_extend as rx
+from rope_extend.checkpoint.card import write_card
+from rope_extend.cli.arguments import size
+from rope_extend.cli.main import COMMANDS, command_parser
+from rope_extend.config import SOURCES, Config, field_hints
+from rope_extend.data.sources import source_files
+from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
+from rope_extend.method_names import ENCODING_FILE, check_method_name, encoding_file
+from rope_extend.searching.search_config import SearchConfig
+from rope_extend.study.study_config import StudyConfig
+from rope_extend.training.recipe import Recipe
+
+SETTINGS: tuple[type[Config], ...] = (Recipe, EvaluationConfig, RetrievalConfig, SearchConfig, StudyConfig)
+NAMES_A_PATH = re.compile(r"director(y|ies)\b|\bfile\b|\bpath\b|\bFILE\b|\bDIR\b|\bPATH\b|base model")
+IN_SETTINGS = ("model_or_config", "adapter_paths")
+"""Arguments whose values are read as those of the settings' fields."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home directory with an entry `x`, and another directory to work in."""
+    for name in ("home", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "home" / "x").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return tmp_path / "home"
+
+
+def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from actions(below)
+        elif action.nargs != 0:
+            yield action
+
+
+def test_every_argument_that_is_a_path_expands_it(home: Path) -> None:
+    fields = {name for cls in SETTINGS for name in field_hints(cls)}
+    seen = set()
+    for command in COMMANDS:
+        for action in actions(command_parser(command)):
+            plain = action.dest not in IN_SETTINGS and not (action.type is None and action.dest in fields)
+            if action.type is size or action.dest == "data":  # texts are expanded when they are read
+                continue
+            if plain and NAMES_A_PATH.search(f"{action.help} {action.metavar}"):
+                assert callable(action.type), (command, action.dest)
+                assert action.type("~/x") == str(home / "x"), (command, action.dest)
+                seen.add((command, action.dest))
+    assert {("merge", "output"), ("export", "gguf"), ("finetune", "config"), ("info", "model")} <= seen
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_every_setting_that_is_a_path_expands_it(settings: type[Config], home: Path) -> None:
+    seen = set()
+    for name, (kind, text) in field_hints(settings).items():
+        if NAMES_A_PATH.search(text) and not kind.expected.startswith(SOURCES.expected):
+            assert kind.parse("~/x") in (str(home / "x"), (str(home / "x"),)), name
+            seen.add(name)
+    assert "model" in seen
+    assert {"output", "output_dir"} & seen
+
+
+def test_settings_and_texts_are_read_from_there(home: Path) -> None:
+    (home / "recipe.yaml").write_text(
+        "model: ~/base\ndata: ~/*.txt\ntarget_length: 64\noutput_dir: ~/run\nmethod: yarn\n"
+    )
+    (home / "a.txt").write_text("a text")
+    recipe = Recipe.from_yaml("~/recipe.yaml")
+    assert (recipe.model, recipe.output_dir) == (str(home / "base"), str(home / "run"))
+    assert list(source_files(recipe.data).values()) == [home / "a.txt"]
+
+
+def test_a_saved_encoding_is_found_there(home: Path) -> None:
+    (home / "x" / ENCODING_FILE).write_text("{}")
+    assert encoding_file("~/x") == home / "x" / ENCODING_FILE
+    check_method_name("resonance(~/x)")
+
+
+def test_functions_write_and_read_there(home: Path) -> None:
+    llama().save_pretrained(home / "base")
+    model: Any = AutoModelForCausalLM.from_pretrained(home / "base")
+    rx.extend(model, TARGET, "yarn")
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = get_peft_model(model, lora).eval()
+    assert rx.save(wrapped, "~/run") == home / "run"
+    wrapped.save_pretrained(home / "ours")
+    rx.record_encoding("~/ours", wrapped)
+    assert rx.merge("~/run", "~/merged", base_model="~/base") == home / "merged"
+    assert rx.export("~/merged", "~/exported", verify=False) == home / "exported"
+    converted(llama(), home / "model.gguf")
+    rx.export("~/merged", "~/files", "llama.cpp", gguf="~/model.gguf", verify=False)
+    write_card("~/run")
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        expected = wrapped(ids).logits
+        for name in ("run", "ours"):
+            assert torch.equal(rx.load(f"~/{name}", base_model="~/base")(ids).logits, expected)
+    assert rx.info("~/run").encoding == rx.info("~/merged").encoding
+    made = {"base", "run", "ours", "merged", "exported", "files"}
+    assert {path.name for path in home.iterdir()} == {*made, "x", "model.gguf"}
+    assert not any(Path().iterdir())
