@@ -39,11 +39,10 @@ from rope_extend.evaluation.work_plan import (
     PROMPTS,
     SAMPLES,
     asked_for,
-    begun,
+    decided_extent,
     evaluation_costs,
     finished_rows,
     passkey_lengths,
-    read_extent,
     whole_extent,
     write_extent,
 )
@@ -174,15 +173,13 @@ def plan_work(config: EvaluationConfig, *, resume: bool = False) -> tuple[Forwar
     if plan is None:
         return None, ""
     extent = whole_extent(config, candidates, config.max_documents or 1)
-    finished = []
-    if resume and config.output is not None:
-        finished = finished_rows(Path(config.output) / UNFINISHED, config, candidates, extent)
+    directory = Path(config.output) / UNFINISHED if resume and config.output else None
+    finished = finished_rows(directory, config, candidates, extent) if directory else []
     costs = evaluation_costs(config, candidates, plan, lengths, None, finished)
-    if config.budget is None:
-        return plan, costs.text(extent)
-    smaller, missing = costs.within(extent, config.budget)
+    decided = decided_extent(config, candidates, costs, extent, directory)
+    missing = costs.left_out(extent, decided)
     said = "".join(f"\nleft out, because of the budget: {each}" for each in missing)
-    return plan, costs.text(smaller) + said
+    return plan, costs.text(decided) + said
 
 
 def plan_evaluation(
@@ -284,17 +281,14 @@ class _Evaluation:
             raise RopeExtendError(f"budget needs an estimate of the time, but {reason}; leave budget out")
         if self.plan is None:
             return
-        longest, whole, kept, finished = max(map(len, self.documents)), self.extent, None, []
-        if resume and self.finished:
-            finished = finished_rows(self.finished, config, self.candidates, whole)
-            kept = read_extent(self.finished, self.asked)
+        longest, whole = max(map(len, self.documents)), self.extent
+        directory = self.finished if resume else None
+        finished = finished_rows(directory, config, self.candidates, whole) if directory else []
         costs = evaluation_costs(config, self.candidates, self.plan, self.lengths, longest, finished)
-        if config.budget is not None:
-            decided = kept or costs.within(whole, config.budget)[0]
-            self.extent = begun(decided, costs.finished.least)
-            self.left_out = costs.left_out(whole, self.extent)
-            for said in self.left_out:
-                logger.warning("left out, because of the budget: %s", said)
+        self.extent = decided_extent(config, self.candidates, costs, whole, directory)
+        self.left_out = costs.left_out(whole, self.extent)
+        for said in self.left_out:
+            logger.warning("left out, because of the budget: %s", said)
         logger.info("%s", costs.text(self.extent))
         self.clock = Clock(costs.pieces(self.extent))
 

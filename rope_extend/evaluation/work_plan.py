@@ -392,16 +392,6 @@ def seconds_of_window(plan: ForwardPlan, tokens: int) -> float:
     return nearest.seconds * tokens / nearest.length
 
 
-def begun(extent: Extent, least: Extent) -> Extent:
-    """An extent with all that is finished already."""
-    return replace(
-        extent,
-        documents=max(extent.documents, least.documents),
-        cropped=extent.cropped or least.cropped,
-        trials=max(extent.trials, least.trials),
-    )
-
-
 def asked_for(config: EvaluationConfig, candidates: Candidates, whole: Extent) -> dict[str, Any]:
     """What the extent of an evaluation with a budget depends on, as plain values.
 
@@ -415,6 +405,35 @@ def asked_for(config: EvaluationConfig, candidates: Candidates, whole: Extent) -
     passkeys = list(passkey_lengths(config, candidates))
     rows = {"methods": [*candidates.encodings], "adapters": [*candidates.records]}
     return {"budget": config.budget, "passkey_lengths": passkeys, **rows, **asdict(whole)}
+
+
+def decided_extent(
+    config: EvaluationConfig, candidates: Candidates, costs: Costs, whole: Extent, directory: Path | None
+) -> Extent:
+    """What an evaluation measures: all of it, or what its budget allows.
+
+    An interrupted evaluation measures what was decided when it began, and all of which a part is finished.
+
+    Args:
+        config: its settings.
+        candidates: its rows.
+        costs: the estimated time of its parts.
+        whole: its extent without a budget.
+        directory: that of the finished documents of the interrupted one; None if nothing is resumed.
+
+    Raises:
+        RopeExtendError: the budget is too short, or the file in the directory is damaged.
+    """
+    if config.budget is None:
+        return whole
+    kept = read_extent(directory, asked_for(config, candidates, whole)) if directory else None
+    decided, least = kept or costs.within(whole, config.budget)[0], costs.finished.least
+    return replace(
+        decided,
+        documents=max(decided.documents, least.documents),
+        cropped=decided.cropped or least.cropped,
+        trials=max(decided.trials, least.trials),
+    )
 
 
 def write_extent(directory: Path, extent: Extent, asked: Mapping[str, Any]) -> None:

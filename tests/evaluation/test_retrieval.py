@@ -196,6 +196,17 @@ def test_an_interrupted_run_resumes_with_the_same_result(tmp_path: Path) -> None
     assert last.rows == 12
 
 
+def test_trials_of_a_file_of_one_row_are_found_under_any_label(tmp_path: Path) -> None:
+    trial = Trial("passkey", 512, 0.5, 0, 100, ("12345",), "12345", 1.0)
+    key, file = ("passkey", 512, 0.5, 0), tmp_path / "log"
+    TrialLog(file, "none + LoRA").append([trial], {key: {"weights": "w"}})
+    assert TrialLog(file, "none + LoRA (a)").read({key: {"weights": "w"}}) == {}
+    alone = TrialLog(file, "none + LoRA (a)", alone=True)
+    assert alone.read({key: {"weights": "w"}}) == {key: trial}
+    with pytest.raises(RopeExtendError, match="differ in weights"):
+        alone.read({key: {"weights": "v"}})
+
+
 def test_a_log_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log").write_text('{"label": "model"}\n')
     with pytest.raises(RopeExtendError, match=r"line 1 of .* is not a trial"):

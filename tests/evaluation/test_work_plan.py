@@ -28,7 +28,7 @@ from rope_extend.evaluation.work_plan import (
     Extent,
     Finished,
     asked_for,
-    begun,
+    decided_extent,
     default_trials,
     read_extent,
     whole_extent,
@@ -115,7 +115,18 @@ def test_what_is_finished_costs_nothing_and_is_never_left_out() -> None:
         RopeExtendError, match=r"35 s is too short to complete what .*: 3 rows on the 3 documents that were"
     ):
         costs.within(WHOLE, 35)
-    assert begun(Extent(2, False, 0, 1), least) == Extent(3, True, 1, 1)
+
+
+def test_what_was_decided_grows_by_what_is_finished(work: Path, tmp_path: Path) -> None:
+    """Begun with a budget, continued without it, and resumed with it again."""
+    config = EvaluationConfig(model=str(work / "model"), methods=("none",), lengths=(64,), budget=9)
+    candidates = Candidates.of(config)
+    write_extent(tmp_path, Extent(2, False, 0, 1), asked_for(config, candidates, WHOLE))
+    costs = replace(COSTS, finished=Finished(least=Extent(3, True, 1)))
+    assert decided_extent(config, candidates, costs, WHOLE, tmp_path) == Extent(3, True, 1, 1)
+    without = replace(config, budget=None)
+    assert decided_extent(without, candidates, costs, WHOLE, tmp_path) == WHOLE
+    assert decided_extent(replace(config, budget=152), candidates, COSTS, WHOLE, None) == Extent(4, True, 0)
 
 
 def test_an_extent_is_kept_for_the_same_question(work: Path, tmp_path: Path) -> None:
