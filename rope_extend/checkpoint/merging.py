@@ -50,6 +50,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import empty_model, one_error, pretrained
+from rope_extend.models.locating import GGUF
 from rope_extend.models.parameters import LEARNED_FILE
 from rope_extend.units import memory_size
 
@@ -131,8 +132,8 @@ def merge(
     refuse_base_model(output, name)
     if (path := gguf_file(name)) is not None:
         raise RopeExtendError(
-            f"the base model is a GGUF file, and a merge reads and writes checkpoints of transformers. Write "
-            f"one with {CONVERT} {quote(str(path))} --output DIRECTORY, and give it as base_model="
+            "the base model is a GGUF file, and a merge reads and writes checkpoints of transformers. "
+            f"{_how_to_convert(str(path))}"
         )
     with staged(output, overwrite=overwrite) as directory:
         files = local_directory(name, "base model", "base_model=")
@@ -159,6 +160,11 @@ def merge(
         seal(directory, Record.of(base, name))
     add_card(output, trained_in=adapter)
     return output
+
+
+def _how_to_convert(file: str) -> str:
+    """What to do if the base model is a GGUF file."""
+    return f"Write one with {CONVERT} {quote(file)} --output DIRECTORY, and give it as base_model="
 
 
 def _stored_tensors(directory: Path) -> dict[str, _StoredTensor]:
@@ -404,6 +410,9 @@ def _check_base(
         warn_unchecked(f"the model is stored in {other.pop()}")
         return
     rounded = ", or the same rounded to float16" if torch.float16 in dtypes else ""
+    advice = "; give the former as base_model="
+    if record.base_model is not None and record.base_model.lower().endswith(GGUF):
+        advice = f". A merge needs a checkpoint of the former. {_how_to_convert(record.base_model)}"
     check_base_fingerprint(
         ((name, _read(x.file, key_of[name])) for name, x in zip(names, tensors, strict=True)),
         record.base_fingerprint,
@@ -411,7 +420,7 @@ def _check_base(
         token_layers=token_layers_of(base, _adapter_config(adapter)),
         trained_on=record.base_model,
         base=str(tensors[0].file.parent),
-        advice=f"{rounded}; give the former as base_model=",
+        advice=rounded + advice,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from shlex import quote
 from typing import Any
 
 from rope_extend.cli.arguments import checkpoint, length, path
@@ -193,7 +194,7 @@ def info(arguments: argparse.Namespace) -> None:
             f"{effect.unseen:>6.2f}  {effect.attention_factor:>9.3f}  {effect.native or 'no'}"
         )
     print(
-        f"\nUse yarn: rope-extend finetune --model {arguments.model} --method yarn "
+        f"\nUse yarn: rope-extend finetune --model {quote(arguments.model)} --method yarn "
         f"--target-length {format_length(target)} ...\n"
         "Without fine-tuning, dynamic_yarn leaves texts within the trained window unchanged."
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from shlex import quote
 
 from rope_extend.advice.shipped import copy_recipe, shipped_path, shipped_recipes
 from rope_extend.cli.arguments import argument, path
@@ -59,7 +60,7 @@ def recipes(arguments: argparse.Namespace) -> None:
             overwrite=arguments.overwrite,
         )  # fmt: skip
         print("written:", file)
-        print(f"will it fit: rope-extend finetune {file} --plan --limit-memory 24GB")
+        print(f"will it fit: rope-extend finetune {quote(str(file))} --plan --limit-memory 24GB")
         return
     for flag in ("output", "model", "overwrite"):
         if getattr(arguments, flag) not in (None, False):

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -61,7 +62,7 @@ def merge(arguments: argparse.Namespace) -> None:
         in_memory=arguments.in_memory, guard=not arguments.no_guard,
     )  # fmt: skip
     print("written:", path)
-    print(f"verify it: rope-extend verify {path}")
+    print(f"verify it: rope-extend verify {quote(str(path))}")
 
 
 def convert_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from shlex import quote
 
 from rope_extend.advice.shipped import find_recipe
 from rope_extend.cli.arguments import path, size
@@ -61,4 +62,5 @@ def finetune(arguments: argparse.Namespace) -> None:
     print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.0f} s: {result.output_dir}")
     if result.skipped:
         print(f"{result.skipped} steps were skipped, because the loss or gradient was not finite")
-    print(f"evaluate it: rope-extend evaluate {recipe.model} {result.output_dir} --data ...")
+    trained = f"{quote(recipe.model)} {quote(str(result.output_dir))}"
+    print(f"evaluate it: rope-extend evaluate {trained} --data ...")

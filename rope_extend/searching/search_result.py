@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rope_extend.encodings import LongRoPE, RopeShape
@@ -141,8 +142,8 @@ class SearchResult:
 `{ENCODING_FILE}` holds the encoding: {resolved}. Use this directory as a method:
 
 ```
-rope-extend evaluate {config.model} --methods DIRECTORY --lengths {target} --data ... --output report
-rope-extend finetune --model {config.model} --method DIRECTORY --target-length {target} ...
+rope-extend evaluate {quote(config.model)} --methods DIRECTORY --lengths {target} --data ... --output report
+rope-extend finetune --model {quote(config.model)} --method DIRECTORY --target-length {target} ...
 ```
 
 In Python: `rope_extend.extend(model, "{target}", "DIRECTORY")`, or `rope_extend.encoding("DIRECTORY")`.

@@ -6,6 +6,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,36 @@ def test_what_no_engine_computes_is_loaded_here(run: Path) -> None:
         extension = Extension("model.gguf", "llama", encoding, SHAPE, TARGET, "dynamic_yarn", trained)
         steps = serving(extension, "transformers").steps
         assert_same_but_rounding(logits(performed(steps).float()), logits(expected))
+
+
+def test_a_merge_says_how_to_get_a_base_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file itself, or its weights rounded to float16, are refused: both errors lead to a conversion."""
+    monkeypatch.chdir(tmp_path)
+    converted(llama(), Path("my model.gguf"))
+    model = pretrained(AutoModelForCausalLM, "my model.gguf", dtype=torch.float32)
+    rx.extend(model, TARGET, "yarn")
+    rx.save(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2)), "my run")
+    rx.convert("my model.gguf", "rounded", dtype=torch.float16)
+    advice = "rope-extend convert 'my model.gguf' --output DIRECTORY, and give it as --base-model"
+    for base in ([], ["--base-model", "rounded"]):
+        with pytest.raises(SystemExit):
+            main(["merge", "my run", *base, "--output", "my merge"])
+        assert advice in capsys.readouterr().err
+    main(["convert", "my model.gguf", "--output", "DIRECTORY"])
+    main(["merge", "my run", "--base-model", "DIRECTORY", "--output", "my merge"])
+    assert "rope-extend verify 'my merge'" in capsys.readouterr().out
+
+
+def test_the_command_after_a_run_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = SimpleNamespace(steps=1, tokens=64, seconds=1.0, output_dir=Path("my run"), skipped=0)
+    monkeypatch.setattr("rope_extend.training.finetune.finetune", lambda *_, **__: done)
+    settings = {"model": "my model.gguf", "data": "x.txt", "target-length": "64", "output-dir": "my run"}
+    main(["finetune", *(word for name, value in settings.items() for word in (f"--{name}", value))])
+    assert "rope-extend evaluate 'my model.gguf' 'my run' --data" in capsys.readouterr().out
 
 
 def test_weights_of_4_bits_are_not_planned_for(run: Path) -> None:
