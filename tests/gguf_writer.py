@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ def converted(
     quantized: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     tokenizer: Callable[[Any, int], None] = add_tokens,
     without: str | None = None,
+    tables: Mapping[str, Any] | None = None,
     **keys: Any,
 ) -> Path:
     """The file that llama.cpp's converter writes for a Llama, Qwen3 or Phi-3 model without scaling.
 
     Vectors, and by default all weights, are float32. Llama's queries and keys are stored with the two
-    channels of a pair side by side. `tokenizer` adds the vocabulary. The tensor `without` is left out.
+    channels of a pair side by side. `tokenizer` adds the vocabulary. The tensor `without` is left out, and
+    the `tables` of divisors are added.
     """
     config = model.config
     arch = config.model_type
@@ -62,6 +64,8 @@ def converted(
             value,
             gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value),
         )
+    for name, divisors in (tables or {}).items():
+        writer.add_tensor(name, np.asarray(divisors, np.float32))
     names = {
         "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
@@ -89,6 +93,54 @@ def converted(
         data = np.ascontiguousarray(data)
         kind = quantized if data.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
+    return _written(writer, path)
+
+
+def of_family(model: Any, path: Path, keys: Mapping[str, Any], *, norm_offset: float = 0.0) -> Path:
+    """The file of a model of any architecture, with the tensor names of the package gguf.
+
+    `keys` are below the architecture's name, besides those of the sizes. Weights of norms are stored with
+    `norm_offset` added, as llama.cpp's converter does for Gemma and Nemotron.
+    """
+    config = model.config
+    arch = config.model_type.removesuffix("_text")
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_pad_token_id(0)
+    add_tokens(writer, config.vocab_size)
+    for key, value in keys.items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{arch}.{key}", value)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        inner, suffix = name.rsplit(".", 1)
+        offset = norm_offset if "norm" in name and suffix == "weight" else 0.0
+        data = np.ascontiguousarray(weight.float().numpy() + np.float32(offset))
+        writer.add_tensor(f"{names.get_name(inner)}.{suffix}", data)
+    return _written(writer, path)
+
+
+def without_weights(path: Path, arch: str, tensors: tuple[str, ...] = (), **keys: Any) -> Path:
+    """A file with keys, written out in full or below the architecture's name, and tensors of four zeros."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in keys.items():
+        name = key[1:] if key[0] == "+" else f"{arch}.{key}"
+        kind = gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(name, value, kind)
+    for name in tensors:
+        writer.add_tensor(name, np.zeros(4, np.float32))
+    return _written(writer, path)
+
+
+def _written(writer: Any, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from rope_extend.checkpoint.manifest import is_finite, read_json
 from rope_extend.checkpoint.saving import save_tokenizer
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import expand_home, write_json
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.loading import pretrained
+
+logger = logging.getLogger(__name__)
+
+_TEXTS = (
+    "It was 1984, wasn't it? IT'S 12345 o'clock; she'll ÜBER-sleep",
+    "  two  spaces\n\n\tthen a tab, and 3 ends \r\n \r\n",
+    "def f(x):\n    return x**2  # naïve, 日本語 🎉 — «end»",
+)
+"""Texts in which the tokenizers of the known families differ. They are in NFC."""
+_DECOMPOSED = "cafe\N{COMBINING ACUTE ACCENT}"
 
 
 def convert(
@@ -39,17 +54,98 @@ def convert(
         The directory.
 
     Raises:
-        RopeExtendError: `source` is no GGUF file or of an architecture that transformers does not read; the
+        RopeExtendError: `source` is no GGUF file or of an architecture that transformers does not read; a
+            weight is not finite in `dtype`; stock transformers would read the tokenizer as another one; the
             directory holds a checkpoint, or cannot be written to.
     """
-    if (path := gguf_file(Path(source))) is None:
-        raise RopeExtendError(f"{source} is no GGUF file and holds none; there is nothing to convert")
-    target = Path(directory)
+    path = _source(Path(expand_home(source)))
+    target = Path(expand_home(directory))
     with staged(target, overwrite=overwrite) as staging:
         tokenizer = pretrained(AutoTokenizer, str(path))
+        save_tokenizer(tokenizer, staging)
+        _name_missing_tokens(staging)
+        pretrained(AutoConfig, str(path)).save_pretrained(staging)  # it decides the tokenizer's class
+        _check_tokenizer(path, tokenizer, staging)
         model = pretrained(AutoModelForCausalLM, str(path), dtype=dtype)
+        _check_finite(path, model)
         model.save_pretrained(
             staging, **({} if max_shard_size is None else {"max_shard_size": max_shard_size})
         )
-        save_tokenizer(tokenizer, staging)
     return target
+
+
+def _source(source: Path) -> Path:
+    """The GGUF file to convert.
+
+    Raises:
+        RopeExtendError: there is none, or the directory is a checkpoint already.
+    """
+    if (path := gguf_file(source)) is not None:
+        return path
+    if source.is_dir() and (files := sorted(file.name for file in source.glob("*.gguf"))):
+        raise RopeExtendError(
+            f"{source} holds a checkpoint of transformers already (it has a config file). To convert a GGUF "
+            f"file in it, give that file's path: {', '.join(files)}"
+        )
+    raise RopeExtendError(f"{source} is no GGUF file and holds none; there is nothing to convert")
+
+
+def _check_finite(path: Path, model: nn.Module) -> None:
+    """Refuse weights that are NaN or infinite.
+
+    Raises:
+        RopeExtendError: names the first such weight.
+    """
+    for name, weight in model.named_parameters():
+        if not is_finite(weight.detach()):
+            limit, dtype = torch.finfo(weight.dtype).max, str(weight.dtype).removeprefix("torch.")
+            raise RopeExtendError(
+                f"{path}: {name} holds values that are NaN, infinite, or above {limit:g}, the largest number "
+                f"of {dtype}, so the model's output would be NaN or infinite too"
+            )
+
+
+def _name_missing_tokens(directory: Path) -> None:
+    """Write null for each special token that the file has none for.
+
+    Otherwise, stock classes fill in their own, as an added token without a row in the embedding.
+    """
+    path = directory / "tokenizer_config.json"
+    missing = {f"{name}_token": None for name in ("bos", "eos", "unk", "pad")}
+    write_json(path, {**missing, **read_json(path)})
+
+
+def _check_tokenizer(path: Path, tokenizer: Any, directory: Path) -> None:
+    """Refuse a tokenizer that stock transformers reads as another one, as it does for some families.
+
+    transformers 5.23 reads the tokenizer of every `qwen2` checkpoint as Qwen's, whatever the files say. That
+    includes NFC, which GGUF files do not hold.
+
+    Raises:
+        RopeExtendError: it gives other tokens for a text, or has tokens that the file has not.
+    """
+    stock = pretrained(AutoTokenizer, str(directory))
+    kind = f"stock transformers reads the tokenizer of this checkpoint as its {type(stock).__name__}"
+    advice = "Use the GGUF file itself, or the original checkpoint"
+    if added := sorted(stock.get_vocab().keys() - tokenizer.get_vocab().keys()):
+        raise RopeExtendError(f"{kind}, with tokens that {path.name} has not, such as {added[0]!r}. {advice}")
+    marked = "".join(f"a {token}b" for token in tokenizer.all_special_tokens)
+    for text in (*_TEXTS, marked):
+        ids = tokenizer(text).input_ids
+        if (
+            ids != stock(text).input_ids
+            or _words(tokenizer, text) != _words(stock, text)
+            or tokenizer.decode(ids) != stock.decode(ids)
+        ):
+            raise RopeExtendError(f"{kind}, which reads {text!r} otherwise than {path.name} says. {advice}")
+    if stock(_DECOMPOSED).input_ids != tokenizer(_DECOMPOSED).input_ids:
+        logger.warning(
+            "%s, which composes accents first (NFC); %s does not. Texts in NFC have equal tokens", kind,
+            path.name,
+        )  # fmt: skip
+
+
+def _words(tokenizer: Any, text: str) -> list[str] | None:
+    """The words that a text is split into, which differ where a small vocabulary hides it in the tokens."""
+    split = tokenizer.backend_tokenizer.pre_tokenizer
+    return None if split is None else [word for word, _ in split.pre_tokenize_str(text)]

@@ -216,14 +216,15 @@ def check_finite(path: Path) -> None:
     """
     with safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - it is no mapping
-            if not _is_finite(file.get_tensor(name)):
+            if not is_finite(file.get_tensor(name)):
                 raise RopeExtendError(
                     f"{path}: {name} holds values that are NaN or infinite, so the model's output would be "
                     "too; go back to an earlier checkpoint"
                 )
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite; computed in chunks, to save memory."""
     if not tensor.is_floating_point():
         return True
     chunks: Iterable[Tensor] = torch.split(tensor.flatten(), 2**24)

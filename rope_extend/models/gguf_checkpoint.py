@@ -1,53 +1,43 @@
 """GGUF files as models: config and weights.
 
-transformers reads the weights and most of the config. It drops the scaling of positions that a file carries
-(as of 5.23: `rope.scaling.*` and the tensors of divisors), so a Llama 3.1 would silently lose its long
-window. The scaling is read here, as llama.cpp computes it; see `checkpoint/export/gguf.py` for the sources.
+transformers reads the weights and most of the config (as of 5.23). What it drops is read here: the scaling of
+positions (`gguf_scaling.py`), so a Llama 3.1 would silently lose its long window, and for some architectures
+the base of the frequencies, the epsilon of the norms, and what scales or limits attention.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import find_adapter
+from rope_extend.models.gguf_metadata import ADVICE, Metadata, check_is_model, gguf_metadata, state
+from rope_extend.models.gguf_scaling import DEFAULT_BASE, rope_scaling
 from rope_extend.models.locating import GGUF
-from rope_extend.models.view import shape_of
+from rope_extend.models.view import rotary_part, shape_of
 
 CONVERT = "rope-extend convert"
-_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """What a GGUF file says besides its weights.
-
-    Attributes:
-        keys: all keys and values.
-        tables: divisors of the frequencies, `[dim / 2]`, by the tensor's name.
-        weights: the number of values in all other tensors.
-    """
-
-    keys: Mapping[str, Any]
-    tables: Mapping[str, list[float]]
-    weights: int = 0
-
-    @property
-    def architecture(self) -> str:
-        """The architecture, which is also the prefix of its keys."""
-        return str(self.keys.get("general.architecture", ""))
-
-    def of_architecture(self, key: str, default: Any = None) -> Any:
-        """A value below the architecture's name, such as `rope.freq_base`."""
-        return self.keys.get(f"{self.architecture}.{key}", default)
+_WINDOW = "original_max_position_embeddings"
+_EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+_EPSILON_NAMES = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+_ATTRIBUTES = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+"""Attributes of a config that transformers leaves at their defaults, by the key of the file."""
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models. `src/models/gemma2.cpp` and `gemma3.cpp` scale attention by the hidden size per
+head for these, and by the width of a head for all others; no key says it."""
 
 
 def gguf_file(name: str | Path) -> Path | None:
@@ -72,123 +62,102 @@ def gguf_file(name: str | Path) -> Path | None:
     return files[0] if files else None
 
 
-def gguf_metadata(path: Path) -> Metadata:
-    """Keys and tables of a GGUF file.
-
-    Raises:
-        RopeExtendError: the package gguf is not installed, or this is no GGUF file.
-    """
-    return _metadata(*_state(path))
-
-
-def _state(path: Path) -> tuple[Path, int, int]:
-    """What a file's contents are remembered by: its path, the time of its last change, and its size."""
-    status = path.stat()
-    return path.resolve(), status.st_mtime_ns, status.st_size
-
-
-@lru_cache(maxsize=2)
-def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise RopeExtendError(
-            f"reading {path.name} needs the package gguf: pip install 'rope_extend[gguf]'"
-        ) from error
-    try:
-        reader = GGUFReader(path)
-        keys = {name: field.contents() for name, field in reader.fields.items()}
-        tables = {
-            tensor.name: [float(value) for value in tensor.data]
-            for tensor in reader.tensors
-            if tensor.name in _TABLES
-        }
-        weights = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in _TABLES)
-    except Exception as error:  # the reader raises what the damage leads to
-        raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
-    if "general.architecture" not in keys:
-        raise RopeExtendError(f"{path} names no architecture; it holds no model")
-    if keys.get("split.count", 1) > 1:
-        raise RopeExtendError(
-            f"{path} is one part of a model that is split into {keys['split.count']} files, which is not "
-            "supported. Join them with llama.cpp's llama-gguf-split --merge"
-        )
-    return Metadata(keys, tables, weights)
-
-
 def gguf_config(path: Path) -> Any:
     """The config of a GGUF file's model, with its scaling of positions.
 
     Raises:
-        RopeExtendError: transformers has no such architecture, or no form for the file's scaling.
+        RopeExtendError: the file holds no model, transformers has no such architecture, or no form for the
+            file's scaling.
     """
-    return copy.deepcopy(_config(*_state(path)))
+    return copy.deepcopy(_config(*state(path)))
 
 
 @lru_cache(maxsize=2)
 def _config(path: Path, _changed: int, _size: int) -> Any:
     metadata = gguf_metadata(path)
+    check_is_model(path, metadata)
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     config.name_or_path = str(path)
     vars(config).pop("_model_name_or_path", None)  # transformers keeps the file's title under this name
     for name in ("bos", "eos", "padding"):
         if (token := metadata.keys.get(f"tokenizer.ggml.{name}_token_id")) is not None:
             setattr(config, f"{name.removesuffix('ding')}_token_id", token)
-    plain: Any = getattr(config, "rope_parameters", None)
-    flat = isinstance(plain, dict) and not any(isinstance(value, dict) for value in plain.values())
-    rotated, width = metadata.of_architecture("rope.dimension_count"), getattr(config, "head_dim", None)
-    width = width or config.hidden_size // config.num_attention_heads
-    if flat and rotated and rotated < width and not metadata.of_architecture("attention.kv_lora_rank"):
-        plain["partial_rotary_factor"] = rotated / width  # transformers drops it for some families
-    if scaling := rope_scaling(metadata):
-        if not flat:
-            raise RopeExtendError(
-                f"{path.name} scales its positions ({scaling['rope_type']}), and the scaling of the family "
-                f"{config.model_type} is not read from GGUF files. Use the original checkpoint"
-            )
-        kept = {key: value for key, value in plain.items() if key in ("rope_theta", "partial_rotary_factor")}
-        config.rope_parameters = {**kept, **scaling}
+    _complete(path, config, metadata)
+    parameters = getattr(config, "rope_parameters", None)
+    if isinstance(parameters, dict):
+        _set_positions(path, config, parameters, metadata)
+    elif rope_scaling(metadata):
+        raise RopeExtendError(_no_scaling(path, config))
     return config
 
 
-def rope_scaling(metadata: Metadata) -> dict[str, Any]:
-    """The `rope_parameters` that a GGUF file's scaling of positions means in transformers; empty for none.
+def _complete(path: Path, config: Any, metadata: Metadata) -> None:
+    """Set what transformers leaves at the defaults of the config class, positions aside.
 
     Raises:
-        RopeExtendError: transformers has no form for this scaling.
+        RopeExtendError: the config has no name for the epsilon of the norms.
     """
-    keys, tables = metadata.of_architecture, metadata.tables
-    kind = str(keys("rope.scaling.type", "linear"))
-    factor = float(keys("rope.scaling.factor", keys("rope.scale_linear", 0.0)) or 1.0)
-    trained = int(keys("rope.scaling.original_context_length") or keys("context_length", 0))
-    attention = float(keys("rope.scaling.attn_factor", 1.0) or 1.0)
-    if kind == "none":
-        factor = 1.0
-    if tables:
-        if kind not in ("none", "linear", "longrope"):
-            raise RopeExtendError(f"a table of divisors with rope.scaling.type {kind!r} has no form here")
-        lists = [tables.get(f"rope_factors_{which}.weight") for which in ("short", "long")]
-        if _TABLES[0] in tables:  # it has precedence
-            lists = [[value * factor for value in tables[_TABLES[0]]]] * 2
-        if None in lists:
-            raise RopeExtendError("only one of rope_factors_long and rope_factors_short is in the file")
-        short, long = lists
-        return {
-            "rope_type": "longrope", "short_factor": short, "long_factor": long,
-            "original_max_position_embeddings": trained, "attention_factor": attention,
-        }  # fmt: skip
-    if kind == "yarn":
-        return {
-            "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": trained,
-            "attention_factor": attention * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
-            "beta_fast": float(keys("rope.scaling.yarn_beta_fast", 32.0)),
-            "beta_slow": float(keys("rope.scaling.yarn_beta_slow", 1.0)),
-        }  # fmt: skip
-    if kind not in ("none", "linear"):
-        raise RopeExtendError(f"rope.scaling.type {kind!r} has no form in transformers without its tables")
-    if attention != 1.0:
-        raise RopeExtendError(f"rope.scaling.attn_factor {attention} without a table has no form here")
-    return {"rope_type": "linear", "factor": factor} if factor != 1 else {}
+    known = vars(config)
+    for key, name in _ATTRIBUTES.items():
+        if (value := metadata.of_architecture(key)) is not None and name in known:
+            setattr(config, name, value)
+    for epsilon in filter(None, map(metadata.of_architecture, _EPSILONS)):
+        if not (names := [name for name in _EPSILON_NAMES if name in known]):
+            raise RopeExtendError(
+                f"{path.name} has norms with epsilon {epsilon:g}, and transformers' {config.model_type} "
+                f"config has no name for it. {ADVICE}"
+            )
+        for name in names:
+            setattr(config, name, epsilon)
+    if "query_pre_attn_scalar" in known:
+        largest = _LARGEST_GEMMA.get(metadata.architecture) == config.num_hidden_layers
+        config.query_pre_attn_scalar = (
+            config.hidden_size // config.num_attention_heads if largest else config.head_dim
+        )
+    if config.model_type == "phi3":
+        config.sliding_window = metadata.of_architecture("attention.sliding_window") or None
+
+
+def _set_positions(path: Path, config: Any, plain: dict[str, Any], metadata: Metadata) -> None:
+    """Set the base, the rotated channels, and the scaling of positions.
+
+    Raises:
+        RopeExtendError: transformers, or this family in it, has no form for the file's scaling.
+    """
+    keys, scaling = metadata.of_architecture, rope_scaling(metadata)
+    if any(isinstance(value, dict) for value in plain.values()):  # by type of layer
+        for layer_type, inner in plain.items():
+            base = keys("rope.freq_base_swa" if "sliding" in layer_type else "rope.freq_base")
+            if base is not None and isinstance(inner, dict):
+                inner["rope_theta"] = float(base)
+        if scaling:
+            raise RopeExtendError(_no_scaling(path, config))
+        return
+    plain["rope_theta"] = float(keys("rope.freq_base", DEFAULT_BASE))
+    if (width := keys("attention.key_length")) and "head_dim" in vars(config):
+        config.head_dim = width
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = keys("rope.dimension_count")
+    if rotated and rotated < width and not keys("attention.kv_lora_rank"):
+        plain["partial_rotary_factor"] = rotated / width  # transformers drops it for some families
+    if _WINDOW in vars(config):  # Phi-3's own attribute, which has precedence over rope_parameters
+        setattr(config, _WINDOW, scaling.get(_WINDOW, config.max_position_embeddings))
+    if not scaling:
+        return
+    adapter = find_adapter(config.model_type)
+    if adapter is not None and not adapter.accepts(scaling["rope_type"]):
+        raise RopeExtendError(_no_scaling(path, config))
+    kept = {key: value for key, value in plain.items() if key in ("rope_theta", "partial_rotary_factor")}
+    if scaling["rope_type"] == "linear" and _WINDOW in scaling:  # transformers warns of it among the others
+        setattr(config, _WINDOW, scaling.pop(_WINDOW))
+    config.rope_parameters = {**kept, **scaling}
+
+
+def _no_scaling(path: Path, config: Any) -> str:
+    return (
+        f"{path.name} scales its positions, and this scaling of the family {config.model_type} is not read "
+        f"from GGUF files. {ADVICE}"
+    )
 
 
 def gguf_model(path: Path, **kwargs: Any) -> Any:
@@ -222,26 +191,32 @@ def _check_loaded(path: Path, model: Any, missing: Collection[str]) -> None:
 
     Raises:
         RopeExtendError: a weight is missing, the file has more weights than the model, or the model rotates
-            another number of channels.
+            another number of channels or by another base.
     """
-    advice = "Use the original checkpoint"
     if missing:
         raise RopeExtendError(
-            f"{path.name} lacks {len(missing)} weights of the model, such as {min(missing)}. {advice}"
+            f"{path.name} lacks {len(missing)} weights of the model, such as {min(missing)}. {ADVICE}"
         )
-    metadata = gguf_metadata(path)
+    metadata, family = gguf_metadata(path), model.config.model_type
     values = sum(weight.numel() for weight in model.parameters())
     if metadata.weights != values:
         raise RopeExtendError(
-            f"{path.name} holds {metadata.weights:,} weights, and transformers' {model.config.model_type} "
-            f"model for it has {values:,}, so some, such as biases, would be lost. {advice}"
+            f"{path.name} holds {metadata.weights:,} weights, and transformers' {family} model for it has "
+            f"{values:,}, so some, such as biases, would be lost. {ADVICE}"
         )
-    rotated = metadata.of_architecture("rope.dimension_count")
-    known = find_adapter(model.config.model_type) is not None
-    if rotated and known and (found := shape_of(model).dim) != rotated:
+    if find_adapter(family) is None:
+        return
+    keys, (_, parameters) = metadata.of_architecture, rotary_part(model.config)
+    rotated, base = keys("rope.dimension_count"), float(keys("rope.freq_base", DEFAULT_BASE))
+    if rotated and (found := shape_of(model, 1).dim) != rotated:
         raise RopeExtendError(
-            f"{path.name} rotates {rotated} channels of each head, and transformers' "
-            f"{model.config.model_type} model for it rotates {found}. {advice}"
+            f"{path.name} rotates {rotated} channels of each head, and transformers' {family} model for it "
+            f"rotates {found}. {ADVICE}"
+        )
+    if not math.isclose(base, found_base := float(parameters.get("rope_theta") or math.nan), rel_tol=1e-6):
+        raise RopeExtendError(
+            f"{path.name} rotates by the base {base:g}, and transformers' {family} model for it by "
+            f"{found_base:g}. {ADVICE}"
         )
 
 
@@ -249,5 +224,5 @@ def no_second_quantization(path: Path) -> str:
     """The message for `quantize` with a GGUF file."""
     return (
         f"{path.name} cannot be quantised again while it is loaded. Leave quantize out, or write an ordinary "
-        f"checkpoint first: {CONVERT} {path} --output DIRECTORY"
+        f"checkpoint first: {CONVERT} {quote(str(path))} --output DIRECTORY"
     )

@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.gguf_checkpoint import Metadata, gguf_metadata
+from rope_extend.models.gguf_metadata import Metadata, gguf_metadata
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Types of a token, of `llama_token_type`."""

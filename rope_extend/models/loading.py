@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import adapter_for
 from rope_extend.models.gguf_checkpoint import gguf_config, gguf_file, gguf_model
+from rope_extend.models.gguf_metadata import ADVICE
 from rope_extend.models.locating import ACCESS, check_checkpoint
 
 
@@ -42,7 +43,8 @@ def pretrained(auto: Any, name: str, hint: str = "", **kwargs: Any) -> Any:
         except RopeExtendError as error:
             raise RopeExtendError(f"{str(error).rstrip('.')}{hint}" if hint else str(error)) from error
         if (path := gguf_file(name)) is not None:
-            return _from_gguf(auto, path, **kwargs)
+            with one_error(f"cannot load the {what} of {name!r}", ADVICE):
+                return _from_gguf(auto, path, **kwargs)
         return auto.from_pretrained(name, **kwargs)
 
 
@@ -82,7 +84,7 @@ def one_error(what: str, advice: str = "") -> Iterator[None]:
     except Exception as error:
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         reason = f"{what}: {kind}{' '.join(str(error).split())}"
-        raise RopeExtendError(f"{reason.rstrip('.')}. {advice}" if advice else reason) from error
+        raise RopeExtendError(f"{reason.rstrip('.!')}. {advice}" if advice else reason) from error
 
 
 def empty_model(name: str) -> nn.Module:

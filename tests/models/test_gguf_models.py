@@ -24,7 +24,9 @@ from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.record import Record
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.gguf_checkpoint import Metadata, gguf_file, rope_scaling
+from rope_extend.models.gguf_checkpoint import gguf_file
+from rope_extend.models.gguf_metadata import Metadata
+from rope_extend.models.gguf_scaling import rope_scaling
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import pretrained
 from rope_extend.models.view import shape_of
@@ -52,14 +54,20 @@ def test_weights_and_config_are_those_of_the_checkpoint(heads: tuple[int, int], 
 
 
 @pytest.mark.parametrize(
-    "name", ["blk.1.ffn_up.weight", "blk.0.attn_q.weight", "token_embd.weight", "output_norm.weight"]
+    ("name", "message"),
+    [
+        ("blk.1.ffn_up.weight", "lacks 1 weights of the model, such as"),
+        ("blk.0.attn_q.weight", "lacks 1 weights of the model, such as"),
+        ("token_embd.weight", "holds no model: it lacks token_embd.weight"),
+        ("output_norm.weight", "lacks 1 weights of the model, such as"),
+    ],
 )
-def test_a_file_without_a_weight_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_file_without_a_weight_is_refused(name: str, message: str, tmp_path: Path) -> None:
     """transformers would give the weight random values."""
     path = converted(llama(), tmp_path / "tiny.gguf", without=name)
-    with pytest.raises(RopeExtendError, match="lacks 1 weights of the model, such as"):
+    with pytest.raises(RopeExtendError, match=message):
         loaded(path)
-    with pytest.raises(RopeExtendError, match="lacks 1 weights"):
+    with pytest.raises(RopeExtendError, match=message):
         rx.convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -151,6 +159,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, {}, {}),
         ({"rope.scale_linear": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
         ({"rope.scaling.factor": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 64},
+            {},
+            {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 64},
+        ),
         ({"rope.scaling.type": "none", "rope.scale_linear": 2.0}, {}, {}),
         (
             {
@@ -162,11 +175,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {**YARN, "attention_factor": 1.1386294361119891, "beta_fast": 32.0, "beta_slow": 1.0},
         ),
         (
-            {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+            {
+                "rope.scaling.type": "linear",
+                "rope.scaling.factor": 2.0,
+                "rope.scaling.original_context_length": 64,
+            },
             {"rope_freqs.weight": [1.0, 3.0]},
             {
                 "rope_type": "longrope", "short_factor": [2.0, 6.0], "long_factor": [2.0, 6.0],
-                "original_max_position_embeddings": 128, "attention_factor": 1.0,
+                "original_max_position_embeddings": 64, "attention_factor": 1.0,
             },
         ),
         (
@@ -193,6 +210,7 @@ def test_scaling_is_read_as_llama_cpp_reads_it(
         ({"rope.scaling.attn_factor": 1.5}, {}, "attn_factor 1.5 without a table"),
         ({"rope.scaling.type": "yarn"}, {"rope_freqs.weight": [1.0]}, "'yarn' has no form"),
         ({}, {"rope_factors_long.weight": [1.0]}, "only one of"),
+        ({}, {"rope_freqs.weight": [1.0, 5.0, 3.0]}, "does not say which window"),
     ],
 )  # fmt: skip
 def test_scaling_without_a_form_is_refused(
