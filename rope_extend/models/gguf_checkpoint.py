@@ -148,8 +148,6 @@ def _set_positions(path: Path, config: Any, plain: dict[str, Any], metadata: Met
     if adapter is not None and not adapter.accepts(scaling["rope_type"]):
         raise RopeExtendError(_no_scaling(path, config))
     kept = {key: value for key, value in plain.items() if key in ("rope_theta", "partial_rotary_factor")}
-    if scaling["rope_type"] == "linear" and _WINDOW in scaling:  # transformers warns of it among the others
-        setattr(config, _WINDOW, scaling.pop(_WINDOW))
     config.rope_parameters = {**kept, **scaling}
 
 

@@ -13,7 +13,7 @@ import torch
 from cases import FamilyCase, llama, tiny_model
 from gguf_writer import converted, of_family, without_weights
 from test_gguf_models import byte_level, loaded, writes
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_extend as rx
@@ -171,8 +171,16 @@ def test_a_file_with_linear_scaling_is_loaded(tmp_path: Path) -> None:
     stated = converted(model, tmp_path / "stated.gguf", **keys, **window)
     assert rx.info(stated).shape.trained_length == 32
     found = loaded(stated)
-    assert found.config.rope_parameters == {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
     assert rx.info(found).shape.trained_length == 32
+    reference = llama(max_position_embeddings=128, rope_parameters={
+        "rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0
+    })  # fmt: skip
+    ids = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        assert torch.equal(found(ids).logits, reference(ids).logits)
+    rx.extend(found, 512, trained_length=64, method="yarn")  # a window of the user's own choice
+    stock = AutoModelForCausalLM.from_pretrained(rx.save(found, tmp_path / "saved"))
+    assert rx.info(stock).shape.trained_length == 64
     unstated = converted(model, tmp_path / "unstated.gguf", **keys)
     with pytest.raises(RopeExtendError, match="Give trained_length="):
         rx.info(unstated)
