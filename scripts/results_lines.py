@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from rope_extend.checkpoint.manifest import config_digests, weight_digests
+from rope_extend.checkpoint.manifest import adapter_digests
 from rope_extend.encodings.core.encoding import encoding_classes
 from rope_extend.encodings.core.saved import read_encoding_file
 from rope_extend.errors import RopeExtendError
@@ -50,12 +50,6 @@ def lines_of(run: Path) -> list[Line]:
     old = _Old(run)
     cells = [cell for cell in found if cell and not old.has(cell)]
     return ordered([*cells, *_training(run), *_searches(run)])
-
-
-def adapter_digests(directory: Path) -> dict[str, str]:
-    """What the cells of a study say of the adapter in a directory: 16 digits for each file."""
-    files = {**weight_digests(directory), **config_digests(directory)}
-    return {name: digest[:16] for name, digest in files.items()}
 
 
 class _Old:

@@ -254,6 +254,12 @@ def config_digests(directory: Path) -> dict[str, str]:
     return digests
 
 
+def adapter_digests(directory: Path) -> dict[str, str]:
+    """What identifies the contents of an adapter: 16 hexadecimal digits of each file, by name."""
+    files = {**weight_digests(directory), **config_digests(directory)}
+    return {name: digest[:16] for name, digest in files.items()}
+
+
 def _compare(
     kind: str, directory: Path, recorded: dict[str, str], digests_of: Callable[[Path], dict[str, str]]
 ) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rope_extend.checkpoint.manifest import config_digests, weight_digests
+from rope_extend.checkpoint.manifest import adapter_digests
 from rope_extend.evaluation.candidates import Candidates, adapter_labels
 from rope_extend.evaluation.finished_documents import LOSSES_OF_DOCUMENT, MEASUREMENT
 from rope_extend.evaluation.results import file_name
@@ -91,8 +91,7 @@ def _method_name(method: str, label: str) -> str:
 
 
 def _adapter_name(adapter: Path) -> str:
-    files = {**weight_digests(adapter), **config_digests(adapter)}
-    return f"adapter {_digest(json.dumps(files, sort_keys=True))}"
+    return f"adapter {_digest(json.dumps(adapter_digests(adapter), sort_keys=True))}"
 
 
 def _digest(text: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from rope_extend.checkpoint.manifest import check_directory, config_digests, weight_digests
+from rope_extend.checkpoint.manifest import adapter_digests, check_directory
 from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.encodings import RemapEncoding, encoding
@@ -217,11 +217,10 @@ class Study:
         """The encoding of a row, and the files of its adapter that decide what is computed."""
         candidates = self.candidates
         if row.adapter is not None:
-            record, directory = candidates.records[row.adapter], Path(row.adapter)
-            files = {**weight_digests(directory), **config_digests(directory)}
+            record = candidates.records[row.adapter]
             return {
                 "encoding": record.encoding.to_dict(),
-                "adapter": {name: digest[:16] for name, digest in files.items()},
+                "adapter": adapter_digests(Path(row.adapter)),
                 "shape": asdict(record.shape),
             }
         assert row.method is not None
