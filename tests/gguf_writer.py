@@ -58,12 +58,7 @@ def converted(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     tokenizer(writer, config.vocab_size)
-    for key, value in keys.items():
-        writer.add_key_value(
-            f"{arch}.{key}" if key[0] != "+" else key[1:],
-            value,
-            gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value),
-        )
+    _add_keys(writer, keys)
     for name, divisors in (tables or {}).items():
         writer.add_tensor(name, np.asarray(divisors, np.float32))
     names = {
@@ -116,8 +111,7 @@ def of_family(model: Any, path: Path, keys: Mapping[str, Any], *, norm_offset: f
     writer.add_vocab_size(config.vocab_size)
     writer.add_pad_token_id(0)
     add_tokens(writer, config.vocab_size)
-    for key, value in keys.items():
-        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{arch}.{key}", value)
+    _add_keys(writer, keys)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -129,15 +123,20 @@ def of_family(model: Any, path: Path, keys: Mapping[str, Any], *, norm_offset: f
 
 
 def without_weights(path: Path, arch: str, tensors: tuple[str, ...] = (), **keys: Any) -> Path:
-    """A file with keys, written out in full or below the architecture's name, and tensors of four zeros."""
+    """A file with keys and tensors of four zeros."""
     writer = gguf.GGUFWriter(path, arch)
-    for key, value in keys.items():
-        name = key[1:] if key[0] == "+" else f"{arch}.{key}"
-        kind = gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value)
-        writer.add_key_value(name, value, kind)
+    _add_keys(writer, keys)
     for name in tensors:
         writer.add_tensor(name, np.zeros(4, np.float32))
     return _written(writer, path)
+
+
+def _add_keys(writer: Any, keys: Mapping[str, Any]) -> None:
+    """Keys below the architecture's name, and after a `+`, in full."""
+    for key, value in keys.items():
+        name = key[1:] if key[0] == "+" else f"{writer.arch}.{key}"
+        kind = gguf.GGUFValueType.UINT32 if isinstance(value, int) else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(name, value, kind)
 
 
 def _written(writer: Any, path: Path) -> Path:

@@ -126,12 +126,15 @@ def _set_positions(path: Path, config: Any, plain: dict[str, Any], metadata: Met
     """
     keys, scaling = metadata.of_architecture, rope_scaling(metadata)
     if any(isinstance(value, dict) for value in plain.values()):  # by type of layer
-        for layer_type, inner in plain.items():
-            base = keys("rope.freq_base_swa" if "sliding" in layer_type else "rope.freq_base")
-            if base is not None and isinstance(inner, dict):
-                inner["rope_theta"] = float(base)
-        if scaling:
+        if scaling and (config.model_type, scaling["rope_type"]) != ("gemma3_text", "linear"):
             raise RopeExtendError(_no_scaling(path, config))
+        for layer_type, inner in plain.items():
+            if isinstance(inner, dict):
+                sliding = "sliding" in layer_type
+                if base := keys("rope.freq_base_swa" if sliding else "rope.freq_base"):
+                    inner["rope_theta"] = float(base)
+                if not sliding:  # `src/models/gemma3.cpp` does not scale the others
+                    inner |= scaling
         return
     plain["rope_theta"] = float(keys("rope.freq_base", DEFAULT_BASE))
     if (width := keys("attention.key_length")) and "head_dim" in vars(config):

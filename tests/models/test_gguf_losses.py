@@ -82,12 +82,19 @@ CASES = [
         {
             **_GEMMA,
             "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
             },
-            "layer_types": ["sliding_attention", "sliding_attention"],
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
         },
-        {**_GEMMA_KEYS, "rope.freq_base": 5e5, "rope.freq_base_swa": 2e4},
+        {
+            **_GEMMA_KEYS,
+            "rope.freq_base": 5e5,
+            "rope.freq_base_swa": 2e4,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+        },
         norm_offset=1.0,
     ),
 ]
