@@ -7,12 +7,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
+from rope_extend.checkpoint.export.gguf import is_float32
 from rope_extend.checkpoint.export.support import support
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
-
-_CONVERTED = "converted"
-"""The checkpoint that is written of a GGUF file, where a step cannot take the file itself."""
 
 
 class Step(NamedTuple):
@@ -85,16 +83,18 @@ def serving(extension: Extension, engine: str) -> Serving:
     )
     file = gguf_file(extension.model)
     steps: list[Step] = []
+    base = ""
     if file is not None and (form.possible or not extension.run):
         # Merging, stock transformers and the servers need a checkpoint.
-        steps = _shell(f"{CONVERT} {quote(extension.model)} --dtype bfloat16 --output {_CONVERTED}")
-        extension = replace(extension, model=_CONVERTED)
+        converted = f"{extension.run}-base" if extension.run else "converted"
+        dtype = "" if is_float32(file) else " --dtype bfloat16"
+        steps = _shell(f"{CONVERT} {quote(extension.model)}{dtype} --output {quote(converted)}")
+        extension, base = replace(extension, model=converted), f" --base-model {quote(converted)}"
     if form.possible:
         config = {} if engine == "llama.cpp" else dict(form.form or {})
-        if extension.run:
-            steps += _of_adapter(extension, engine, f" --base-model {_CONVERTED}" if file else "")
-        else:
-            steps += _untrained(extension, engine, file)
+        steps += (
+            _of_adapter(extension, engine, base) if extension.run else _untrained(extension, engine, file)
+        )
         return Serving(engine, True, form.reason, config, tuple(steps))
     if engine == "transformers":  # rope_extend loads it there
         steps += _python(f"model = rx.load({extension.run!r})") if extension.run else _extended(extension)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import TARGET, TRAINED, llama
-from gguf_writer import converted
+from gguf_writer import converted, gguf
 from peft import LoraConfig, get_peft_model
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -106,13 +106,27 @@ def performed(steps: Any) -> Any:
 def test_the_steps_that_serve_an_extension_run(run: Path, engine: str, trained: bool) -> None:
     model = pretrained(AutoModelForCausalLM, "model.gguf", dtype=torch.float32)
     encoding = rx.extend(model, TARGET, "yarn").encoding
-    if trained:  # a merge into weights of bfloat16 rounds once
-        model = rx.load(run).merge_and_unload().bfloat16().float()
-    expected = logits(model)
+    expected = logits(rx.load(run) if trained else model)
     extension = Extension("model.gguf", "llama", encoding, SHAPE, TARGET, "yarn", "run" if trained else None)
     before = Path("model.gguf").read_bytes()
     assert_same_but_rounding(logits(performed(serving(extension, engine).steps).float()), expected)
     assert Path("model.gguf").read_bytes() == before
+
+
+def test_the_steps_keep_the_precision_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export to llama.cpp compares logits where all weights are float32."""
+    monkeypatch.chdir(tmp_path)
+    converted(llama(), Path("exact.gguf"))
+    converted(llama(), Path("small one.gguf"), quantized=gguf.GGMLQuantizationType.F16)
+    for model, words in (
+        ("exact.gguf", "exact.gguf"),
+        ("small one.gguf", "'small one.gguf' --dtype bfloat16"),
+    ):
+        extension = Extension(
+            model, "llama", rx.encoding("yarn", factor=8.0), SHAPE, TARGET, "yarn", "my run"
+        )
+        first = serving(extension, "vllm").steps[0].line
+        assert first == f"rope-extend convert {words} --output 'my run-base'"
 
 
 @pytest.mark.slow

@@ -108,6 +108,7 @@ def test_functions_write_and_read_there(home: Path) -> None:
     assert rx.merge("~/run", "~/merged", base_model="~/base") == home / "merged"
     assert rx.export("~/merged", "~/exported", verify=False) == home / "exported"
     converted(llama(), home / "model.gguf")
+    assert rx.convert("~/model.gguf", "~/converted") == home / "converted"
     rx.export("~/merged", "~/files", "llama.cpp", gguf="~/model.gguf", verify=False)
     write_card("~/run")
     ids = torch.arange(40)[None]
@@ -116,6 +117,6 @@ def test_functions_write_and_read_there(home: Path) -> None:
         for name in ("run", "ours"):
             assert torch.equal(rx.load(f"~/{name}", base_model="~/base")(ids).logits, expected)
     assert rx.info("~/run").encoding == rx.info("~/merged").encoding
-    made = {"base", "run", "ours", "merged", "exported", "files"}
+    made = {"base", "run", "ours", "merged", "exported", "converted", "files"}
     assert {path.name for path in home.iterdir()} == {*made, "x", "model.gguf"}
     assert not any(Path().iterdir())
