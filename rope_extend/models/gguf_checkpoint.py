@@ -124,8 +124,11 @@ def _set_positions(path: Path, config: Any, plain: dict[str, Any], metadata: Met
     Raises:
         RopeExtendError: transformers, or this family in it, has no form for the file's scaling.
     """
-    keys, scaling = metadata.of_architecture, rope_scaling(metadata)
-    if any(isinstance(value, dict) for value in plain.values()):  # by type of layer
+    keys, by_layer = metadata.of_architecture, any(isinstance(value, dict) for value in plain.values())
+    if by_layer and metadata.tables:
+        raise RopeExtendError(_no_scaling(path, config))
+    scaling = rope_scaling(metadata)
+    if by_layer:
         if scaling and (config.model_type, scaling["rope_type"]) != ("gemma3_text", "linear"):
             raise RopeExtendError(_no_scaling(path, config))
         for layer_type, inner in plain.items():

@@ -259,6 +259,9 @@ def test_a_gemma_4_has_a_config(tmp_path: Path) -> None:
     path = without_weights(tmp_path / "gemma.gguf", "gemma4", ("token_embd.weight",), **keys)
     config = pretrained(AutoConfig, str(path))
     assert config.rope_parameters["full_attention"]["rope_theta"] == 5e5
+    tensors = ("token_embd.weight", "rope_freqs.weight")
+    with pytest.raises(RopeExtendError, match="of the family gemma4_text is not read"):
+        pretrained(AutoConfig, str(without_weights(path.with_name("table.gguf"), "gemma4", tensors, **keys)))
 
 
 @pytest.mark.parametrize(
