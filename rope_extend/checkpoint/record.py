@@ -29,6 +29,7 @@ from rope_extend.checkpoint.staging import backups
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
+from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
 from rope_extend.models.view import CONFIG_RECORD, unwrap
 from rope_extend.patching import current_patch
 from rope_extend.report.tables import is_private, public_name
@@ -275,6 +276,10 @@ def read_record(directory: str | PathLike[str]) -> Record:
     if not exists:
         if not path.parent.exists():
             raise RopeExtendError(f"there is no directory {directory} (in {Path.cwd()})")
+        if (file := gguf_file(path.parent)) is not None:
+            raise RopeExtendError(
+                f"{file} is a GGUF file, not a checkpoint of rope_extend. To load it, {how_to_convert(file)}"
+            )
         leftovers = backups(path.parent)
         hint = (
             f". A save that was killed left the earlier checkpoint in {leftovers[-1]}; move it back, or save "

@@ -227,6 +227,11 @@ def _check_loaded(path: Path, model: Any, missing: Collection[str]) -> None:
 def no_second_quantization(path: Path) -> str:
     """The message for `quantize` with a GGUF file."""
     return (
-        f"{path.name} cannot be quantised again while it is loaded. Leave quantize out, or write an ordinary "
-        f"checkpoint first: {CONVERT} {quote(str(path))} --output DIRECTORY"
+        f"{path.name} cannot be quantised again while it is loaded. Leave quantize out, or "
+        f"{how_to_convert(path)}"
     )
+
+
+def how_to_convert(path: Path) -> str:
+    """The advice to make a checkpoint of a GGUF file, as part of a sentence."""
+    return f"write an ordinary checkpoint first: {CONVERT} {quote(str(path))} --output DIRECTORY"

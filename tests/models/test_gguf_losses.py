@@ -369,5 +369,6 @@ def test_a_directory_with_a_checkpoint_and_files_is_not_guessed_at(tmp_path: Pat
 def test_commands_in_messages_quote_paths(tmp_path: Path) -> None:
     (tmp_path / "my models").mkdir()
     path = converted(llama(), tmp_path / "my models" / "tiny.gguf")
-    with pytest.raises(RopeExtendError, match=r"rope-extend convert '.*my models/tiny\.gguf' --output"):
-        loaded(path, quantization_config=object())
+    for read in (lambda: loaded(path, quantization_config=object()), lambda: rx.load(path)):
+        with pytest.raises(RopeExtendError, match=r"rope-extend convert '.*my models/tiny\.gguf' --output"):
+            read()
