@@ -11,13 +11,18 @@ from typing import Any
 from page_parts import filled
 from results_lines import SEARCH, TRAINING, Line
 from results_rows import Results, longest_of, machines, results_of, seconds
-from results_says import says
+from results_says import by, says
 from smollm2 import SOURCE
 
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.string import String
 from rope_extend.evaluation.comparison import Comparison
-from rope_extend.evaluation.controls import against_cropped, regressions, trained_when_cropped
+from rope_extend.evaluation.controls import (
+    against_cropped,
+    against_trained_control,
+    regressions,
+    trained_when_cropped,
+)
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import ppl
 from rope_extend.report.tables import markdown_table, number
@@ -143,8 +148,7 @@ def _precision(results: Results) -> str:
 def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
     """Perplexity by length, against cropping at the longest length, and within the trained window."""
     lengths = sorted(rows[0].result.ppl)
-    found = (*against_cropped(results.rows), *trained_when_cropped(results.rows))
-    gains = {gain.second.label: gain for gain in found}
+    gains = _gains(results)
     costs = {each.row.label: each.ratio for each in regressions(results.rows)}
     short = format_length(results.trained)
     head = [
@@ -165,6 +169,12 @@ def table(results: Results, rows: Sequence[EvaluationRow]) -> str:
             ]
         )
     return markdown_table(lines)
+
+
+def _gains(results: Results) -> dict[str, Comparison]:
+    """Each row, also a control with training, against the cropped context, by label."""
+    found = (*against_cropped(results.rows), *trained_when_cropped(results.rows))
+    return {gain.second.label: gain for gain in found}
 
 
 def _other_targets(results: Results) -> Iterator[str]:
@@ -285,8 +295,11 @@ def _is_last(line: Line) -> bool:
 def _notes_of_training(results: Results) -> Iterator[str]:
     """What rows with an adapter are whose labels do not say it."""
     notes = [
-        f"- `{control.label}` is the control with training: the same LoRA run within the old window, and the "
-        "text cropped to it."
+        filled(
+            f"`{control.label}` is the control with training: the same LoRA run within the old window, "
+            "and the text cropped to it.",
+            "- ",
+        )
         for control in (gain.second for gain in trained_when_cropped(results.rows))
     ]
     notes += [
@@ -347,13 +360,13 @@ def _searched(results: Results) -> Iterator[str]:
         )
 
 
-README_ROWS = ("none", "ntk", "yarn", "dynamic_yarn", "self_extend", "rerope", "yarn + LoRA")
+README_ROWS = ("none", "yarn", "dynamic_yarn", "self_extend", "yarn + LoRA")
 """Labels of rows that the README shows, next to the control."""
 
 
 def in_readme(label: str) -> bool:
     """Whether the README shows a row."""
-    return label in README_ROWS or label.startswith("none, cropped")
+    return label in README_ROWS or ", cropped to " in label
 
 
 def books_text(count: int) -> str:
@@ -363,7 +376,7 @@ def books_text(count: int) -> str:
 
 def readme_table(results: Results) -> str:
     """The table of the README, and what it shows: some rows, from the trained window on."""
-    gains = {gain.second.label: gain for gain in against_cropped(results.rows)}
+    gains = _gains(results)
     rows = [row for row in results.rows if in_readme(row.label)]
     lengths = [length for length in sorted(rows[0].result.ppl) if length >= results.trained]
     lines = [["", *map(format_length, lengths), f"{format_length(lengths[-1])} / cropped"]]
@@ -371,7 +384,16 @@ def readme_table(results: Results) -> str:
         figures = [_shown(row.result.ppl[length]) for length in lengths]
         lines.append([row.label, *figures, _ratio(gains.get(row.label))])
     head = f"Perplexity over the first N tokens of {_books_of(results)}, lower is better:"
-    return f"{head}\n\n{markdown_table(lines)}"
+    parts = [head, markdown_table(lines)]
+    for gain in against_trained_control(results.rows):
+        if in_readme(gain.second.label):
+            parts.append(
+                filled(
+                    f"`{gain.first.label}` is a control with the same training. At "
+                    f"{format_length(lengths[-1])}, `{gain.second.label}` is {by(gain.differences[-1])} it."
+                )
+            )
+    return "\n\n".join(parts)
 
 
 def _lora_plan() -> str:
@@ -414,7 +436,7 @@ def _answered_in_part(results: Results) -> Iterator[str]:
         for label, answered in by_label.items():
             if len(answered) < every:
                 at = format_length(length)
-                yield f"{task} at {at} of {label}: {len(answered)} prompts of {every} so far."
+                yield f"{task} at {at} of {label}: {len(answered)} of {every} prompts so far."
 
 
 def _not_measured(results: Results) -> Iterator[str]:
@@ -443,8 +465,8 @@ def _not_measured(results: Results) -> Iterator[str]:
         yield "Passkeys."
     if "multi_key" not in answered:
         yield "Tasks in the style of RULER."
-    for task, by in answered.items():
-        if labels := ", ".join(f"`{label}`" for run, label in runs.items() if run not in by):
+    for task, answered_by in answered.items():
+        if labels := ", ".join(f"`{label}`" for run, label in runs.items() if run not in answered_by):
             yield f"{task} of {labels}."
     if not results.of_kind(SEARCH):
         yield "A searched table."

@@ -53,7 +53,7 @@ def _best_untrained(results: Results) -> Iterator[str]:
         )
         yield (
             f"Without training, `{best.second.label}` has the lowest perplexity at {longest}: "
-            f"{_at(results, best)}{beyond}. This is {_by(best.differences[-1])} the same text cropped to the "
+            f"{_at(results, best)}{beyond}. This is {by(best.differences[-1])} the same text cropped to the "
             "old window."
         )
         yield from _ties(results, gains)
@@ -74,7 +74,7 @@ def _ties(results: Results, gains: list[Comparison]) -> Iterator[str]:
         yield f"{books} books do not show that it is better than {', '.join(ties)}."
 
 
-def _by(change: Difference) -> str:
+def by(change: Difference) -> str:
     """`0.4 % worse (95 %: -0.1 to 0.9 %) than`, or that no difference is shown."""
     percent = 100 * (change.ratio - 1)
     said = f"{abs(percent):.1f} % {'worse' if percent > 0 else 'better'}"
@@ -91,12 +91,12 @@ def _best_trained(results: Results) -> Iterator[str]:
         yield (
             f"With training and the whole context, `{best.second.label}` has the lowest perplexity: "
             f"{_at(results, best)}. "
-            f"This is {_by(best.differences[-1])} cropping."
+            f"This is {by(best.differences[-1])} cropping."
         )
         for gain in against_trained_control(results.rows):
             if gain.second.label == best.second.label:
                 yield (
-                    f"It is {_by(gain.differences[-1])} a control with the same training within the old "
+                    f"It is {by(gain.differences[-1])} a control with the same training within the old "
                     f"window, and the text cropped: `{gain.first.label}`."
                 )
                 return
@@ -132,9 +132,10 @@ def _prompts(results: Results) -> Iterator[str]:
         most = max(map(sum, solved.values()))
         best = [f"`{label}`" for label, scores in solved.items() if sum(scores) == most]
         names = f" ({', '.join(best)})" if 0 < len(best) <= FEW_NAMES else ""
+        count = max(map(len, solved.values()))
         said = (
-            f"Of {max(map(len, solved.values()))} prompts of `{task}` at {long}, the most that a row solves "
-            f"is {most:g}{names if most else ''}."
+            f"Of {count} {'prompt' if count == 1 else 'prompts'} of `{task}` at {long}, the most that a row "
+            f"solves is {most:g}{names if most else ''}."
         )
         within = next((_solved(each, task, results.trained) for each in answered if each.label == PLAIN), [])
         if within:

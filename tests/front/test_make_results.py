@@ -143,6 +143,9 @@ def test_the_same_training_within_the_old_window_is_a_control() -> None:
         "window, and the text cropped: `none + LoRA at 32, cropped to 32`." in flat
     )  # 1 - exp(1.5 - 1.6)
     assert "This is not all due" not in flat
+    readme = results_page.readme_table(results_rows.results_of([*lines(), *found]))
+    assert "| none + LoRA at 32, cropped to 32 |" in readme
+    assert "`yarn + LoRA` is 9.5 % better (95 %: -9.5 to -9.5 %) than it." in " ".join(readme.split())
     assert "- `none + LoRA at 32, cropped to 32` is the control with training" in text
     assert re.search(r"\| none \+ LoRA at 32, cropped to 32 .* 0\.670 \(0\.670–0\.670\) \| +– \|", text)
     assert "the table of" not in text
@@ -197,7 +200,7 @@ def test_sentences_claim_no_more_than_the_intervals() -> None:
     trained = sentences([*one, line("linear + LoRA", "a.txt", 2.2), passkey_line("yarn", 0.5, 1.0)])
     assert "Worse than cropping the text after training, on this book: `linear + LoRA` (1.221)." in trained
     assert "too, `linear + LoRA`" not in trained  # it is worse within the window
-    assert "Of 1 prompts of `passkey` at 64, the most that a row solves is 1 (`yarn`)." in trained
+    assert "Of 1 prompt of `passkey` at 64, the most that a row solves is 1 (`yarn`)." in trained
     inside = [passkey_line("none", depth, depth) for depth in (0.0, 1.0)]
     for each in inside:
         each["cells"][0]["length"] = 32
@@ -805,7 +808,7 @@ def test_cells_of_what_was_made_again_are_left_out(tmp_path: Path) -> None:
 def test_what_was_answered_in_part_is_named() -> None:
     found = [*lines(), passkey_line("linear", 0.0, 1.0)]
     text = results_page.page(results_rows.results_of(found), "A model")
-    assert "- passkey at 64 of linear: 1 prompts of 2 so far." in text
+    assert "- passkey at 64 of linear: 1 of 2 prompts so far." in text
 
 
 def test_a_lora_run_counts_when_it_is_finished() -> None:
