@@ -40,6 +40,7 @@ from rope_extend.evaluation.work_plan import (
     SAMPLES,
     asked_for,
     decided_extent,
+    documents_begun,
     evaluation_costs,
     finished_rows,
     passkey_lengths,
@@ -172,8 +173,11 @@ def plan_work(config: EvaluationConfig, *, resume: bool = False) -> tuple[Forwar
     plan = plan_evaluation(config, candidates, lengths)
     if plan is None:
         return None, ""
-    extent = whole_extent(config, candidates, config.max_documents or 1)
     directory = Path(config.output) / UNFINISHED if resume and config.output else None
+    documents = config.max_documents or 1
+    if directory is not None:
+        documents, _ = documents_begun(directory, documents)
+    extent = whole_extent(config, candidates, documents)
     finished = finished_rows(directory, config, candidates, extent) if directory else []
     costs = evaluation_costs(config, candidates, plan, lengths, None, finished)
     decided = decided_extent(config, candidates, costs, extent, directory)

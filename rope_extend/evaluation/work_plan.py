@@ -320,12 +320,13 @@ def finished_rows(
     if whole.cropped:
         rows += [folders.finished(label, cropped=True) for label in candidates.cropped_labels]
     joined = protocol_named(config.protocol).joined
+    # Documents that are processed as one are finished together, without those that the budget left out.
+    count = documents_begun(directory, whole.documents)[1] if joined else whole.documents
     return [
         replace(
             row,
-            # Documents that are processed as one are finished together.
             documents=frozenset(
-                number for number in range(whole.documents) if (0 if joined else number) in row.documents
+                number for number in range(count) if (0 if joined else number) in row.documents
             ),
             answered=tuple(
                 (length, trial)
@@ -428,9 +429,12 @@ def decided_extent(
         return whole
     kept = read_extent(directory, asked_for(config, candidates, whole)) if directory else None
     decided, least = kept or costs.within(whole, config.budget)[0], costs.finished.least
+    documents = max(decided.documents, least.documents)
+    if least.documents and protocol_named(config.protocol).joined:
+        documents = least.documents  # none can be added to a text that is finished
     return replace(
         decided,
-        documents=max(decided.documents, least.documents),
+        documents=documents,
         cropped=decided.cropped or least.cropped,
         trials=max(decided.trials, least.trials),
     )
@@ -454,16 +458,35 @@ def read_extent(directory: Path, asked: Mapping[str, Any]) -> Extent | None:
     Raises:
         RopeExtendError: the file is damaged.
     """
+    kept = _kept(directory)
+    return kept[1] if kept is not None and kept[0] == asked else None
+
+
+def _kept(directory: Path) -> tuple[dict[str, Any], Extent] | None:
+    """What the extent of an interrupted evaluation was asked for, and the extent; None if none was kept."""
     file = directory / EXTENT
     if not file.exists():
         return None
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return Extent(**kept["measured"]) if kept["asked"] == asked else None
+        return dict(kept["asked"]), Extent(**kept["measured"])
     except (ValueError, TypeError, KeyError) as error:
         raise RopeExtendError(
             f"{str(file)!r} does not say what was left out: {error}; use overwrite=True to start again"
         ) from error
+
+
+def documents_begun(directory: Path, documents: int) -> tuple[int, int]:
+    """The number of documents that an interrupted evaluation had, and of those that it was to measure.
+
+    Both are `documents` if no budget left any out.
+
+    Raises:
+        RopeExtendError: the file of the extent is damaged.
+    """
+    if (kept := _kept(directory)) is None:
+        return documents, documents
+    return kept[0].get("documents", documents), kept[1].documents
 
 
 def _passkeys(lengths: Sequence[int]) -> str:

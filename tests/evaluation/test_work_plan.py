@@ -342,6 +342,39 @@ def test_a_budget_never_leaves_out_what_is_finished(
 
 
 @pytest.mark.usefixtures("private_cache", "blank_pictures")
+def test_joined_documents_that_a_budget_left_out_stay_out(
+    work: Path,
+    tmp_path: Path,
+    written: list[Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of three documents, as one text; the second row is interrupted. A window is one second."""
+    write = FinishedDocuments.write
+
+    def interrupted(self: FinishedDocuments, *values: Any) -> None:
+        if written:
+            raise KeyboardInterrupt
+        write(self, *values)
+
+    command = (
+        f"evaluate {work / 'model'} --data {work / 'data'} --methods none,yarn --lengths 32,64 --budget 13s"
+    )
+    command += f" --protocol all-overlapping --stride 32 --max-tokens 128 --retrieval 0 --output {tmp_path}"
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedDocuments, "write", interrupted)
+        with pytest.raises(SystemExit):
+            main(shlex.split(command))
+    capsys.readouterr()
+    main(shlex.split(f"{command} --resume --plan"))
+    assert "perplexity: 2 rows, 2 documents each, 2 of 4 finished" in capsys.readouterr().out
+    main(shlex.split(f"{command} --resume"))
+    assert len(written) == 2
+    assert [(row.label, row.result.documents) for row in read_results(tmp_path)] == [("none", 2), ("yarn", 2)]
+    assert "- 1 of 3 documents" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_row_is_found_whatever_its_label_is(
     earlier: bool, work: Path, tmp_path: Path, written: list[Path], plain_adapters: list[str],
