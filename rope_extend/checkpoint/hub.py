@@ -62,7 +62,8 @@ def local_directory(
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, **options))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         advice = f"Give {argument} a" if argument else "Give a"
+        reason = str(error).rstrip(".")
+        reason += "" if reason.endswith("?") else "."
         raise RopeExtendError(
-            f"cannot find the {kind} {name!r}: {str(error).rstrip('.')}. {advice} hub id, or a "
-            "directory with a checkpoint"
+            f"cannot find the {kind} {name!r}: {reason} {advice} hub id, or a directory with a checkpoint"
         ) from error

@@ -372,3 +372,11 @@ def test_commands_in_messages_quote_paths(tmp_path: Path) -> None:
     for read in (lambda: loaded(path, quantization_config=object()), lambda: rx.load(path)):
         with pytest.raises(RopeExtendError, match=r"rope-extend convert '.*my models/tiny\.gguf' --output"):
             read()
+
+
+def test_an_adapter_beside_the_file_is_refused(tmp_path: Path) -> None:
+    """transformers would load it too, and fails."""
+    path = converted(llama(), tmp_path / "tiny.gguf")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(RopeExtendError, match=r"an adapter lies beside tiny\.gguf, in .*; move one of them"):
+        loaded(path)
