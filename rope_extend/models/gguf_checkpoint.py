@@ -172,14 +172,14 @@ def gguf_model(path: Path, **kwargs: Any) -> Any:
         kwargs: as `from_pretrained` takes them.
 
     Raises:
-        RopeExtendError: quantization was asked for as well, or an adapter lies beside the file: transformers
+        RopeExtendError: quantization was asked for as well, or an adapter lies next to the file: transformers
             would load that too, for a base model that is no GGUF file.
     """
     if kwargs.pop("quantization_config", None) is not None:
         raise RopeExtendError(no_second_quantization(path))
     if (path.parent / "adapter_config.json").exists():
         raise RopeExtendError(
-            f"an adapter lies beside {path.name}, in {path.parent}, and transformers would load both as one "
+            f"an adapter lies next to {path.name}, in {path.parent}, and transformers would load both as one "
             "model; move one of them to another directory"
         )
     with_report = kwargs.pop("output_loading_info", False)

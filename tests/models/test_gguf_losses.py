@@ -374,9 +374,9 @@ def test_commands_in_messages_quote_paths(tmp_path: Path) -> None:
             read()
 
 
-def test_an_adapter_beside_the_file_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_next_to_the_file_is_refused(tmp_path: Path) -> None:
     """transformers would load it too, and fails."""
     path = converted(llama(), tmp_path / "tiny.gguf")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    with pytest.raises(RopeExtendError, match=r"an adapter lies beside tiny\.gguf, in .*; move one of them"):
+    with pytest.raises(RopeExtendError, match=r"an adapter lies next to tiny\.gguf, in .*; move one of them"):
         loaded(path)
