@@ -47,7 +47,7 @@ READERS = {
     "output_directory.losses_in": None,  # asks only which files belong to a report
     "candidates._check_removable": None,  # an adapter's own config and names of weights, before it is loaded
     "finished_rows._lines": None,  # counts trials for an estimate of the time
-    "work_plan.read_extent": None,  # how many documents; their losses have an identity of their own
+    "work_plan._kept": None,  # how many documents; their losses have an identity of their own
 }
 """By function, the artefact that it reads."""
 
