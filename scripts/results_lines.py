@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -179,19 +179,20 @@ def recipe_settings(recipe: Recipe) -> dict[str, Any]:
     A searched table is named by its directory; the settings have the table itself.
     """
     left_out = (MAY_CHANGE - {"steps"}) | {"model", "data"}
-    values = {name: value for name, value in recipe.to_dict().items() if name not in left_out}
-    values["method"] = public_name(recipe.method)
+    values = _fields(recipe, left_out) | {"method": public_name(recipe.method)}
     if recipe.method not in encoding_classes() and (file := encoding_file(recipe.method)) is not None:
         values["method"] = dict(read_encoding_file(file).encoding)
-    found: dict[str, Any] = json.loads(json.dumps(values))
-    return found
+    return values
 
 
 def search_settings(config: SearchConfig) -> dict[str, Any]:
     """The settings of a search, without the names of files, as JSON."""
-    values = {
-        name: value for name, value in config.to_dict().items() if name not in ("model", "data", "output")
-    }
+    return _fields(config, {"model", "data", "output"})
+
+
+def _fields(config: Recipe | SearchConfig, left_out: Collection[str]) -> dict[str, Any]:
+    """The other fields of a config, as they are read back from JSON."""
+    values = {name: value for name, value in config.to_dict().items() if name not in left_out}
     found: dict[str, Any] = json.loads(json.dumps(values))
     return found
 

@@ -104,7 +104,7 @@ def _section(heading: str, *parts: str) -> str:
 
 
 def _head(results: Results, source: str) -> str:
-    perplexities = [line for line in results.of_kind(PERPLEXITY) if longest_of(line) == results.longest]
+    perplexities = results.lines_of_target
     shown = list(zip(results.collected.texts, results.collected.documents, strict=True))
     return HEAD.format(
         source=source, download="It downloads the model through pip. " if source == SOURCE else "",
@@ -413,9 +413,7 @@ def _missing(results: Results) -> Iterator[str]:
 
 def _measured_in_part(results: Results) -> Iterator[str]:
     """Rows with some books of a target, which no table has."""
-    for length in sorted(
-        {results.longest, *_other_lengths(results)}, key=lambda each: each != results.longest
-    ):
+    for length in (results.longest, *_other_lengths(results)):
         found = results if length == results.longest else results_of(results.lines, length)
         books = {line["result"]["data"] for line in found.lines_of_target}
         at = "" if length == results.longest else f" at {format_length(length)}"

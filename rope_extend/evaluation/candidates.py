@@ -212,12 +212,6 @@ class Candidates:
         record = None if row.adapter is None else self.records.get(row.adapter)
         return row if record is None else replace(row, target_length=record.target_length)
 
-    def is_plain(self, candidate: Candidate) -> bool:
-        """Whether a candidate has plain RoPE, and was not fine-tuned beyond the trained window."""
-        if candidate.adapter is not None:
-            return candidate.adapter in self.plain_adapters
-        return candidate.label in self.plain_methods  # which are their own labels
-
 
 def _check_removable(adapter: Path) -> None:
     """Refuse an adapter that changes the base model's own weights on loading: later rows would keep them.

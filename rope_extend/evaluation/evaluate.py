@@ -326,7 +326,7 @@ class _Evaluation:
             subject = candidates.subject(candidate)
             result = self._perplexity(candidate, subject, self.lengths, protocol, settings)
             yield self._completed(candidate, EvaluationRow.of(subject, result))
-            if self.extent.cropped and candidates.is_plain(candidate):
+            if self.extent.cropped and candidate.label in candidates.cropped_labels:
                 yield self._with_samples(candidate, candidates.described(self._control(candidate)))
 
     def _control(self, candidate: Candidate) -> EvaluationRow:

@@ -302,6 +302,18 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return files
 
 
+def interrupt_after(patch: pytest.MonkeyPatch, count: int, written: list[Path]) -> None:
+    """Ctrl-C when more than this number of files of losses would be written."""
+    write = FinishedDocuments.write
+
+    def interrupted(self: FinishedDocuments, *values: Any) -> None:
+        if len(written) == count:
+            raise KeyboardInterrupt
+        write(self, *values)
+
+    patch.setattr(FinishedDocuments, "write", interrupted)
+
+
 @pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_a_budget_never_leaves_out_what_is_finished(
     work: Path,
@@ -311,17 +323,10 @@ def test_a_budget_never_leaves_out_what_is_finished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Three rows on three documents, of which one document of one row is missing: a window of one second."""
-    write = FinishedDocuments.write
-
-    def interrupted(self: FinishedDocuments, *values: Any) -> None:
-        if len(written) == 8:
-            raise KeyboardInterrupt
-        write(self, *values)
-
     command = f"evaluate {work / 'model'} --data {work / 'data'} --methods none,yarn --lengths 16,64"
     command += f" --documents 3 --output {tmp_path}"
     with monkeypatch.context() as patch:
-        patch.setattr(FinishedDocuments, "write", interrupted)
+        interrupt_after(patch, 8, written)
         with pytest.raises(SystemExit):
             main(shlex.split(command))
     main(shlex.split(f"{command} --resume --plan"))
@@ -350,19 +355,12 @@ def test_joined_documents_that_a_budget_left_out_stay_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two of three documents, as one text; the second row is interrupted. A window is one second."""
-    write = FinishedDocuments.write
-
-    def interrupted(self: FinishedDocuments, *values: Any) -> None:
-        if written:
-            raise KeyboardInterrupt
-        write(self, *values)
-
     command = (
         f"evaluate {work / 'model'} --data {work / 'data'} --methods none,yarn --lengths 32,64 --budget 13s"
     )
     command += f" --protocol all-overlapping --stride 32 --max-tokens 128 --retrieval 0 --output {tmp_path}"
     with monkeypatch.context() as patch:
-        patch.setattr(FinishedDocuments, "write", interrupted)
+        interrupt_after(patch, 1, written)
         with pytest.raises(SystemExit):
             main(shlex.split(command))
     capsys.readouterr()
