@@ -53,6 +53,7 @@ def load_documents(
     min_tokens: int = 0,
     max_documents: int | None = None,
     max_tokens: int | None = None,
+    distinct: bool = False,
     cache_dir: str | Path | None = None,
 ) -> list[Document]:
     """Read documents from files or the hub and tokenise them; tokens are cached by the content of the texts.
@@ -72,6 +73,8 @@ def load_documents(
         min_tokens: documents with fewer tokens are skipped.
         max_documents: stop after this many documents; the rest is not tokenised.
         max_tokens: cut each document to its first `max_tokens` tokens.
+        distinct: leave out documents whose tokens, cut to `max_tokens`, are those of an earlier one. A text
+            that is measured twice says no more, but seems to.
         cache_dir: directory for tokens and hub datasets; the cache of `datasets` if not given.
 
     Returns:
@@ -86,11 +89,20 @@ def load_documents(
             raise RopeExtendError(f"{name} must be at least 1, or None for no limit; got {limit!r}")
     documents: list[Document] = []
     lengths: dict[str, int] = {}
+    first_of: dict[str, Document] = {}
+    too_short = 0
     texts = read_texts(source, text_column, split, cache_dir)
     for name, ids in tokenised(texts, tokenizer, TokenCache(cache_dir), first=max_documents):
         lengths[name] = len(ids)
-        if len(ids) and len(ids) >= min_tokens:
-            documents.append(Document(name, torch.from_numpy(ids[:max_tokens].astype(np.int64))))
+        if not len(ids) or len(ids) < min_tokens:
+            too_short += 1
+            continue
+        document = Document(name, torch.from_numpy(ids[:max_tokens].astype(np.int64)))
+        same = first_of.setdefault(fingerprint([document]), document) if distinct else document
+        if same is document:
+            documents.append(document)
+        else:
+            logger.warning("%s is left out: its tokens are those of %s", name, same.name)
         if len(documents) == max_documents:
             return documents
     described = describe_source(source)
@@ -103,9 +115,9 @@ def load_documents(
             f"{longest!r}, has {lengths[longest]:,}. Give longer texts, or use windows or blocks of at most "
             f"{lengths[longest]:,} tokens; in a recipe, packing=restart uses short texts"
         )
-    if len(documents) < len(lengths):
+    if too_short:
         logger.info("%s: %d of %d documents are empty or shorter than %d tokens",
-                    described, len(lengths) - len(documents), len(lengths), min_tokens)  # fmt: skip
+                    described, too_short, len(lengths), min_tokens)  # fmt: skip
     return documents
 
 

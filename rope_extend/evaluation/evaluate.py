@@ -102,6 +102,8 @@ def evaluate(
     made_by = how_it_was_made("evaluate", config)
     # Checks the config.
     evaluation = _Evaluation(config, None, output / UNFINISHED, progress, resume=resume)
+    if resume and is_main_process():
+        evaluation.warn_of_other_rows()
     measured = evaluation.rows()
     if overwrite and is_main_process():
         remove_unfinished(output)
@@ -265,6 +267,7 @@ class _Evaluation:
                 min_tokens=0 if self.rule.joined else self.lengths[-1] + self.rule.extra_tokens,
                 max_documents=config.max_documents,
                 max_tokens=self.lengths[-1] if self.rule.nested else config.max_tokens,
+                distinct=not self.rule.joined,
             )
         self.task = Passkey(template=template_for(candidates.name))
         extent = whole_extent(config, candidates, len(self.documents))
@@ -295,6 +298,15 @@ class _Evaluation:
             logger.warning("left out, because of the budget: %s", said)
         logger.info("%s", costs.text(self.extent))
         self.clock = Clock(costs.pieces(self.extent))
+
+    def warn_of_other_rows(self) -> None:
+        """Say which finished losses are of rows that are not measured, because the report replaces them."""
+        if self.folders and (others := self.folders.others(cropped=self.extent.cropped)):
+            logger.warning(
+                "%s holds losses of rows that are not measured now: %s; they are deleted when the report is "
+                "written. To keep them, interrupt this evaluation, and resume it with these rows",
+                self.finished, ", ".join(others),
+            )  # fmt: skip
 
     def _prompts(self) -> list[Prompt]:
         """The passkeys; none at a length that the task does not fit, with a warning."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rope_extend.checkpoint.manifest import adapter_digests
 from rope_extend.evaluation.candidates import Candidates, adapter_labels
+from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.finished_documents import LOSSES_OF_DOCUMENT, MEASUREMENT
 from rope_extend.evaluation.results import file_name
 from rope_extend.evaluation.retrieval import TRIALS
@@ -63,6 +64,18 @@ class RowFolders:
             self.directory / file_name(name + suffix) for name in (self.names.get(label, label), label)
         ]
         return next((folder for folder in folders if (folder / MEASUREMENT).exists()), folders[0])
+
+    def others(self, *, cropped: bool) -> list[str]:
+        """The folders with losses of rows that are none of these, by name.
+
+        Args:
+            cropped: whether rows with a cropped context are measured.
+        """
+        there = {path.parent for path in self.directory.glob(f"*/{MEASUREMENT}")}
+        ours = {self.folder(label) for label in self.names}
+        if cropped:
+            ours |= {self.folder(label, cropped=True) for label in (PLAIN, *self.names)}
+        return sorted(folder.name for folder in there - ours)
 
     def finished(self, label: str, *, cropped: bool = False) -> FinishedRow:
         """What is finished of a row; the arguments are those of `folder`."""

@@ -53,9 +53,11 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     undecided = [verdict for verdict in judged if verdict.success is None]
     if undecided:
         first = undecided[0].label
-        partly = f"{first} is measured only in part."
+        partly = f"not all of them can be judged for {first}."
         if len(undecided) > 1:
-            partly = f"{len(undecided)} rows are measured only in part. The nearest of these is {first}."
+            partly = (
+                f"not all of them can be judged for {len(undecided)} rows. The nearest of these is {first}."
+            )
         said = [
             f"Not decided yet: no row meets all three criteria at {target}, and {partly}",
             str(undecided[0]),

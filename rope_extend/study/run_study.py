@@ -121,7 +121,7 @@ class Study:
         config = self.config
         if config.data is None:
             return []
-        documents = load_documents(
+        return load_documents(
             config.data,
             self.tokenizer,
             text_column=config.text_column,
@@ -129,8 +129,8 @@ class Study:
             min_tokens=self.lengths[-1],
             max_documents=config.max_documents,
             max_tokens=self.lengths[-1],
+            distinct=True,
         )
-        return _distinct(documents)
 
     def _tasks(self) -> list[Task]:
         if not self.config.tasks:
@@ -414,18 +414,6 @@ class Study:
             **settings,
         )
         return perplexity_values(EvaluationRow.of(subject, result), Path(document.name).name)
-
-
-def _distinct(documents: Sequence[Document]) -> list[Document]:
-    """The documents, each text once: a document that is measured twice says no more, but seems to."""
-    found: dict[str, Document] = {}
-    for document in documents:
-        same = found.setdefault(fingerprint([document]), document)
-        if same is not document:
-            logger.warning(
-                "%s is left out: its tokens that would be measured are those of %s", document.name, same.name
-            )
-    return [*found.values()]
 
 
 def _device_name(lm: Any) -> str:

@@ -64,6 +64,7 @@ class TrainingPlan:
         device: the device.
         longest_block: the longest block that fits with the chosen options, in tokens; None if the block fits.
         remarks: options that this model does not support, and why.
+        quantizable: whether the weights can be loaded with 4 bits; those of a GGUF file cannot.
         quantized: the last step with weights of 4 bits, if all combinations were requested.
         evaluation: the estimate of the run's longest evaluation, including what is trained; None if the run
             does not evaluate.
@@ -79,6 +80,7 @@ class TrainingPlan:
     device: torch.device
     longest_block: int | None
     remarks: tuple[str, ...] = ()
+    quantizable: bool = True
     quantized: StepMemory | None = None
     evaluation: ForwardEstimate | None = None
     longest_evaluation: int | None = None
@@ -152,7 +154,7 @@ class TrainingPlan:
             name for name in ("gradient_checkpointing", "mlp_tiles") if not getattr(step.memory_options, name)
         ]
         advice += [f"{' and '.join(off)} on auto"] if off and not self.remarks else []
-        advice += ["quantize: 4bit"] if not step.quantized else []
+        advice += ["quantize: 4bit"] if self.quantizable and not step.quantized else []
         return f"To need less memory, use {', or '.join(advice)}"
 
     def __str__(self) -> str:

@@ -158,10 +158,8 @@ def _plan_steps(
     if chosen is None:
         chosen = steps[-1]
         longest = _longest_block(lambda tokens: share(estimator.step(candidates[-1], tokens)), recipe.length)
-    quantized = None
-    if (
-        all_options and not chosen.quantized and gguf_file(recipe.model) is None
-    ):  # which is not quantised again
+    quantizable, quantized = gguf_file(recipe.model) is None, None
+    if all_options and quantizable and not chosen.quantized:
         weights = steps[-1].weights - estimator.quantized_savings
         quantized = replace(steps[-1], quantized=True, weights=weights)
     return TrainingPlan(
@@ -174,6 +172,7 @@ def _plan_steps(
         device=estimator.device,
         longest_block=longest,
         remarks=tuple(remarks),
+        quantizable=quantizable,
         quantized=quantized,
     )
 

@@ -314,6 +314,16 @@ def test_nonsense_is_no_length(nonsense: object) -> None:
         parse_length(nonsense)
 
 
+def test_copies_are_left_out_on_request(load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Equal in the tokens that are kept. Other documents are read instead."""
+    for name, text in {"a": "one two three", "b": "one two four", "c": "five six", "d": "seven"}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    cut: dict[str, int] = {"max_tokens": 8, "max_documents": 2}
+    assert [*lengths(load(tmp_path, **cut))] == ["a.txt", "b.txt"]
+    assert [*lengths(load(tmp_path, **cut, distinct=True))] == ["a.txt", "c.txt"]
+    assert caplog.messages == ["b.txt is left out: its tokens are those of a.txt"]
+
+
 def test_the_same_text_is_found_however_long_it_is_cut() -> None:
     text, other = torch.arange(300), torch.arange(300).flip(0)
     header = torch.cat([text[:100], other])  # the same start, such as a license, and other text

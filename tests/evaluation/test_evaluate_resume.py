@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from rope_extend.checkpoint.peft_models import tuner_layers
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import TRIAL_CHUNKS
+from rope_extend.evaluation.evaluate import evaluation_rows
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.identity import differences, model_identity
 from rope_extend.evaluation.perplexity_report import read_results
@@ -320,6 +323,37 @@ def test_the_command_resumes_while_it_writes_its_report(
     main(shlex.split(f"{command} --resume"))
     assert len(read_results(tmp_path)) == 1
     assert not (tmp_path / "unfinished").exists()
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+def test_losses_of_rows_that_are_no_longer_asked_for_are_named_before_they_are_deleted(
+    work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EvaluationConfig(
+        model=str(work / "model"), data=str(work / "data"), lengths=[16, 64], max_documents=1,
+        methods=["none", "linear", "ntk"],
+    )  # fmt: skip
+    unfinished = tmp_path / "unfinished"
+    rows = list(evaluation_rows(config, finished=unfinished, progress=False))
+    assert len(rows) == 4
+    fewer = replace(config, methods=["linear"], cropped=False, output=str(tmp_path))
+    assert len(rx.evaluate(fewer, resume=True, progress=False)) == 1
+    assert re.search(
+        "not measured now: none-[^, ]+, none-cropped-to-32-[^, ]+, ntk-[^, ]+; they", caplog.text
+    )
+    assert not unfinished.exists()
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+def test_equal_documents_are_measured_once(work: Path, tmp_path: Path) -> None:
+    text = next((work / "data").glob("*")).read_text()
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(text)
+    config = EvaluationConfig(
+        model=str(work / "model"), data=str(tmp_path), lengths=[16], methods=["none"], cropped=False
+    )
+    (row,) = evaluation_rows(config, progress=False)
+    assert row.result.documents == 1
 
 
 @pytest.mark.usefixtures("private_cache", "blank_pictures")
