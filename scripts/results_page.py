@@ -289,7 +289,7 @@ def _training_text(results: Results) -> str:
 def _is_last(line: Line) -> bool:
     """Whether a line is of the last step of its LoRA run; lines of earlier versions do not know."""
     steps = (line.get("identity") or {}).get("recipe", {}).get("steps", line["step"])
-    return bool(line["step"] == steps)
+    return bool(0 < line["step"] == steps)
 
 
 def _notes_of_training(results: Results) -> Iterator[str]:

@@ -817,6 +817,7 @@ def test_a_lora_run_counts_when_it_is_finished() -> None:
         line["identity"] = {"recipe": {"steps": 30}}
         line["tokens"] += 1
         line["seconds"] *= 10
+    found.append({**found[-1], "run": "begun", "step": 0, "tokens": 0, "seconds": 0.0, "identity": None})
     flat = " ".join(results_page.page(results_rows.results_of(found), "A model").split())
     assert "LoRA on 81,920 tokens of other books" in flat
     assert "A run took 20 min on average" in flat
