@@ -218,7 +218,9 @@ class Evaluations(Runs):
         self, config: Any, options: object, finished: Path, progress: bool, *, resume: bool
     ) -> SimpleNamespace:
         """Imitates an evaluation without a budget."""
-        return SimpleNamespace(rows=lambda: self.measure(config, finished), left_out=[])
+        return SimpleNamespace(
+            rows=lambda: self.measure(config, finished), left_out=[], warn_of_other_rows=lambda: None
+        )
 
     def measure(self, config: Any, finished: Path) -> Iterator[EvaluationRow]:
         """Imitates the measurement of the rows: each document has one loss."""
