@@ -158,7 +158,8 @@ def _plan_steps(
     if chosen is None:
         chosen = steps[-1]
         longest = _longest_block(lambda tokens: share(estimator.step(candidates[-1], tokens)), recipe.length)
-    quantizable, quantized = gguf_file(recipe.model) is None, None
+    quantizable = gguf_file(recipe.model) is None
+    quantized = None
     if all_options and quantizable and not chosen.quantized:
         weights = steps[-1].weights - estimator.quantized_savings
         quantized = replace(steps[-1], quantized=True, weights=weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -302,33 +303,36 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return files
 
 
-def interrupt_after(patch: pytest.MonkeyPatch, count: int, written: list[Path]) -> None:
-    """Ctrl-C when more than this number of files of losses would be written."""
+RunUntil = Callable[[str, int], None]
+
+
+@pytest.fixture
+def run_until(written: list[Path], monkeypatch: pytest.MonkeyPatch) -> RunUntil:
+    """Runs a command, with Ctrl-C when more than this number of files of losses would be written."""
     write = FinishedDocuments.write
 
-    def interrupted(self: FinishedDocuments, *values: Any) -> None:
-        if len(written) == count:
-            raise KeyboardInterrupt
-        write(self, *values)
+    def run(command: str, count: int) -> None:
+        def interrupted(self: FinishedDocuments, *values: Any) -> None:
+            if len(written) == count:
+                raise KeyboardInterrupt
+            write(self, *values)
 
-    patch.setattr(FinishedDocuments, "write", interrupted)
+        with monkeypatch.context() as patch:
+            patch.setattr(FinishedDocuments, "write", interrupted)
+            with pytest.raises(SystemExit):
+                main(shlex.split(command))
+
+    return run
 
 
 @pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_a_budget_never_leaves_out_what_is_finished(
-    work: Path,
-    tmp_path: Path,
-    written: list[Path],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    work: Path, tmp_path: Path, written: list[Path], run_until: RunUntil, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Three rows on three documents, of which one document of one row is missing: a window of one second."""
     command = f"evaluate {work / 'model'} --data {work / 'data'} --methods none,yarn --lengths 16,64"
     command += f" --documents 3 --output {tmp_path}"
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 8, written)
-        with pytest.raises(SystemExit):
-            main(shlex.split(command))
+    run_until(command, 8)
     main(shlex.split(f"{command} --resume --plan"))
     plan = capsys.readouterr().out
     assert "perplexity: 2 rows, 3 documents each, 5 of 6 finished, about 1 s\n" in plan
@@ -348,21 +352,14 @@ def test_a_budget_never_leaves_out_what_is_finished(
 
 @pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_joined_documents_that_a_budget_left_out_stay_out(
-    work: Path,
-    tmp_path: Path,
-    written: list[Path],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    work: Path, tmp_path: Path, written: list[Path], run_until: RunUntil, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two of three documents, as one text; the second row is interrupted. A window is one second."""
     command = (
         f"evaluate {work / 'model'} --data {work / 'data'} --methods none,yarn --lengths 32,64 --budget 13s"
     )
     command += f" --protocol all-overlapping --stride 32 --max-tokens 128 --retrieval 0 --output {tmp_path}"
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 1, written)
-        with pytest.raises(SystemExit):
-            main(shlex.split(command))
+    run_until(command, 1)
     capsys.readouterr()
     main(shlex.split(f"{command} --resume --plan"))
     assert "perplexity: 2 rows, 2 documents each, 2 of 4 finished" in capsys.readouterr().out
