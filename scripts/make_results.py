@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from page_parts import with_part
 from results_lines import Line, is_measured_line, lines_of, read_lines, write_lines
-from results_page import in_readme, page, readme_table
+from results_page import CONFIGS, OF_PROMPTS, in_readme, page, readme_table
 from results_recorded import check_model, is_measured, is_searched, is_trained, merged, plain_cells, restore
 from results_rows import Results, results_of
 from script_run import run
@@ -47,7 +47,6 @@ from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = ROOT / "configs" / "results"
 SETTINGS = "settings.json"
 CONTROL, RACE = "control", "race"
 LORA_RUNS = {"lora": ("yarn", "linear", "none"), "more_lora": ("ntk", CONTROL, RACE)}
@@ -214,8 +213,6 @@ STAGES = (
 """All stages, the most important first; prompts of two lengths and three tasks take longest."""
 ON_A_CPU = ("longer",)
 """Stages that a GPU leaves out: there `untrained` has these lengths."""
-OF_PROMPTS = ("passkeys", "tasks")
-"""Stages that measure answers to prompts alone."""
 QUICK_STAGES = ("untrained", "passkeys")
 """The stages of `--quick`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rope_extend.evaluation.controls import (
 )
 from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import ppl
+from rope_extend.evaluation.tasks import TASKS
 from rope_extend.report.tables import markdown_table, number
 from rope_extend.study.cells import PERPLEXITY, RETRIEVAL
 from rope_extend.study.study_config import StudyConfig
@@ -32,6 +34,8 @@ from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "results"
+OF_PROMPTS = ("passkeys", "tasks")
+"""Stages that measure answers to prompts alone."""
 
 HEAD = """\
 # A real model's numbers
@@ -75,8 +79,8 @@ directory adds a row. From Python: `rx.compare_methods(rx.StudyConfig(...))`.
 def page(results: Results, source: str) -> str:
     """The whole page as Markdown."""
     parts = [_head(results, source)]
-    if sentences := says(results):
-        items = [filled(text, "- ") for text in sentences]
+    if said := says(results):
+        items = [filled(f"**{subject}.** {text}", "- ") for subject, text in said.items()]
         parts.append(_section("In short", "\n".join(items)))
     untrained = [row for row in results.rows if row.adapter is None]
     if untrained:
@@ -405,8 +409,8 @@ def _lora_plan() -> str:
 
 def _missing(results: Results) -> Iterator[str]:
     """What the page should have, and has not."""
-    said = [f"- {text}" for text in (*_measured_in_part(results), *_answered_in_part(results))]
-    said += [f"- Not measured: {text}" for text in _not_measured(results)]
+    said = [filled(text, "- ") for text in (*_measured_in_part(results), *_answered_in_part(results))]
+    said += [filled(f"Not measured: {text}", "- ") for text in _not_measured(results)]
     if said:
         yield _section("What is missing", "\n".join(said))
 
@@ -422,19 +426,34 @@ def _measured_in_part(results: Results) -> Iterator[str]:
                 yield f"Perplexity of {label}{at}: {books_text(count)} of {len(books)} so far."
 
 
+def _planned_prompts() -> dict[tuple[str, int], int]:
+    """How many prompts of each task the settings have for a row, by task and length."""
+    planned: dict[tuple[str, int], int] = {}
+    for stage in OF_PROMPTS:
+        config = StudyConfig.from_yaml(CONFIGS / f"{stage}.yaml")
+        for task, length in product(config.tasks, config.task_lengths or ()):
+            count = len(config.prompt_options.trials_of(TASKS[task]))
+            planned[task, length] = max(count, planned.get((task, length), 0))
+    return planned
+
+
 def _answered_in_part(results: Results) -> Iterator[str]:
-    """Rows with some prompts of a task, which no table has."""
+    """Rows with fewer prompts of a task than the settings or another row have."""
     prompts: dict[tuple[str, int], dict[str, set[Any]]] = {}
     for line in results.of_kind(RETRIEVAL):
         for cell in line["cells"]:
             by_label = prompts.setdefault((cell["task"], cell["length"]), {})
             by_label.setdefault(line["label"], set()).add((cell["depth"], line["trial"]))
+    planned = _planned_prompts()
     for (task, length), by_label in prompts.items():
-        every = max(map(len, by_label.values()))
+        every = max(*map(len, by_label.values()), planned.get((task, length), 0))
+        labels: dict[int, list[str]] = {}
         for label, answered in by_label.items():
-            if len(answered) < every:
+            labels.setdefault(len(answered), []).append(f"`{label}`")
+        for count, names in labels.items():
+            if count < every:
                 at = format_length(length)
-                yield f"{task} at {at} of {label}: {len(answered)} of {every} prompts so far."
+                yield f"{task} at {at}, {count} of {every} prompts so far: {', '.join(names)}."
 
 
 def _not_measured(results: Results) -> Iterator[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
+from results_lines import SEARCH
 from results_rows import Results, machines, seconds
 
 from rope_extend.evaluation.comparison import Comparison, compare
@@ -21,10 +23,16 @@ FEW_NAMES = 3
 """Up to this number, rows with the same result are named."""
 
 
-def says(results: Results) -> list[str]:
-    """The sentences, as far as something is measured."""
-    parts = (_best_untrained, _best_trained, _short_texts, _prompts, _cost, _failed)
-    return [sentence for part in parts for sentence in part(results)] if results.rows else []
+def says(results: Results) -> dict[str, str]:
+    """What to take from the results, by subject, as far as something is measured."""
+    if not results.rows:
+        return {}
+    parts = {
+        "Without training": _best_untrained, "With training": _best_trained, "Short texts": _short_texts,
+        "Tasks": _prompts, "Cost": _cost, "What did not work": _failed,
+    }  # fmt: skip
+    said = {subject: " ".join(part(results)) for subject, part in parts.items()}
+    return {subject: text for subject, text in said.items() if text}
 
 
 def _at(results: Results, gain: Comparison) -> str:
@@ -52,7 +60,7 @@ def _best_untrained(results: Results) -> Iterator[str]:
             "" if plain is None else f", where plain RoPE has {number(plain.result.ppl[results.longest])}"
         )
         yield (
-            f"Without training, `{best.second.label}` has the lowest perplexity at {longest}: "
+            f"`{best.second.label}` has the lowest perplexity at {longest}: "
             f"{_at(results, best)}{beyond}. This is {by(best.differences[-1])} the same text cropped to the "
             "old window."
         )
@@ -81,17 +89,16 @@ def by(change: Difference) -> str:
     if change.low is None or change.high is None:
         return f"{said} than"
     low, high = (f"{100 * (ppl(bound) - 1):+.1f}" for bound in (change.low, change.high))
-    shown = "" if change.low > 0 or change.high < 0 else ", so no difference is shown,"
-    return f"{said} (95 %: {low} to {high} %){shown} than"
+    shown = "" if change.low > 0 or change.high < 0 else ", so no difference is shown"
+    return f"{said} (95 %: {low} to {high} %{shown}) than"
 
 
 def _best_trained(results: Results) -> Iterator[str]:
     if gains := _gains(results, tuned=True):
         best = gains[0]
         yield (
-            f"With training and the whole context, `{best.second.label}` has the lowest perplexity: "
-            f"{_at(results, best)}. "
-            f"This is {by(best.differences[-1])} cropping."
+            f"With the whole context, `{best.second.label}`{_table_of(results, best)} has the lowest "
+            f"perplexity: {_at(results, best)}. This is {by(best.differences[-1])} cropping."
         )
         for gain in against_trained_control(results.rows):
             if gain.second.label == best.second.label:
@@ -106,6 +113,13 @@ def _best_trained(results: Results) -> Iterator[str]:
                 f"This is not all due to the longer context: the control was not trained, and within the old "
                 f"window too, `{best.second.label}` is {100 * (1 - ratio):.1f} % better than plain RoPE."
             )
+
+
+def _table_of(results: Results, gain: Comparison) -> str:
+    """Which searched table a row was trained with, if any: its label does not say it."""
+    name = Path(gain.second.adapter or "").name
+    searched = any(line["name"] == name for line in results.of_kind(SEARCH))
+    return f", trained with the table of `{name}`," if searched else ""
 
 
 def _short_texts(results: Results) -> Iterator[str]:

@@ -150,12 +150,17 @@ def test_the_same_training_within_the_old_window_is_a_control() -> None:
     assert re.search(r"\| none \+ LoRA at 32, cropped to 32 .* 0\.670 \(0\.670–0\.670\) \| +– \|", text)
     assert "the table of" not in text
     assert "- Not measured: passkey of `none + LoRA at 32`, `yarn + LoRA`." in text
-    searched = [perplexity_line("longrope + LoRA", name, 1.55) for name in ("a.txt", "bb.txt")]
+    searched = [perplexity_line("longrope + LoRA", name, 1.45) for name in ("a.txt", "bb.txt")]
     for line in searched:
         line["adapter"] = "race"
     found += [*searched, {**table, "divisors": [1.0]}]
     text = results_page.page(results_rows.results_of([*lines(), *found]), "A model")
     assert "- `longrope + LoRA` was trained with the table of `race`." in text
+    flat = " ".join(text.split())
+    assert (
+        "**With training.** With the whole context, `longrope + LoRA`, trained with the table of `race`, has"
+        in flat
+    )
 
 
 def test_a_page_of_a_few_cells_says_what_is_missing() -> None:
@@ -184,7 +189,7 @@ def test_sentences_claim_no_more_than_the_intervals() -> None:
         )
 
     def sentences(found: list[dict[str, Any]]) -> str:
-        return " ".join(results_says.says(results_rows.results_of(found)))
+        return " ".join(results_says.says(results_rows.results_of(found)).values())
 
     cropped = {"protocol": "cropped", "window": 32}
     one = [
@@ -212,9 +217,7 @@ def test_sentences_claim_no_more_than_the_intervals() -> None:
         line("ntk", "b.txt", 2.04),
     ]
     said = sentences([*one, *two])
-    assert (
-        "This is 2.5 % better (95 %: -9.5 to +5.1 %), so no difference is shown, than the same text" in said
-    )
+    assert "This is 2.5 % better (95 %: -9.5 to +5.1 %, so no difference is shown) than the same text" in said
     assert "2 books do not show that it is better than `ntk`." in said
     assert "Intervals over 2 books are little more than the range of these books." in said
     assert "Worse than cropping" in said  # `ntk` is worse on both books
@@ -808,7 +811,17 @@ def test_cells_of_what_was_made_again_are_left_out(tmp_path: Path) -> None:
 def test_what_was_answered_in_part_is_named() -> None:
     found = [*lines(), passkey_line("linear", 0.0, 1.0)]
     text = results_page.page(results_rows.results_of(found), "A model")
-    assert "- passkey at 64 of linear: 1 of 2 prompts so far." in text
+    assert "- passkey at 64, 1 of 2 prompts so far: `linear`." in text
+
+
+def test_prompts_that_no_row_has_answered_are_missing_too() -> None:
+    """The settings have five prompts of this length, and nobody answered more than one."""
+    found = lines()
+    for label in ("none", "yarn"):
+        found.append(passkey_line(label, 0.0, 1.0))
+        found[-1]["cells"][0]["length"] = 16384
+    text = results_page.page(results_rows.results_of(found), "A model")
+    assert "- passkey at 16k, 1 of 5 prompts so far: `none`, `yarn`." in text
 
 
 def test_a_lora_run_counts_when_it_is_finished() -> None:
@@ -885,7 +898,7 @@ def test_what_a_lora_run_lacks_is_said() -> None:
     text = results_page.page(results_rows.results_of(found), "A model")
     assert "- Perplexity of yarn + LoRA: one book of 2 so far." in text
     missing = "`linear`, direct, `ntk`, the searched table, a control within the old window"
-    assert f"- Not measured: LoRA runs ({missing}), of 20 steps" in text
+    assert f"- Not measured: LoRA runs ({missing}), of 20 steps" in " ".join(text.split())
     assert "- Not measured: passkey of `yarn + LoRA`." in text
 
 
