@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,48 @@ def test_an_adapter_is_refused_because_the_file_has_none_of_its_weights(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "base.gguf"]
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_file_must_have_the_weights_of_the_checkpoint(
+    tmp_path: Path, model_type: str, kind: str, dtype: torch.dtype
+) -> None:
+    """A file of before a merge would be exported without what was merged, and nobody would notice.
+
+    The file is made of the model in either dtype, with Llama's rows of queries and keys in another order.
+    """
+    model = tiny_model(FamilyCase(model_type, {"intermediate_size": 64}))  # Q8_0 has blocks of 32
+    quantized = gguf.GGMLQuantizationType[kind]
+    source = converted(model, tmp_path / "of-float32.gguf", quantized=quantized)
+    model = model.to(dtype)
+    rounded = converted(model, tmp_path / "of-dtype.gguf", quantized=quantized)
+    with rx.patch_model(model, ROWS["yarn"].build(SHAPE), target_length=TARGET):
+        whole = save(model, tmp_path / "whole")
+        for number, each in enumerate((source, rounded)):
+            assert export(whole, tmp_path / f"{number}", "llama.cpp", gguf=each, verify=False).is_dir()
+        for name in ("self_attn.k_proj", "mlp.down_proj"):
+            weight = model.get_submodule(f"model.layers.1.{name}").weight
+            kept = weight.detach().clone()
+            with torch.no_grad():
+                weight += 0.02 * weight.std() * torch.randn_like(weight)
+            merged = save(model, tmp_path / name)
+            with pytest.raises(RopeExtendError, match=rf"% of the values of model.layers.1.{name}.weight"):
+                export(merged, tmp_path / "out", "llama.cpp", gguf=source, verify=False)
+            assert not (tmp_path / "out").exists()
+            with torch.no_grad():
+                weight.copy_(kept)
+
+
+def test_weights_in_coarse_formats_are_not_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = llama(intermediate_size=64)
+    source = converted(model, tmp_path / "plain.gguf", quantized=gguf.GGMLQuantizationType.Q4_1)
+    with rx.patch_model(model, ROWS["yarn"].build(SHAPE), target_length=TARGET):
+        directory = save(model, tmp_path / "saved")
+    with caplog.at_level(logging.WARNING):
+        export(directory, tmp_path / "out", "llama.cpp", gguf=source, verify=False)
+    assert re.search(r"plain\.gguf: \d+ matrices are rounded to Q4_1, so they are not compared", caplog.text)
+
+
 def test_only_full_precision_is_compared(tmp_path: Path) -> None:
     path = converted(llama().bfloat16().float(), tmp_path / "plain.gguf")
     assert is_float32(path)
@@ -357,7 +401,7 @@ def test_an_export_is_verified_in_llama_cpp(tmp_path: Path, caplog: pytest.LogCa
         export(directory, tmp_path / "out", "llama.cpp", gguf=path)
     assert "llama.cpp computes the original's logits from plain.gguf" in caplog.text
     model = llama()
-    model.lm_head.weight.data.neg_()
+    model.model.norm.weight.data.neg_()  # matrices are compared before, and vectors are not
     other = converted(model, tmp_path / "other.gguf")
     with pytest.raises(RopeExtendError, match="logits that differ by"):
         export(directory, tmp_path / "wrong", "llama.cpp", gguf=other)

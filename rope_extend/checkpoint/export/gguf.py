@@ -7,12 +7,10 @@ table itself into the file. The facts about llama.cpp come from the source in ll
 - `src/llama-context.cpp`: cos and sin are multiplied by `{arch}.rope.scaling.attn_factor` for every type of
   scaling. With `yarn`, they are also multiplied by `0.1 ln s + 1`. `none` never scales frequencies.
 - `src/llama-model.cpp`, `get_rope_factors`: `rope_freqs.weight` has precedence over the long and short lists.
-Of
-  those, the long one is used if the context exceeds `{arch}.rope.scaling.original_context_length`.
+  Of those, the long one is used if the context exceeds `{arch}.rope.scaling.original_context_length`.
 - `ggml/src/ggml-cpu/ops.cpp`, `ggml_rope_cache_init`: angles are divided by these factors.
 - `src/models/*.cpp`: which architectures read the tensors. A file with a tensor that its architecture does
-not
-  read is refused (`src/llama-model-loader.cpp`, `done_getting_tensors`).
+  not read is refused (`src/llama-model-loader.cpp`, `done_getting_tensors`).
 - `conversion/base.py` writes `{arch}.rope.scaling.yarn_attn_factor`, `yarn_beta_fast` and `yarn_beta_slow`.
   Only `mistral3.cpp` (the last two) and `grok.cpp` read them.
 """

@@ -41,6 +41,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from rope_extend.checkpoint.export.gguf import annotate, can_verify, is_float32, verify_gguf
+from rope_extend.checkpoint.export.gguf_weights import check_same_weights
 from rope_extend.checkpoint.export.support import Support, gguf_refusal, support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.hub import local_directory
@@ -239,6 +240,7 @@ def _refusal(record: Record, form: Support) -> RopeExtendError:
 def _export_gguf(source: Path, staging: Path, record: Record, gguf: Path, verify: bool) -> None:
     """Fill a directory with the annotated file, and with a record that lists no other files."""
     path = annotate(gguf, staging / gguf.name, record)
+    check_same_weights(gguf, source)
     write_record(staging, replace(record.without_local_path(), weights={}, configs={}))
     if not verify:
         return
