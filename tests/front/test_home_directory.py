@@ -107,7 +107,7 @@ def test_functions_write_and_read_there(home: Path) -> None:
     rx.record_encoding("~/ours", wrapped)
     assert rx.merge("~/run", "~/merged", base_model="~/base") == home / "merged"
     assert rx.export("~/merged", "~/exported", verify=False) == home / "exported"
-    converted(llama(), home / "model.gguf")
+    converted(AutoModelForCausalLM.from_pretrained(home / "merged"), home / "model.gguf")
     assert rx.convert("~/model.gguf", "~/converted") == home / "converted"
     rx.export("~/merged", "~/files", "llama.cpp", gguf="~/model.gguf", verify=False)
     write_card("~/run")
