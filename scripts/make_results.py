@@ -21,10 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from page_parts import with_part
 from results_lines import Line, is_measured_line, lines_of, read_lines, write_lines
 from results_page import CONFIGS, OF_PROMPTS, in_readme, page, readme_table
-from results_recorded import check_model, is_measured, is_searched, is_trained, merged, plain_cells, restore
+from results_recorded import (
+    check_model,
+    is_measured,
+    is_searched,
+    is_trained,
+    merged,
+    plain_cells,
+    restore,
+    restore_table,
+)
 from results_rows import Results, results_of
 from script_run import run
 from smollm2 import MODEL, SOURCE, checkpoint
@@ -35,11 +45,11 @@ from rope_extend.demo.run import finetune_once
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.identity import check_same, read_identity
 from rope_extend.files import sha256, write_json, write_text
+from rope_extend.method_names import ENCODING_FILE
 from rope_extend.plots.curves import plot_perplexity, plot_ratio
 from rope_extend.searching.run_search import search
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import LOG
-from rope_extend.searching.search_result import SUMMARY
 from rope_extend.study.cells import Cell, CellStore
 from rope_extend.study.run_study import Share, Study
 from rope_extend.study.study_config import StudyConfig
@@ -64,9 +74,7 @@ ON_A_GPU: dict[str, Any] = {
     "lengths": ["2k", "4k", "8k", "12k", "16k", "24k", "32k"], "target_length": "32k", "trials": 10,
 }  # fmt: skip
 """What a GPU changes in every study: longer windows, and more prompts."""
-FIXED_LENGTHS: dict[str, list[str]] = {
-    "precision": ["2k"], "string": ["2k", "4k", "8k", "12k"], "longer": ["8k", "16k", "32k"],
-}  # fmt: skip
+FIXED = ("precision", "string", "longer")
 """Stages whose lengths neither `--quick` nor a GPU changes."""
 
 
@@ -119,6 +127,9 @@ class Run:
             "model": self.model, "data": list(self.training_data or ()), "eval_data": list(self.data),
             "output_dir": str(self.directory / "lora" / name), "method": name,
         }  # fmt: skip
+        if (target := self.changes.get("target_length")) is not None:
+            lengths = Recipe.from_yaml(CONFIGS / "lora.yaml").eval_lengths
+            changes |= {"target_length": target, "eval_lengths": [*lengths[:-1], target]}
         if name == CONTROL:
             changes |= {"method": "none", "target_length": info(self.model).shape.trained_length}
         elif name == RACE:
@@ -141,7 +152,7 @@ class Run:
         if self.training_data is None or self.share.index:
             return
         for name in LORA_RUNS[stage]:
-            if name == RACE and not (self.race / SUMMARY).exists():
+            if name == RACE and not (self.race / ENCODING_FILE).exists():
                 print(f"LoRA, {name}: no table was searched in this directory", flush=True)
                 continue
             recipe = self.recipe(name)
@@ -168,26 +179,28 @@ class Run:
     def searched(self) -> None:
         """Search a table, which the first share does, and measure it.
 
-        The search counts as finished if the page has its result, and a line for all that it is measured on.
+        The search counts as finished if the page has its result. Then the table is that of the page.
         """
         if self.training_data is None:
             return
         changes = {"model": self.model, "data": list(self.training_data), "output": str(self.race)}
+        if (target := self.changes.get("target_length")) is not None:
+            changes["target_length"] = target
         config = SearchConfig.from_yaml(CONFIGS / "race.yaml", changes)
-        found = (self.race / SUMMARY).exists()
-        if not self.race.exists() and is_searched(self.recorded, RACE, config):
-            plain = plain_cells(self.config("searched", methods=["none"], cropped=False))
-            if is_measured(self.recorded, plain, label=RACE):
-                print("search: its lines are on the page; delete them to search again", flush=True)
+        if (
+            not self.race.exists()
+            and is_searched(self.recorded, RACE, config)
+            and restore_table(self.recorded, self.race, config.target_length)
+        ):
+            print("search: its table is that of the page; delete its lines to search again", flush=True)
+        if not (self.race / ENCODING_FILE).exists():
+            if self.share.index:
+                print(
+                    "search: the first share does it; repeat this command after it to measure the table",
+                    flush=True,
+                )
                 return
-        if not found and not self.share.index:
             search(config, resume=(self.race / LOG).exists())
-        elif not found:
-            print(
-                "search: the first share does it; repeat this command after it to measure the table",
-                flush=True,
-            )
-            return
         self.study("searched", methods=["none", str(self.race)])
 
     def stage(self, name: str) -> None:
@@ -197,10 +210,11 @@ class Run:
             self.trained()
         elif name in OF_PROMPTS:
             self.study(name, adapters=self.adapters())
-        elif name in FIXED_LENGTHS:
-            lengths = FIXED_LENGTHS[name]
+        elif name in FIXED:
+            fixed = StudyConfig.from_yaml(CONFIGS / f"{name}.yaml")
+            changes: dict[str, Any] = {"lengths": fixed.lengths, "target_length": fixed.target_length}
             for dtype in ("float32", "bfloat16") if name == "precision" else ("bfloat16",):
-                self.study(name, target_length=lengths[-1], lengths=lengths, task_lengths=None, dtype=dtype)
+                self.study(name, **changes, task_lengths=None, dtype=dtype)
         elif name == "searched":
             self.searched()
         else:
@@ -272,8 +286,9 @@ def write(lines: Sequence[Line], docs: Path) -> None:
         print("nothing is measured yet, so there is no page: run another stage", flush=True)
         return
     write_text(docs / "results.md", page(results, source_of(results)))
-    readme = docs.parent / "README.md"
-    if results.rows and results.longest >= results.trained and readme.exists():
+    readme = ROOT / "README.md"  # of the project alone, whose first lines name the model
+    is_ours = docs.resolve() == (ROOT / "docs").resolve()
+    if is_ours and results.rows and results.longest >= results.trained and readme.exists():
         write_text(readme, with_table(readme.read_text(encoding="utf-8"), readme_table(results)))
     for suffix in ("png", "svg") if results.rows else ():
         draw(results, docs / "results" / f"perplexity.{suffix}")
@@ -331,7 +346,7 @@ def share_of(text: str) -> Share:
 
 
 def main(words: list[str] | None = None) -> None:
-    """Measure what is missing, stage by stage, and write the page after each stage."""
+    """Read the command line, and check it and what it would continue."""
     arguments = parser().parse_args(words)
     docs = arguments.docs or (arguments.run if arguments.quick else ROOT) / "docs"
     file = docs / "results" / "results.jsonl"
@@ -363,11 +378,24 @@ def main(words: list[str] | None = None) -> None:
     check_model(recorded, model, file)
     check_settings(arguments.run, settings_of(model, arguments.data, changes))
     run = Run(arguments.run, model, arguments.data, arguments.training_data, changes, share, recorded, stages)
-    for number, stage in enumerate(stages, start=1):
+    try:
+        with FileLock(arguments.run / f"share-{share.index + 1}.lock", timeout=0):
+            measure(run, docs)
+    except Timeout as error:
+        raise RopeExtendError(
+            f"another process measures in {str(arguments.run)!r} with --share {share.index + 1}/..; wait for "
+            "it, or give each process a share of its own, such as 1/2 and 2/2"
+        ) from error
+
+
+def measure(run: Run, docs: Path) -> None:
+    """Measure what is missing, stage by stage, and write the page after each stage."""
+    for number, stage in enumerate(run.stages, start=1):
         started = time.perf_counter()
-        print(f"\n[{number}/{len(stages)}] {stage}", flush=True)
+        print(f"\n[{number}/{len(run.stages)}] {stage}", flush=True)
         run.stage(stage)
-        write(merged(lines_of(arguments.run), recorded), docs)
+        recorded = read_lines(docs / "results" / "results.jsonl")  # others may have written since
+        write(merged(lines_of(run.directory), recorded), docs)
         took = format_duration(time.perf_counter() - started)
         print(f"{stage}: {took}; written: {docs}", flush=True)
 

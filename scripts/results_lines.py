@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,12 @@ class _Old:
 def is_measured_line(line: Line) -> bool:
     """Whether a line is of a cell: the perplexity on a text, or the answer to a prompt."""
     return line["kind"] in (PERPLEXITY, RETRIEVAL)
+
+
+def is_last_step(line: Line) -> bool:
+    """Whether a line is of the last step of its LoRA run; lines of earlier versions do not know."""
+    steps = (line.get("identity") or {}).get("recipe", {}).get("steps", line["step"])
+    return bool(0 < line["step"] == steps)
 
 
 def ordered(lines: Sequence[Line]) -> list[Line]:
@@ -268,10 +275,22 @@ def _fault(values: Line) -> str:
     if missing := [name for name in NEEDED[kind] if name not in values]:
         return f"it has no {', '.join(missing)}"
     try:
-        if kind == PERPLEXITY:
-            row_of_cell(values)
-        elif kind == RETRIEVAL:
-            (_,) = RetrievalResult.from_dict(values).cells
+        _read_values(kind, values)
     except DAMAGED as error:
         return f"its values are not those of a result ({error!r})"
     return ""
+
+
+def _read_values(kind: str, values: Line) -> None:
+    """Read the values of a line as the page does; one of `DAMAGED` if it could not."""
+    if kind == TRAINING:
+        math.fsum([values["step"], values["tokens"], values["seconds"]])
+        dict(values["perplexity"])
+    elif kind != SEARCH:
+        math.fsum([values["seconds"], values["cpu_seconds"]])
+        torch_dtype(values["dtype"])
+    if kind == PERPLEXITY:
+        row_of_cell(values)
+        all(nll[0] for nll in values["result"]["document_nll"].values())
+    elif kind == RETRIEVAL:
+        (_,) = RetrievalResult.from_dict(values).cells

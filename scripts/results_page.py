@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from page_parts import filled
-from results_lines import SEARCH, TRAINING, Line
-from results_rows import Results, longest_of, machines, results_of, seconds
-from results_says import by, says
+from results_lines import SEARCH, TRAINING, is_last_step
+from results_rows import Results, longest_of, machines, rank, results_of, seconds
+from results_says import by, has_parts, says
 from smollm2 import SOURCE
 
 from rope_extend.encodings.core.shapes import RopeShape
@@ -45,10 +45,11 @@ HEAD = """\
 {source}. The model was trained on {trained} tokens.
 Weights in {dtype}, on {machine}.{precision}
 
-    make results
+    make results DATA=books TRAINING_DATA=other-books
 
-- {download}All measurements so far took {hours} of computing.
-- `--quick` makes a smaller table, and `--data` takes other long documents.
+- {download}All measurements so far took {hours} of computing, without the evaluations during LoRA.
+- `DATA` names long documents to measure on, and `TRAINING_DATA` others for LoRA and the search. `QUICK=1`
+  makes a smaller table.
 - It can be stopped at any time. The same command measures what is missing. In a new clone too: lines of the
   same weights, texts and settings count as measured. Only the LoRA runs themselves are not in the repository.
 - Every figure below is computed from the lines of [results/results.jsonl](results/results.jsonl). Each is one
@@ -121,31 +122,36 @@ def _head(results: Results, source: str) -> str:
 
 
 def _precision(results: Results) -> str:
-    """How far bfloat16 is from float32, if both were measured on the same texts.
+    """How far bfloat16 is from float32, in the rows that were measured in both on the same texts.
 
     Texts are known by their tokens. Those of two lengths have other digits, even of one book.
     """
-    losses: dict[str, dict[tuple[str, str], tuple[float, int]]] = {"float32": {}, "bfloat16": {}}
+    losses: dict[str, dict[tuple[str, str, str], tuple[float, int]]] = {"float32": {}, "bfloat16": {}}
     for line in results.of_kind(PERPLEXITY):
-        if line["label"] == "none" and line["dtype"] in losses:
+        if line["dtype"] in losses:
             nll, terms = line["result"]["document_nll"], line["result"]["document_terms"]
-            found = {(n, line["result"]["data"]): (nll[n][0], terms[n][0]) for n in nll}
+            data = line["result"]["data"]
+            found = {(n, line["label"], data): (nll[n][0], terms[n][0]) for n in nll}
             losses[line["dtype"]] |= {key: value for key, value in found.items() if value[0] is not None}
     both = set(losses["float32"]) & set(losses["bfloat16"])
     if not both:
         return ""
-    length = max((length for length, _ in both), key=int)
-    shared = sorted(key for key in both if key[0] == length)
-    means = {
-        dtype: ppl(sum(found[key][0] for key in shared) / sum(found[key][1] for key in shared))
-        for dtype, found in losses.items()
-    }
-    pairs = [(losses["float32"][key], losses["bfloat16"][key]) for key in shared]
-    most = max(abs(ppl((small - large) / terms) - 1) for (large, terms), (small, _) in pairs)
+    length = max((length for length, _, _ in both), key=int)
+    books = len({data for n, _, data in both if n == length})
+    said = []
+    for label in sorted({label for n, label, _ in both if n == length}, key=rank):
+        shared = sorted(key for key in both if key[:2] == (length, label))
+        wide, narrow = (
+            ppl(sum(found[key][0] for key in shared) / sum(found[key][1] for key in shared))
+            for found in losses.values()
+        )
+        pairs = [(losses["float32"][key], losses["bfloat16"][key]) for key in shared]
+        most = max(abs(ppl((small - large) / terms) - 1) for (large, terms), (small, _) in pairs)
+        said.append(f"`{label}` {wide:.3f} and {narrow:.3f} ({100 * most:.2f} %)")
     return "\n" + filled(
-        f"At {format_length(int(length))} tokens of {books_text(len(shared))}, plain RoPE has "
-        f"{means['float32']:.3f} in float32 and {means['bfloat16']:.3f} in bfloat16. On no book do they "
-        f"differ by more than {100 * most:.2f} %."
+        f"Perplexity in float32 and in bfloat16, at {format_length(int(length))} tokens of "
+        f"{books_text(books)}, and the largest difference on one book: {', '.join(said)}. In bfloat16 "
+        "it also depends on how many tokens are processed at a time, by about as much."
     )
 
 
@@ -261,7 +267,9 @@ def _retrieval(results: Results) -> Iterator[str]:
 def _prompts(rows: Sequence[RetrievalResult], task: str, length: int) -> str:
     counts = sorted({sum(len(cell.scores) for cell in row.at(task, length)) for row in rows})
     words = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    return f"Share of prompts solved, {words} for each row, with the 95 % interval in percent."
+    share = "Share of the answers found" if has_parts(task) else "Share of prompts solved"
+    words += " prompt" if words == "1" else " prompts"
+    return f"{share}, {words} for each row, with the 95 % interval in percent."
 
 
 def _depths(rows: Sequence[RetrievalResult], task: str, length: int) -> str:
@@ -275,7 +283,7 @@ def _depths(rows: Sequence[RetrievalResult], task: str, length: int) -> str:
 
 
 def _training_text(results: Results) -> str:
-    last = {line["run"]: line for line in results.of_kind(TRAINING) if _is_last(line)}
+    last = {line["run"]: line for line in results.of_kind(TRAINING) if is_last_step(line)}
     if not last:
         return ""
     tokens = " or ".join(f"{count:,}" for count in sorted({line["tokens"] for line in last.values()}))
@@ -288,12 +296,6 @@ def _training_text(results: Results) -> str:
         f"LoRA on {tokens} tokens of {texts}, in blocks of 2,048 tokens with positions from the whole "
         f"target window (PoSE): `configs/results/lora.yaml`. A run took {hours} on average."
     )
-
-
-def _is_last(line: Line) -> bool:
-    """Whether a line is of the last step of its LoRA run; lines of earlier versions do not know."""
-    steps = (line.get("identity") or {}).get("recipe", {}).get("steps", line["step"])
-    return bool(0 < line["step"] == steps)
 
 
 def _notes_of_training(results: Results) -> Iterator[str]:

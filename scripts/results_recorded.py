@@ -11,6 +11,7 @@ from results_lines import (
     SEARCH,
     TRAINING,
     Line,
+    is_last_step,
     is_measured_line,
     ordered,
     recipe_settings,
@@ -22,8 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint.info import info
 from rope_extend.data.documents import fingerprint
+from rope_extend.encodings.core.saved import EncodingFile, write_encoding_file
+from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.identity import Identity, check_same, model_identity
+from rope_extend.method_names import ENCODING_FILE
 from rope_extend.models.loading import pretrained
 from rope_extend.searching.run_search import search_documents
 from rope_extend.searching.search_config import SearchConfig
@@ -61,8 +65,8 @@ def merged(own: Sequence[Line], recorded: Sequence[Line]) -> list[Line]:
 
     A run that has measured a row again replaces its line on the same text or prompt, also if the row is
     another one by now. A run that has trained an adapter or searched a table again replaces all lines of it.
+    A LoRA run that has only begun replaces no line of a finished one.
     """
-    taken = {_place(line) for line in own}
     adapters: dict[str, list[Any]] = {}
     for line in own:
         if line.get("adapter"):
@@ -76,6 +80,11 @@ def merged(own: Sequence[Line], recorded: Sequence[Line]) -> list[Line]:
         again = adapters.get(line.get("adapter") or "")
         return line["label"] in searched or (again is not None and _adapter(line) not in again)
 
+    finished = {line["run"] for line in recorded if line["kind"] == TRAINING and is_last_step(line)}
+    begun = {line["run"] for line in own if line["kind"] == TRAINING}
+    begun -= {line["run"] for line in own if line["kind"] == TRAINING and is_last_step(line)}
+    own = [line for line in own if line["kind"] != TRAINING or line["run"] not in finished & begun]
+    taken = {_place(line) for line in own}
     steps = {line["run"] for line in own if line["kind"] == TRAINING}
     kept = [line for line in recorded if _place(line) not in taken and not is_replaced(line)]
     return ordered([*own, *(line for line in kept if line["kind"] != TRAINING or line["run"] not in steps)])
@@ -100,9 +109,12 @@ def check_model(lines: Sequence[Line], model: str, file: Path) -> None:
         stored = line.get("identity")
         if not isinstance(stored, dict):
             check_same(stored, {}, what=what, advice=advice)
-    lm = pretrained(AutoModelForCausalLM, model, dtype=torch_dtype(measured[0]["dtype"]))
-    stored = {"weights": measured[0]["identity"].get("weights")}
-    check_same(stored, {"weights": model_identity(lm)["weights"]}, what=what, advice=advice)
+    for dtype in dict.fromkeys(line["dtype"] for line in measured):
+        weights = model_identity(pretrained(AutoModelForCausalLM, model, dtype=torch_dtype(dtype)))["weights"]
+        for stored in dict.fromkeys(
+            line["identity"].get("weights") for line in measured if line["dtype"] == dtype
+        ):
+            check_same({"weights": stored}, {"weights": weights}, what=what, advice=advice)
 
 
 def is_trained(lines: Sequence[Line], run: str, recipe: Recipe) -> bool:
@@ -127,6 +139,25 @@ def is_trained(lines: Sequence[Line], run: str, recipe: Recipe) -> bool:
         trained_length=info(recipe.model).shape.trained_length,
     )
     return bool(stored["weights"] == model_identity(lm)["weights"] and stored["data"] == text.fingerprint)
+
+
+def restore_table(lines: Sequence[Line], directory: Path, target_length: int) -> bool:
+    """Write the searched table of the lines as the file of an encoding; returns whether a line has it.
+
+    Args:
+        lines: lines that were read from a file.
+        directory: directory of the search; its name is the label of the rows.
+        target_length: the length that the table is for.
+    """
+    for line in lines:
+        if line["kind"] == PERPLEXITY and line["label"] == directory.name and line["encoding"]:
+            shape = RopeShape(**line["identity"]["shape"])
+            directory.mkdir(parents=True, exist_ok=True)
+            write_encoding_file(
+                directory / ENCODING_FILE, EncodingFile(line["encoding"], shape, target_length)
+            )
+            return True
+    return False
 
 
 def plain_cells(config: StudyConfig) -> list[Cell]:

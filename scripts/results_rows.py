@@ -84,7 +84,7 @@ def results_of(lines: Sequence[Line], longest: int | None = None) -> Results:
     columns = Counter(_columns(line) for line in perplexities if longest_of(line) == longest)
     used = [line for line in perplexities if columns and _columns(line) == columns.most_common(1)[0][0]]
     used += [line for line in lines if line["kind"] == RETRIEVAL]
-    _check_same(used)
+    _check_same(lines)
     labels = sorted(dict.fromkeys(line["label"] for line in used), key=rank)
     return Results(lines, collect(used, labels), longest)
 
@@ -92,31 +92,38 @@ def results_of(lines: Sequence[Line], longest: int | None = None) -> Results:
 def _check_same(lines: Sequence[Line]) -> None:
     """Refuse two models, two prompts of one trial, and two results of one row on the same text or prompt.
 
-    Texts are known by their tokens: two files of one name are two texts.
+    Texts are known by their tokens: two files of one name are two texts. All lines are compared, also those
+    that no table shows.
     """
     weights: dict[str, Any] = {}
     prompts: dict[str, Any] = {}
-    found: dict[tuple[str, str], Any] = {}
+    found: dict[tuple[Any, ...], Any] = {}
     for line in lines:
-        bits = (line.get("identity") or {}).get("weights")
-        if weights.setdefault(line["dtype"], bits) != bits:
-            raise RopeExtendError(
-                f"the lines hold results of two models, with the weights {weights[line['dtype']]} and "
-                f"{bits}; move the lines or cells of one of them to another directory"
-            )
+        identity = line.get("identity") or {}
+        if is_measured_line(line) or identity.get("weights"):
+            dtype = line.get("dtype") or str(identity["dtype"]).removeprefix("torch.")
+            if weights.setdefault(dtype, identity.get("weights")) != identity.get("weights"):
+                raise RopeExtendError(
+                    f"the lines hold results of two models, with the weights {weights[dtype]} and "
+                    f"{identity.get('weights')}; move the lines or cells of one of them to another directory"
+                )
         if line["kind"] == PERPLEXITY:
             name, result = line["result"]["data"], line["result"]["document_nll"]
             shown = f"{line['document']} ({name})"
-        else:
+            row = line["label"], *_columns(line)
+        elif line["kind"] == RETRIEVAL:
             (cell,) = line["cells"]
             shown = name = f"{cell['task']} at {cell['length']}, depth {cell['depth']}, trial {line['trial']}"
             prompt, result = cell["data"], cell["scores"]
+            row = line["label"], line["dtype"]
             if prompts.setdefault(name, prompt) != prompt:
                 raise RopeExtendError(
                     f"the cells hold two prompts of the name {name!r}, {prompts[name]} and {prompt}; move "
                     "the cells of one of them to another directory"
                 )
-        if found.setdefault((line["label"], name), result) != result:
+        else:
+            continue
+        if found.setdefault((*row, name), result) != result:
             raise RopeExtendError(
                 f"the cells hold two results of {line['label']!r} on {shown!r}, as after a change of the "
                 "weights; move one of them to another directory"
@@ -158,7 +165,7 @@ def _device(line: Line) -> str:
 
 
 def seconds(lines: Sequence[Line]) -> float:
-    """Seconds of cells, on a CPU those of its cores, of searches, and of LoRA runs without evaluations."""
+    """Seconds of cells, on a CPU those of its cores, of searches, and of the steps of LoRA runs."""
     cells = [line for line in lines if is_measured_line(line)]
     measured = sum(line["cpu_seconds" if _device(line) == "cpu" else "seconds"] for line in cells)
     runs = {line["run"]: line["seconds"] for line in lines if line["kind"] == TRAINING}

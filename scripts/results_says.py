@@ -19,6 +19,8 @@ from rope_extend.units import format_duration, format_length
 
 FEW_BOOKS = 5
 """Below this number, resampled books give intervals that are too narrow."""
+PARTS = ("multi_value", "variable_tracking", "common_words", "frequent_words")
+"""Tasks whose prompts have several answers; the score of a prompt is the share that is found."""
 FEW_NAMES = 3
 """Up to this number, rows with the same result are named."""
 
@@ -59,10 +61,12 @@ def _best_untrained(results: Results) -> Iterator[str]:
         beyond = (
             "" if plain is None else f", where plain RoPE has {number(plain.result.ppl[results.longest])}"
         )
+        own = best.second.result.ppl[results.longest]
+        lowest = plain is None or own <= (plain.result.ppl[results.longest] or math.inf)
         yield (
-            f"`{best.second.label}` has the lowest perplexity at {longest}: "
-            f"{_at(results, best)}{beyond}. This is {by(best.differences[-1])} the same text cropped to the "
-            "old window."
+            f"`{best.second.label}` has the lowest perplexity {'' if lowest else 'of all extensions '}at "
+            f"{longest}: {_at(results, best)}{beyond}. This is {by(best.differences[-1])} the same text "
+            "cropped to the old window."
         )
         yield from _ties(results, gains)
 
@@ -131,11 +135,15 @@ def _short_texts(results: Results) -> Iterator[str]:
         worst = max(costs, key=lambda each: each.ratio)
         percent = f"{100 * (worst.ratio - 1):+.1f} %"
         said = f"Texts within the old window pay most under `{worst.row.label}`: {percent}."
+        if worst.ratio < 1:
+            said = (
+                f"No row makes texts within the old window worse; `{worst.row.label}` gains least: {percent}."
+            )
         yield said + (f" They pay less than 0.05 % under {', '.join(free)}." if free else "")
 
 
 def _prompts(results: Results) -> Iterator[str]:
-    """The prompts of each task that the best rows solve at the longest length."""
+    """What the best rows solve of each task at the longest length, and plain RoPE within the old window."""
     answered = results.collected.retrieval
     short, long = format_length(results.trained), format_length(results.longest)
     for task in dict.fromkeys(task for each in answered for task in each.tasks):
@@ -145,17 +153,25 @@ def _prompts(results: Results) -> Iterator[str]:
             continue
         most = max(map(sum, solved.values()))
         best = [f"`{label}`" for label, scores in solved.items() if sum(scores) == most]
-        names = f" ({', '.join(best)})" if 0 < len(best) <= FEW_NAMES else ""
+        names = f" ({', '.join(best)})" if most and len(best) <= FEW_NAMES else ""
         count = max(map(len, solved.values()))
-        said = (
-            f"Of {count} {'prompt' if count == 1 else 'prompts'} of `{task}` at {long}, the most that a row "
-            f"solves is {most:g}{names if most else ''}."
-        )
-        within = next((_solved(each, task, results.trained) for each in answered if each.label == PLAIN), [])
-        if within:
-            yield f"{said} At {short}, plain RoPE solves {sum(within):g} of {len(within)}."
+        of = f"{count} {'prompt' if count == 1 else 'prompts'} of `{task}` at {long}"
+        if has_parts(task):
+            said = f"Of the answers to {of}, the most that a row finds is {most / count:.0%}{names}."
         else:
+            said = f"Of {of}, the most that a row solves is {most:g}{names}."
+        within = next((_solved(each, task, results.trained) for each in answered if each.label == PLAIN), [])
+        if not within:
             yield f"{said} How many are solved within the old window was not measured."
+        elif has_parts(task):
+            yield f"{said} At {short}, plain RoPE finds {sum(within) / len(within):.0%}."
+        else:
+            yield f"{said} At {short}, plain RoPE solves {sum(within):g} of {len(within)}."
+
+
+def has_parts(task: str) -> bool:
+    """Whether a prompt of a task has several answers, so that its score can be a part of one."""
+    return task in PARTS
 
 
 def _solved(result: RetrievalResult, task: str, length: int) -> list[float]:

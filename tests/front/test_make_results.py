@@ -20,6 +20,7 @@ import results_says
 import script_run
 import smollm2
 import yaml
+from filelock import FileLock
 from test_report_and_plots import result
 
 from rope_extend.data.bundled import MODEL_DIR
@@ -34,7 +35,6 @@ from rope_extend.study.cells import Cell, StudyRow, binned
 from rope_extend.study.run_study import Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
-from rope_extend.units import parse_length
 
 DOCS = Path(__file__).parents[2] / "docs"
 LENGTHS = (32, 64)
@@ -114,7 +114,7 @@ def test_every_figure_is_computed_from_the_lines() -> None:
         "Of 2 prompts of `passkey` at 64, the most that a row solves is 1 (`none`, `yarn`). How many are "
         "solved within the old window was not measured." in flat
     )
-    assert "pay most under `linear`" in flat
+    assert "No row makes texts within the old window worse; `linear` gains least: -39.3 %." in flat
     assert re.search(r"\| yarn +\| +50% \(9–91\) \| +0% \| +100% \|", text)
     assert re.search(r"\| direct, no extension +\| +20.0 \| +10.00 \| +0.00 \|", text)
     assert "81,920 tokens of other books" in flat
@@ -303,8 +303,11 @@ def test_both_dtypes_are_compared_on_the_same_tokens() -> None:
     text = results_page.page(results_rows.results_of([*lines(), other]), "A model")
     small, large = (f"{math.exp((level * 31 + 0.05) / 31):.3f}" for level in (3.1, 3.0))
     flat = " ".join(text.split())
-    assert f"At 32 tokens of one book, plain RoPE has {small} in float32 and {large} in bfloat16." in flat
-    assert "On no book do they differ by more than 9.52 %." in flat  # 1 - exp(-0.1)
+    assert "at 32 tokens of one book, and the largest difference on one book: " in flat
+    assert f"`none` {small} and {large} (9.52 %)." in flat  # 1 - exp(-0.1)
+    rows = [{**perplexity_line("yarn", name, 1.8), "dtype": "float32"} for name in ("a.txt", "bb.txt")]
+    flat = " ".join(results_page.page(results_rows.results_of([*lines(), other, *rows]), "A model").split())
+    assert re.search(r"at 64 tokens of 2 books, .*: `yarn` [0-9.]+ and [0-9.]+ \(10.52 %\)", flat)
 
 
 def test_files_that_are_cut_or_foreign_are_left_out(tmp_path: Path) -> None:
@@ -400,6 +403,14 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
             "its values are not those of a result",
         ),
         (json.dumps({**passkey_line("none", 0.5, 1.0), "cells": []}), "its values are not those of a result"),
+        (
+            json.dumps({**good, "result": {**good["result"], "document_nll": None}}),
+            "its values are not those of a result",
+        ),
+        (json.dumps({**good, "cpu_seconds": None}), "its values are not those of a result"),
+        (json.dumps({**good, "dtype": "bloat16"}), "its values are not those of a result"),
+        (json.dumps({**lines()[-1], "step": None}), "its values are not those of a result"),
+        (json.dumps({**lines()[-1], "perplexity": 3}), "its values are not those of a result"),
     ):
         file.write_text(f"{text}\n{damaged}\n{text}\n")
         with pytest.raises(RopeExtendError, match=f"line 2 of '.*results.jsonl' is damaged: {fault}"):
@@ -416,6 +427,65 @@ def test_damaged_files_of_a_run_are_named(tmp_path: Path) -> None:
     (tmp_path / "lora" / "yarn" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(RopeExtendError, match=r"recipe\.yaml' is missing or damaged"):
         results_lines.lines_of(tmp_path)
+
+
+def test_lines_of_two_models_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """Also if no table shows them: texts within the window, and another dtype of the same stage."""
+    docs, run = tmp_path / "docs", tmp_path / "run"
+    make_results.write(lines(), docs)
+    before = {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()}
+    (run / "cells").mkdir(parents=True)
+    short = perplexity_line("none", "a.txt", 3.0)
+    for name in ("ppl", "tokens", "document_nll", "document_terms"):
+        short["result"][name] = {"32": short["result"][name]["32"]}
+    short["result"]["nll_by_position"] = short["result"]["nll_by_position"][:1]
+    short["identity"] = {"dtype": "torch.bfloat16", "weights": "other"}
+    (run / "cells" / "short.json").write_text(json.dumps(short))
+    with pytest.raises(RopeExtendError, match="results of two models"):
+        make_results.main(["--page", "--run", str(run), "--docs", str(docs)])
+    assert {path: path.read_bytes() for path in docs.rglob("*") if path.is_file()} == before
+    step = {**lines()[-1], "identity": {"weights": "other", "dtype": "torch.bfloat16", "recipe": {}}}
+    with pytest.raises(RopeExtendError, match="results of two models"):
+        results_rows.results_of([*lines()[:-1], step])
+
+
+def test_a_lora_run_that_has_begun_replaces_nothing() -> None:
+    """Until its last step, a finished run of the page stays; a run that both have begun is this one's."""
+
+    def step(number: int, steps: int, tokens: int) -> dict[str, Any]:
+        return {
+            "kind": "training", "run": "yarn", "step": number, "tokens": tokens,
+            "identity": {"recipe": {"steps": steps}},
+        }  # fmt: skip
+
+    finished = [step(0, 2, 1), step(2, 2, 1)]
+    begun = [step(0, 3, 2), step(2, 3, 2)]
+    assert results_recorded.merged(begun, finished) == finished
+    assert results_recorded.merged([*begun, step(3, 3, 2)], finished) == [*begun, step(3, 3, 2)]
+    assert results_recorded.merged(begun, [step(0, 3, 1)]) == begun
+
+
+def test_a_gpu_trains_and_searches_for_its_longer_window(tmp_path: Path) -> None:
+    run = make_results.Run(
+        tmp_path, str(MODEL_DIR), ["books"], ["others"], make_results.ON_A_GPU, make_results.Share()
+    )
+    assert run.recipe("yarn").target_length == run.config("trained").target_length == 32_768
+    assert run.recipe("yarn").eval_lengths[-1] == 32_768
+    assert replace(run, changes={}).recipe("yarn").eval_lengths == (2048, 8192, 16_384)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_one_process_measures_a_share(tmp_path: Path, work: Path) -> None:
+    words = [
+        "--model", str(work / "model"), "--data", str(work / "data"), "--run", str(tmp_path / "run"),
+        "--docs", str(tmp_path / "docs"), "--stages", "more_lora",
+    ]  # fmt: skip
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / "share-1.lock"):
+        with pytest.raises(RopeExtendError, match="another process measures in"):
+            make_results.main(words)
+        make_results.main([*words, "--share", "2/2"])
+    make_results.main(words)
 
 
 def test_there_is_no_page_of_nothing(tmp_path: Path) -> None:
@@ -508,9 +578,7 @@ def test_the_committed_page_is_that_of_its_lines(tmp_path: Path) -> None:
 def test_the_settings_of_every_stage_are_valid(file: Path) -> None:
     kinds = {"lora": Recipe, "race": SearchConfig}
     config = kinds.get(file.stem, StudyConfig).from_yaml(file)
-    if isinstance(config, StudyConfig) and (fixed := make_results.FIXED_LENGTHS.get(file.stem)):
-        assert config.lengths == tuple(map(parse_length, fixed))
-    else:
+    if file.stem not in make_results.FIXED:
         assert config.target_length == 16_384
         for changes in (make_results.QUICK, make_results.ON_A_GPU):
             if file.stem not in kinds:
@@ -634,13 +702,21 @@ def test_a_searched_table_is_trained_and_so_is_the_control(
     shutil.rmtree(tmp_path / "run" / "lora")
     shutil.move(tmp_path / "run" / "race", tmp_path / "race")
     monkeypatch.setattr(make_results, "search", lambda *_, **__: pytest.fail("searched again"))
-    make_results.main([*small, "--stages", "searched"])
-    shutil.move(tmp_path / "race", tmp_path / "run" / "race")
-    # Without a line of the cropped text, the control is trained again.
+    table_file = tmp_path / "run" / "race" / "encoding.json"
+    before = (tmp_path / "race" / "encoding.json").read_text()
     trained_again: list[str] = []
     monkeypatch.setattr(
         make_results, "finetune_once", lambda recipe: trained_again.append(Path(recipe.output_dir).name)
     )
+    results_lines.write_lines([line for line in found if line.get("label") != "longrope + LoRA"], file)
+    make_results.main([*small, "--stages", "searched,more_lora"])
+    assert json.loads(table_file.read_text()) == json.loads(before)
+    assert trained_again == ["race"]
+    trained_again.clear()
+    results_lines.write_lines(found, file)
+    shutil.rmtree(tmp_path / "run" / "race")
+    shutil.move(tmp_path / "race", tmp_path / "run" / "race")
+    # Without a line of the cropped text, the control is trained again.
     make_results.main([*small, "--stages", "more_lora"])
     assert not trained_again
     kept = [line for line in found if line.get("label") != "none + LoRA at 32, cropped to 32"]
@@ -663,19 +739,23 @@ def test_two_shares_measure_the_searched_table(small: list[str], tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_plan", "blank_pictures")
-def test_the_readme_keeps_its_table_without_long_texts(small: list[str], tmp_path: Path) -> None:
+def test_the_readme_has_the_table_of_its_own_page_alone(small: list[str], tmp_path: Path) -> None:
     """The stage `precision` alone measures texts within the window."""
     (make_results.CONFIGS / "precision.yaml").write_text(
         yaml.safe_dump({**STUDY, "target_length": 16, "lengths": [16], "tasks": []})
     )
     readme = tmp_path / "README.md"
     readme.write_text(f"{make_results.BEGIN}\nold\n{make_results.END}\n")
-    lengths = make_results.FIXED_LENGTHS | {"precision": ["16"]}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(make_results, "FIXED_LENGTHS", lengths)
+        patch.setattr(make_results, "ROOT", tmp_path)
         make_results.main([*small, "--stages", "precision"])
-    assert "old" in readme.read_text()
-    assert "plain RoPE has" in (tmp_path / "docs" / "results.md").read_text()
+        assert "old" in readme.read_text()
+        assert "Perplexity in float32 and in bfloat16" in (tmp_path / "docs" / "results.md").read_text()
+        make_results.main([*_with(small, "docs", tmp_path / "mine"), "--stages", "untrained"])
+        assert "old" in readme.read_text()  # the page of another model may be next to it
+        make_results.main([*small, "--stages", "untrained"])
+    assert "old" not in readme.read_text()
+    assert "| none  " in readme.read_text()
 
 
 def test_an_interrupted_script_says_that_it_continues(capsys: pytest.CaptureFixture[str]) -> None:
@@ -806,6 +886,34 @@ def test_cells_of_what_was_made_again_are_left_out(tmp_path: Path) -> None:
     ]  # fmt: skip
     levels = {line["label"]: line["result"]["document_nll"]["32"][0] for line in found}
     assert [round(levels[label] / 31) for label in ("yarn + LoRA", "race", "yarn")] == [0, 2, 4]
+
+
+def test_a_task_with_several_answers_is_not_solved_in_part() -> None:
+    """Its score is the share of the answers that are found."""
+
+    def tracked(label: str, score: float, length: int) -> dict[str, Any]:
+        line = passkey_line(label, 0.0, score)
+        line["cells"][0] |= {"task": "variable_tracking", "depth": None, "length": length}
+        return line
+
+    found = [*lines(), tracked("none", 0.2, 64), tracked("yarn", 0.6, 64), tracked("none", 0.8, 32)]
+    text = results_page.page(results_rows.results_of(found), "A model")
+    flat = " ".join(text.split())
+    assert (
+        "Of the answers to 1 prompt of `variable_tracking` at 64, the most that a row finds is 60% (`yarn`). "
+        "At 32, plain RoPE finds 80%." in flat
+    )
+    assert "Share of the answers found, 1 prompt for each row" in text
+
+
+def test_an_extension_that_loses_to_plain_rope_is_not_the_best() -> None:
+    rows = ("none", "none, cropped to 32", "linear")
+    found = [line for line in lines() if line["kind"] == "perplexity" and line["label"] in rows]
+    for line in found:
+        if line["label"] == "none":
+            line["result"]["document_nll"]["64"] = [1.0]
+    flat = " ".join(results_page.page(results_rows.results_of(found), "A model").split())
+    assert "`linear` has the lowest perplexity of all extensions at 64: " in flat
 
 
 def test_what_was_answered_in_part_is_named() -> None:
