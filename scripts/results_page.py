@@ -150,8 +150,8 @@ def _precision(results: Results) -> str:
         said.append(f"`{label}` {wide:.3f} and {narrow:.3f} ({100 * most:.2f} %)")
     return "\n" + filled(
         f"Perplexity in float32 and in bfloat16, at {format_length(int(length))} tokens of "
-        f"{books_text(books)}, and the largest difference on one book: {', '.join(said)}. In bfloat16 "
-        "it also depends on how many tokens are processed at a time, by about as much."
+        f"{books_text(books)}, and the largest difference on one book: {', '.join(said)}. Other "
+        "rows can differ by more, and so can a row of which another number of tokens is processed at a time."
     )
 
 

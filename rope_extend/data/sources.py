@@ -18,6 +18,8 @@ _TEXT_SUFFIXES = frozenset({
 })  # fmt: skip
 _TABLE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # In a directory, a .json file is often metadata rather than text: it is read only if it is named itself.
+_BEGINNING = 2**16
+"""Characters of a file that show whether it is text."""
 _SUFFIXES = _TEXT_SUFFIXES | {".jsonl", ".parquet"}
 _HEAD = 5
 """Number of rows that are read to detect the columns of a table."""
@@ -148,9 +150,15 @@ def read_texts(
 def _read_file(path: Path) -> str:
     try:
         # A stray byte in one file of a directory must not stop the run.
-        return path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise RopeExtendError(f"cannot read {str(path)!r}: {error.strerror}") from error
+    if text[:_BEGINNING].count("\0") > len(text[:_BEGINNING]) / 100:
+        raise RopeExtendError(
+            f"{str(path)!r} is no text in UTF-8: it holds zero bytes, as binary files and UTF-16 do. Give "
+            "text files, or convert this one"
+        )
+    return text
 
 
 def _files(source: str | Path) -> list[tuple[Path, str]]:

@@ -160,7 +160,7 @@ def read_results(path: str | Path) -> list[EvaluationRow]:
             f"no results at {str(file)!r}; give the directory of an evaluation, which has {RESULTS}"
         )
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):  # JSON decodes each line
         try:
             rows.append(EvaluationRow.from_dict(json.loads(line)))
         except (ValueError, KeyError, TypeError) as error:

@@ -41,7 +41,9 @@ def read_retrieval(path: str | Path) -> list[RetrievalResult]:
         lines = file.read_text(encoding="utf-8").splitlines()
         return [RetrievalResult.from_dict(json.loads(line)) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
-        raise RopeExtendError(f"{str(file)!r} does not hold results of retrieval: {error!r}") from error
+        raise RopeExtendError(
+            f"{str(file)!r} does not hold results of retrieval: {type(error).__name__}: {error}"
+        ) from error
 
 
 def holds_retrieval(path: str | Path) -> bool:

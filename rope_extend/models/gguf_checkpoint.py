@@ -15,6 +15,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from rope_extend.errors import RopeExtendError
@@ -53,7 +54,7 @@ def gguf_file(name: str | Path) -> Path | None:
         return path
     if not path.is_dir() or any((path / file).exists() for file in ("config.json", "adapter_config.json")):
         return None
-    files = sorted(path.glob(f"*{GGUF}"))
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() == GGUF)
     if len(files) > 1:
         raise RopeExtendError(
             f"{path} holds {len(files)} GGUF files ({', '.join(file.name for file in files[:3])}, ...); give "
@@ -80,8 +81,10 @@ def _config(path: Path, _changed: int, _size: int) -> Any:
     config.name_or_path = str(path)
     vars(config).pop("_model_name_or_path", None)  # transformers keeps the file's title under this name
     for name in ("bos", "eos", "padding"):
-        if (token := metadata.keys.get(f"tokenizer.ggml.{name}_token_id")) is not None:
-            setattr(config, f"{name.removesuffix('ding')}_token_id", token)
+        key, attribute = f"tokenizer.ggml.{name}_token_id", f"{name.removesuffix('ding')}_token_id"
+        token = metadata.keys.get(key, getattr(config, attribute, None))
+        # Some files say 2³² - 1 for no token, and the default of a family may lie outside a small vocabulary.
+        setattr(config, attribute, token if _is_token(token, config) else None)
     _complete(path, config, metadata)
     parameters = getattr(config, "rope_parameters", None)
     if isinstance(parameters, dict):
@@ -89,6 +92,11 @@ def _config(path: Path, _changed: int, _size: int) -> Any:
     elif rope_scaling(metadata):
         raise RopeExtendError(_no_scaling(path, config))
     return config
+
+
+def _is_token(token: Any, config: Any) -> bool:
+    """Whether a number is that of a token of the vocabulary."""
+    return isinstance(token, int) and 0 <= token < config.vocab_size
 
 
 def _complete(path: Path, config: Any, metadata: Metadata) -> None:
@@ -192,6 +200,8 @@ def gguf_model(path: Path, **kwargs: Any) -> Any:
         **kwargs,
     )
     _check_loaded(path, model, report["missing_keys"])
+    _order_channels(path, model)
+    _set_ends(path, model)
     model.config.name_or_path = model.name_or_path = str(path)
     return (model, report) if with_report else model
 
@@ -228,6 +238,32 @@ def _check_loaded(path: Path, model: Any, missing: Collection[str]) -> None:
             f"{path.name} rotates by the base {base:g}, and transformers' {family} model for it by "
             f"{found_base:g}. {ADVICE}"
         )
+
+
+def _order_channels(path: Path, model: Any) -> None:
+    """Put the channels of queries and keys of a Llama in transformers' order, if transformers has not.
+
+    llama.cpp stores the two channels of a pair side by side. As of 5.23, transformers leaves them so if the
+    file does not state `attention.head_count_kv`, which is optional: as many as there are query heads.
+    """
+    metadata = gguf_metadata(path)
+    if metadata.architecture != "llama" or metadata.of_architecture("attention.head_count_kv"):
+        return
+    heads = metadata.of_architecture("attention.head_count")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.rpartition(".")[0].endswith(("self_attn.q_proj", "self_attn.k_proj")):
+                pairs = weight.view(heads, -1, 2, *weight.shape[1:])
+                weight.copy_(pairs.transpose(1, 2).reshape(weight.shape).clone())
+
+
+def _set_ends(path: Path, model: Any) -> None:
+    """Let answers end at the end of a turn (`eot`) and of a message (`eom`) too, as in llama.cpp."""
+    keys, ends = gguf_metadata(path).keys, [model.config.eos_token_id]
+    ends += [keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    ends = [token for token in dict.fromkeys(ends) if _is_token(token, model.config)]
+    if len(ends) > 1 and model.generation_config is not None:
+        model.generation_config.eos_token_id = ends
 
 
 def no_second_quantization(path: Path) -> str:

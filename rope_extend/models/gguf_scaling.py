@@ -20,6 +20,8 @@ from rope_extend.models.gguf_metadata import ADVICE, LIST, LONG, SHORT, Metadata
 
 logger = logging.getLogger(__name__)
 
+ZERO_FREQUENCY_FACTOR = 1e30
+"""The factor of a pair with frequency zero, as llama.cpp's own converter writes it for Gemma 4."""
 DEFAULT_BASE = 10_000.0
 """llama.cpp's base for a file that states none."""
 _FITS = 1e-4
@@ -47,6 +49,11 @@ def rope_scaling(metadata: Metadata) -> dict[str, Any]:
     if kind == "none":
         factor = 1.0
     if metadata.tables:
+        if max(max(table) for table in metadata.tables.values()) >= ZERO_FREQUENCY_FACTOR:
+            raise RopeExtendError(
+                "the file has pairs of channels that do not turn, as those of p_rope, clipped and nope, and "
+                f"no config of transformers says so. {ADVICE}"
+            )
         if kind not in ("none", "linear", "longrope"):
             raise RopeExtendError(f"a table of divisors with rope.scaling.type {kind!r} has no form here")
         return _with_tables(metadata, factor, stated, attention)

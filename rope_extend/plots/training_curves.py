@@ -44,8 +44,8 @@ def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = 
     if not metrics.is_file():
         raise RopeExtendError(f"no training log at {str(metrics)!r}; a fine-tuning run writes metrics.jsonl")
     points = []
-    for text in metrics.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(json.JSONDecodeError, KeyError):  # a line that was cut off, or has no loss
+    for text in metrics.read_bytes().splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that was cut off, or has no loss
             line = json.loads(text)
             points.append((line["step"], line["loss"], line.get("grad_norm", math.nan)))
     if not points:
@@ -144,7 +144,9 @@ def plot_distances(positions: str | Path, path: str | Path, *, title: str | None
         block, sequences, trained = data["block_length"], data["sequences"], data["trained_length"]
         name, share = data["sampler"], 100 * data["seen_beyond"]
     except (ValueError, KeyError, TypeError) as error:
-        raise RopeExtendError(f"{positions} is not a report on positions: {error!r}") from error
+        raise RopeExtendError(
+            f"{positions} is not a report on positions: {type(error).__name__}: {error}"
+        ) from error
     subtitle = (
         f"{sequences:,} blocks of {format_length(block)}; of the distances beyond the trained window "
         f"{share:.3g} % were seen"

@@ -82,6 +82,17 @@ def test_a_directory_gives_every_text_in_it_in_order(load: Load, tmp_path: Path)
         assert (document.input_ids[1:] != BOS).all()
 
 
+def test_files_that_are_no_text_are_refused(load: Load, tmp_path: Path) -> None:
+    """A model given as data by mistake would be measured as text."""
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\0\0\0" + bytes(range(256)) + b"\x07\0\0\0\0\0\0\0" * 50)
+    (tmp_path / "wide.txt").write_text("a text", encoding="utf-16")
+    for name in ("model.gguf", "wide.txt"):
+        with pytest.raises(RopeExtendError, match=rf"{name}' is no text in UTF-8: it holds zero bytes"):
+            load(tmp_path / name)
+    (tmp_path / "one.txt").write_text("a text with one stray zero" * 9 + "\0")
+    assert len(load(tmp_path / "one.txt")) == 1
+
+
 def test_the_tokens_are_the_tokenizers_own(
     load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

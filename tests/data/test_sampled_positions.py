@@ -391,7 +391,8 @@ def test_a_recipe_that_samples_nothing_is_refused(
 def test_a_file_that_is_not_a_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RopeExtendError, match="no report on positions"):
         plot_distances(tmp_path / "positions.json", tmp_path / "a.png")
-    for text in ('{"distances": [{}]}', '{"distances": []}', "[]", "{"):
-        (tmp_path / "positions.json").write_text(text)
-        with pytest.raises(RopeExtendError, match="is not a report on positions"):
+    for content in (b'{"distances": [{}]}', b'{"distances": []}', b"[]", b"{", b"GGUF\xc0" * 1000):
+        (tmp_path / "positions.json").write_bytes(content)
+        with pytest.raises(RopeExtendError, match="is not a report on positions") as refused:
             plot_distances(tmp_path / "positions.json", tmp_path / "a.png")
+        assert len(str(refused.value)) < 1000  # without the file itself

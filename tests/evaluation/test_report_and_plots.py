@@ -573,6 +573,7 @@ def test_an_svg_names_every_line_and_no_global_state_changes(rows, tmp_path: Pat
 def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
     shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
     (tmp_path / "empty.jsonl").write_text('{"step": 1, "perplexity": {}}\n')
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\xc0\n\xa1" * 100)
     for call, message in (
         (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a.gif"), r"'\.gif'.*\.png, \.svg, \.pdf"),
         (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a"), r"\.png"),
@@ -581,6 +582,8 @@ def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
         (lambda: plot_frequencies([], shape, tmp_path / "a.png"), "no encodings"),
         (lambda: plot_training(tmp_path / "none.jsonl", tmp_path / "a.png"), "no training log"),
         (lambda: plot_training(tmp_path / "empty.jsonl", tmp_path / "a.png"), "'step' and a 'loss'"),
+        (lambda: plot_training(tmp_path / "model.gguf", tmp_path / "a.png"), "'step' and a 'loss'"),
+        (lambda: read_results(tmp_path / "model.gguf"), "line 1 of .* is not a row of results"),
     ):
         with pytest.raises(RopeExtendError, match=message):
             call()

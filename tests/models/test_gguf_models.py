@@ -53,6 +53,38 @@ def test_weights_and_config_are_those_of_the_checkpoint(heads: tuple[int, int], 
     assert shape_of(found) == shape_of(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_keys_need_not_be_stated(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as query heads, if not; transformers would leave the channels in the order of the file."""
+    model = llama(num_attention_heads=4, num_key_value_heads=4)
+    monkeypatch.setattr(gguf.GGUFWriter, "add_head_count_kv", lambda *_: None)
+    path = converted(model, tmp_path / "tiny.gguf")
+    for found in (loaded(path, dtype=dtype), loaded(path, dtype=dtype, device_map="cpu")):
+        for name, weight in model.state_dict().items():
+            assert torch.equal(weight.to(dtype), found.state_dict()[name]), name
+    rx.convert(path, tmp_path / "converted", dtype=dtype)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "converted", dtype=dtype)
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight.to(dtype), again.state_dict()[name]), name
+
+
+def test_answers_end_as_in_llama_cpp(tmp_path: Path) -> None:
+    """At the end of a turn and of a message too. Numbers outside the vocabulary are no tokens."""
+    ids = {"eos": 2, "eot": 5, "eom": 6, "padding": 2**32 - 1}
+    keys = {f"+tokenizer.ggml.{name}_token_id": token for name, token in ids.items()}
+    found = loaded(converted(llama(), tmp_path / "ends.gguf", **keys))
+    assert found.generation_config.eos_token_id == [2, 5, 6]
+    assert found.config.pad_token_id is None
+    rx.convert(tmp_path / "ends.gguf", tmp_path / "converted")
+    assert GenerationConfig.from_pretrained(tmp_path / "converted").eos_token_id == [2, 5, 6]
+    outside = loaded(converted(llama(), tmp_path / "no.gguf", **{"+tokenizer.ggml.eos_token_id": 999_999}))
+    assert outside.config.eos_token_id is None
+    phi = tiny_model(FamilyCase("phi3", {"pad_token_id": 0}))
+    assert loaded(converted(phi, tmp_path / "phi3.gguf")).config.pad_token_id is None
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -135,9 +167,14 @@ def plain_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CARRIED, ids=str)
 def test_the_schedule_of_the_file_is_read(plain_file: Path, tmp_path: Path, case: EncodingCase) -> None:
-    """What `rope-extend export --to llama.cpp` wrote comes back, in a stock config."""
+    """What `rope-extend export --to llama.cpp` wrote comes back, in a stock config, or is refused at once."""
     record = Record(case.build(SHAPE), SHAPE, TARGET, "llama", None)
-    config = pretrained(AutoConfig, str(annotate(plain_file, tmp_path / "ours.gguf", record)))
+    path = annotate(plain_file, tmp_path / "ours.gguf", record)
+    if not (record.encoding.inv_freq(SHAPE) > 0).all():
+        with pytest.raises(RopeExtendError, match="pairs of channels that do not turn"):
+            pretrained(AutoConfig, str(path))
+        return
+    config = pretrained(AutoConfig, str(path))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     rotary = type(model.model.rotary_emb)(config)
@@ -344,6 +381,35 @@ def test_ends_of_texts_are_added_as_the_file_says(tmp_path: Path) -> None:
     assert pretrained(GenerationConfig, str(tmp_path / "words.gguf")).eos_token_id == 0
 
 
+def test_marked_tokens_of_phi_3_swallow_the_space_after_them(tmp_path: Path) -> None:
+    """As in llama.cpp, by the title of the file, and in Phi-3's own tokenizer."""
+    marked = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>", "<|endoftext|>"]
+
+    def write(writer: Any, count: int) -> None:
+        bytes_ = [f"<0x{value:02X}>" for value in range(256)]
+        tokens = [*marked, "▁", "a", *bytes_]
+        tokens += [f"t{i}" for i in range(count - len(tokens))]
+        kinds = [3] * len(marked) + [1, 1] + [6] * 256
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * count)
+        writer.add_token_types([*kinds, *[1] * (count - len(kinds))])
+
+    ids = {"ggml.bos_token_id": 1, "ggml.unknown_token_id": 0, "ggml.add_space_prefix": False}
+    keys = {f"+tokenizer.{name}": value for name, value in ids.items()}
+    model = llama(vocab_size=300)
+    text = "<|user|>\na<|end|>\n<|user|> a<|endoftext|>\na"
+    for title, expected in (
+        ("Phi-3-mini-4k-instruct", "<s> <|user|> a <|end|> <|user|> a <|endoftext|> <0x0A> a"),
+        ("Llama", "<s> <|user|> <0x0A> a <|end|> <0x0A> <|user|> ▁ a <|endoftext|> <0x0A> a"),
+    ):
+        path = converted(
+            model, tmp_path / f"{title}.gguf", tokenizer=write, **keys, **{"+general.name": title}
+        )
+        ours = pretrained(AutoTokenizer, str(path))
+        assert ours.convert_ids_to_tokens(ours(text).input_ids) == expected.split()
+
+
 @pytest.fixture(scope="module")
 def bundled_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model, with its tokenizer."""
@@ -428,6 +494,8 @@ def test_mistakes_are_named(tmp_path: Path, plain_file: Path) -> None:
         pretrained(AutoConfig, str(part))
     part.unlink()
     assert gguf_file(tmp_path) == tmp_path / "bad.gguf"
+    (tmp_path / "bad.gguf").rename(tmp_path / "bad.GGUF")
+    assert gguf_file(tmp_path) == tmp_path / "bad.GGUF"
     (tmp_path / "worse.gguf").touch()
     with pytest.raises(RopeExtendError, match="holds 2 GGUF files"):
         gguf_file(tmp_path)

@@ -35,12 +35,10 @@ from rope_extend.checkpoint.record import Record
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
+from rope_extend.models.gguf_scaling import ZERO_FREQUENCY_FACTOR
 from rope_extend.models.loading import one_error
 
 logger = logging.getLogger(__name__)
-
-ZERO_FREQUENCY_FACTOR = 1e30
-"""The factor of a pair with frequency zero, as llama.cpp's own converter writes it for Gemma 4."""
 
 _ONE_LIST = frozenset({
     "apertus", "arcee", "deci", "exaone", "exaone4", "exaone-moe", "granite", "granitehybrid", "granitemoe",
