@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from rope_extend.data.documents import Document, fingerprint
 from rope_extend.errors import RopeExtendError
@@ -38,6 +37,7 @@ from rope_extend.evaluation.results import Losses, PerplexityResult
 from rope_extend.loss import causal_lm
 from rope_extend.models.processes import processes
 from rope_extend.models.view import length_groups
+from rope_extend.progress import progress_bar
 from rope_extend.units import format_length, parse_length
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def perplexity(
 
     tallies = [_Tally(rule, group) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
-    bar = tqdm(unit="tok", unit_scale=True, desc="perplexity", disable=None if progress else True)
+    bar = progress_bar(logger, shown=progress, unit="tok", unit_scale=True, desc="perplexity")
     # Not inference_mode: tensors that a model caches in it cannot be used in training later.
     with evaluation_mode(model, options.device) as device, torch.no_grad(), bar:
         computer = LossComputer(

@@ -234,6 +234,18 @@ class _Encoded:
         return "none" if self.encoding is None else str(self.encoding["name"])
 
     @property
+    def is_extended(self) -> bool:
+        """Whether positions are encoded otherwise than by plain RoPE, also by the checkpoint's own config."""
+        if self.encoding is not None:
+            return self.method != "none"
+        own = self.rope_parameters or {}
+        layers = [own, *(inner for inner in own.values() if isinstance(inner, dict))]
+        return any(
+            each.get("rope_type", "default") not in ("default", "proportional") or each.get("factor", 1) != 1
+            for each in layers
+        )
+
+    @property
     def encoding_text(self) -> str:
         """The encoding as text, such as `yarn(factor=8.0)`.
 

@@ -75,8 +75,8 @@ def _is_control(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> bool:
     Rows of earlier versions do not say for which window their adapter was trained. Then an adapter that is
     measured with a cropped context too was trained in the old one.
     """
-    if row.method != "none" or row.adapter is None:
-        return row.method == "none"
+    if row.is_extended or row.adapter is None:
+        return not row.is_extended
     if row.target_length is not None and row.trained_length is not None:
         return row.target_length <= row.trained_length
     return any(other.adapter == row.adapter for other in rows if other.result.cropped)

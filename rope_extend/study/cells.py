@@ -149,7 +149,7 @@ class CellStore:
 
 
 def perplexity_values(row: EvaluationRow, document: str) -> dict[str, Any]:
-    """The values of a cell of perplexity, for JSON: the row, with the mean loss of each `BIN` positions.
+    """The values of a cell of perplexity, for JSON: the row, with the mean loss of each few positions.
 
     Args:
         row: the row on one document.
@@ -157,28 +157,43 @@ def perplexity_values(row: EvaluationRow, document: str) -> dict[str, Any]:
     """
     values = row.to_dict()
     result = values["result"]
-    result["nll_by_position"] = binned(row.result)
+    result["bin"] = bin_of(len(row.result.nll_by_position) + 1)
+    result["nll_by_position"] = binned(row.result, result["bin"])
     return {"document": document, **values}
 
 
-def binned(result: PerplexityResult) -> list[float | None]:
-    """The mean loss of the targets in each range of `BIN` positions, `[ceil(length / BIN)]` in nats."""
+def bin_of(length: int) -> int:
+    """How many positions share a mean: `BIN` or fewer, so that the ranges of a report begin where a bin does.
+
+    These ranges double, from a 128th of the length on. Lengths that have no 128th keep all positions.
+    """
+    if length % 128:
+        return 1
+    width = length // 128
+    while width > BIN and width % 2 == 0:
+        width //= 2
+    return width
+
+
+def binned(result: PerplexityResult, width: int = BIN) -> list[float | None]:
+    """The mean loss of the targets in each range of `width` positions, `[ceil(length / width)]` in nats."""
     nll = result.nll_by_position
-    edges = [0, *range(BIN - 1, len(nll), BIN)]  # the first target is at position 1
+    edges = [0, *range(width - 1, len(nll), width)]  # the first target is at position 1
     means = [float(np.mean(part)) for part in np.split(nll, edges[1:])]
     return [round(mean, 5) if np.isfinite(mean) else None for mean in means]
 
 
-def unbinned(means: Sequence[float | None], length: int) -> list[float | None]:
+def unbinned(means: Sequence[float | None], length: int, width: int = BIN) -> list[float | None]:
     """A loss for each of `length - 1` targets from the means of their ranges."""
-    return [means[(position + 1) // BIN] for position in range(length - 1)]
+    return [means[(position + 1) // width] for position in range(length - 1)]
 
 
 def row_of_cell(values: dict[str, Any]) -> EvaluationRow:
     """The row of a cell of perplexity."""
     result = dict(values["result"])
     longest = max(int(length) for length in result["ppl"])
-    result["nll_by_position"] = unbinned(result["nll_by_position"], longest)
+    width = result.pop("bin", BIN)  # cells of earlier versions do not state it
+    result["nll_by_position"] = unbinned(result["nll_by_position"], longest, width)
     return EvaluationRow.from_dict({**values, "result": result})
 
 

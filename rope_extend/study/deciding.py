@@ -7,10 +7,11 @@ import math
 import shlex
 from collections.abc import Sequence
 
-from rope_extend.advice.advice import Advice
+from rope_extend.advice.advice import READS_ALREADY, Advice
 from rope_extend.advice.answer import advise
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import against_cropped, cropped_control
+from rope_extend.evaluation.evaluation_config import AS_IS
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.verdicts import verdicts
 from rope_extend.report.tables import Sentences, public_name
@@ -26,7 +27,7 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
     Args:
         rows: what was measured, with the control whose context is cropped.
         config: the settings of the study.
-        missing: labels of the rows that are not measured yet; one of them may meet the criteria.
+        missing: labels of the rows of which something is not measured yet; one of them may meet the criteria.
     """
     assert config.target_length is not None
     target = format_length(config.target_length)
@@ -35,7 +36,7 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
         said = [f"The model was trained on {format_length(trained)} tokens, so it needs no extension."]
         return Sentences("Verdict", said)
     judged = sorted(verdicts(rows), key=lambda verdict: _ratio(rows, verdict.label))
-    good = [verdict for verdict in judged if verdict.success]
+    good = [verdict for verdict in judged if verdict.success and verdict.label not in missing]
     if good:
         said = [f"Use {good[0].label}. It meets all three criteria at {target}.", str(good[0])]
         said += [f"{verdict.label} meets them too." for verdict in good[1:]]
@@ -44,11 +45,14 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
         return Sentences("Verdict", [_nothing_judged(rows, config, missing)])
     if missing:
         counted = "1 row is" if len(missing) == 1 else f"{len(missing)} rows are"
-        said = [
-            f"Not decided yet: {counted} not measured ({', '.join(missing)}). The nearest of the others at "
-            f"{target} is {judged[0].label}.",
-            str(judged[0]),
-        ]
+        first = f"Not decided yet: {counted} not wholly measured ({', '.join(missing)})."
+        whole = [verdict for verdict in judged if verdict.label not in missing]
+        if not whole:
+            return Sentences("Verdict", [first])
+        first += f" The nearest of the others at {target} is {whole[0].label}."
+        return Sentences("Verdict", [first, str(whole[0])])
+    if not any(math.isfinite(_ratio(rows, verdict.label)) for verdict in judged):
+        said = [f"No row has a finite perplexity at {target}: check the weights, and the dtype."]
         return Sentences("Verdict", said)
     undecided = [verdict for verdict in judged if verdict.success is None]
     if undecided:
@@ -64,7 +68,7 @@ def decision(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequen
         ]
         return Sentences("Verdict", said)
     said = [f"No row meets all three criteria at {target}. The nearest is {judged[0].label}.", str(judged[0])]
-    return Sentences("Verdict", [*said, *_training(config)])
+    return Sentences("Verdict", [*said, *_training(config, rows)])
 
 
 def _nothing_judged(rows: Sequence[EvaluationRow], config: StudyConfig, missing: Sequence[str]) -> str:
@@ -90,14 +94,20 @@ def _ratio(rows: Sequence[EvaluationRow], label: str) -> float:
     return math.inf
 
 
-def _training(config: StudyConfig) -> list[str]:
-    """What training would take, from the config of the model."""
+def _training(config: StudyConfig, rows: Sequence[EvaluationRow]) -> list[str]:
+    """What training would take, from the config of the model, or what else to measure."""
     assert config.target_length is not None
     try:
         advice: Advice = advise(config.model, config.target_length, trained_length=config.trained_length)
     except RopeExtendError as error:
         logger.warning("no advice on training: %s", error)
         return []
+    if advice.verdict == READS_ALREADY:
+        as_is = next((row.label for row in rows if row.encoding is None and row.adapter is None), None)
+        if as_is is not None:
+            target = format_length(advice.target_length)
+            return [f"By its config, the model reads {target} tokens as it is; {as_is} does not show it."]
+        return [advice.reason, f"Add {AS_IS} to the methods to measure it."]
     if not advice.recipe:
         return [advice.reason]
     model = shlex.quote(public_name(config.model))

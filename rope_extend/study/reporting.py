@@ -103,7 +103,8 @@ def comparison(study: Study, cells: Sequence[Cell], directory: str | Path) -> Co
     missing = [cell for cell, each in zip(cells, values, strict=True) if each is None]
     controls = {PLAIN, *study.candidates.plain_methods, *study.candidates.plain_adapters}
     judged = [row.label for row in study.rows if (row.method or row.adapter) not in controls]
-    later = [label for label in judged if label in collected.partial]
+    unfinished = {*collected.partial, *(cell.row.label for cell in missing)}
+    later = [label for label in judged if label in unfinished]
     verdict = decision(collected.rows, study.config, later)
     return Comparison(collected, verdict, not_measured(missing))
 

@@ -207,3 +207,22 @@ def test_the_chart_of_ratios_shows_what_is_near_one(tmp_path: Path, monkeypatch:
     drawn = dict(lines)
     assert drawn["yarn + LoRA"] == [pytest.approx(math.exp(-0.1))]
     assert "far" not in drawn  # 4.5 times as high
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_judged"),
+    [
+        (None, False),
+        ({"rope_type": "default", "rope_theta": 1e4}, False),
+        ({"rope_type": "longrope", "rope_theta": 1e4}, True),
+        ({"rope_type": "proportional", "partial_rotary_factor": 0.5}, False),
+        ({"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}, True),
+    ],
+)
+def test_a_model_with_scaling_of_its_own_is_no_control(
+    parameters: dict[str, Any] | None, is_judged: bool
+) -> None:
+    own = measured("as-is", "none", 2.9)
+    found = [*rows(2.9)[:2], replace(own, encoding=None, rope_parameters=parameters)]
+    assert ([verdict.label for verdict in verdicts(found)] == ["as-is"]) == is_judged
+    assert any(line.startswith("as-is, a control") for line in control_lines(found)) != is_judged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import tiny_llama
+from cases import llama, tiny_llama
 from peft import LoraConfig, get_peft_model
 from test_report_and_plots import result, row
 
@@ -24,7 +25,16 @@ from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.results import Cell as Trials
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.models.parameters import learned_parameters
-from rope_extend.study.cells import BIN, Cell, CellStore, StudyRow, binned, unbinned
+from rope_extend.study.cells import (
+    BIN,
+    Cell,
+    CellStore,
+    StudyRow,
+    binned,
+    perplexity_values,
+    row_of_cell,
+    unbinned,
+)
 from rope_extend.study.collecting import Collected, collect, merged
 from rope_extend.study.deciding import decision
 from rope_extend.study.reporting import comparison, holds_cells, not_measured
@@ -111,7 +121,7 @@ def test_training_in_the_old_window_is_measured_with_a_cropped_context_too(
         "none + LoRA at 32: 1 documents",
         "none + LoRA at 32, cropped to 32: 1 documents",
     ]
-    assert "not measured (" not in found.verdict.items[0]
+    assert "wholly measured (" not in found.verdict.items[0]
 
 
 def test_a_finished_study_loads_nothing_again(
@@ -356,6 +366,22 @@ def test_positions_are_kept_in_ranges() -> None:
     assert short == [None]
 
 
+@pytest.mark.parametrize("length", [200, 256, 512, 1024, 1280, 3072, 8192, 12_288, 24_576, 32_768])
+def test_ranges_of_a_report_are_exact(length: int) -> None:
+    """Those of a cell are those of the evaluation itself, also the first few positions."""
+    nll = np.random.default_rng(0).uniform(0, 9, length - 1)
+    one = EvaluationRow("none", {"name": "none"}, "m", None, result(1.0, (length,), nll_by_position=nll), 32)
+    read = row_of_cell(json.loads(json.dumps(perplexity_values(one, "a.txt"))))
+    for ours, theirs in zip(read.result.buckets(), one.result.buckets(), strict=True):
+        assert (ours.start, ours.stop) == (theirs.start, theirs.stop)
+        # Means are kept to 1e-5 nats.
+        assert math.log(ours.ppl) == pytest.approx(math.log(theirs.ppl), abs=1e-5)
+    old = perplexity_values(one, "a.txt")
+    del old["result"]["bin"]
+    old["result"]["nll_by_position"] = binned(one.result)
+    assert len(row_of_cell(old).result.nll_by_position) == length - 1
+
+
 def part_of(one: PerplexityResult, sums: float, data: str) -> PerplexityResult:
     lengths = {n: [sums * n] for n in one.ppl}
     terms = {n: [n - 1] for n in one.ppl}
@@ -532,10 +558,40 @@ def test_a_row_that_is_not_finite_is_never_the_nearest(work: Path) -> None:
 def test_no_verdict_while_rows_are_missing(work: Path) -> None:
     config = StudyConfig(model=str(work / "model"), target_length=64)
     first, *rest = decision([cropped(), judged("yarn", 1.1, 1.0)], config, ["rerope", "string"]).items
-    assert first.startswith("Not decided yet: 2 rows are not measured (rerope, string).")
+    assert first.startswith("Not decided yet: 2 rows are not wholly measured (rerope, string).")
     assert not any("advise" in item for item in rest)
     found = decision([cropped(), judged("yarn", 0.9, 1.0)], config, ["rerope"])
     assert found.items[0].startswith("Use yarn.")
+    # A row with a task that is not measured may yet fail.
+    found = decision([cropped(), judged("yarn", 0.9, 1.0)], config, ["yarn"])
+    assert found.items == ["Not decided yet: 1 row is not wholly measured (yarn)."]
+    found = decision([cropped(), judged("yarn", 0.9, 1.0), judged("ntk", 0.95, 1.0)], config, ["yarn"])
+    assert found.items[0].startswith("Use ntk.")
+
+
+def test_without_a_finite_perplexity_there_is_no_advice(work: Path) -> None:
+    config = StudyConfig(model=str(work / "model"), target_length=64)
+    found = decision([cropped(), judged("yarn", float("nan"), 0.0)], config)
+    assert found.items == ["No row has a finite perplexity at 64: check the weights, and the dtype."]
+
+
+def test_a_model_that_claims_the_window_is_measured_as_it_is(tmp_path: Path) -> None:
+    """Its config says that nothing is to be done, and the measurements may say otherwise."""
+    scaled = {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    llama(rope_parameters=scaled, max_position_embeddings=128).save_pretrained(tmp_path)
+    config = StudyConfig(model=str(tmp_path), target_length=64)
+    rows = [cropped(), judged("ntk", 1.1, 1.0)]
+    *_, reason, advice = decision(rows, config).items
+    assert reason.startswith("The model reads 128 tokens as it is")
+    assert advice == "Add as-is to the methods to measure it."
+    own = replace(judged("as-is", 1.2, 1.0), encoding=None, rope_parameters=scaled)
+    assert decision([*rows, own], config).items[-1] == (
+        "By its config, the model reads 64 tokens as it is; as-is does not show it."
+    )
+    good = replace(judged("as-is", 0.9, 1.0), encoding=None, rope_parameters=scaled)
+    assert decision([*rows, good], config).items[0] == "Use as-is. It meets all three criteria at 64."
 
 
 def test_the_verdict_names_no_folder_of_the_author(work: Path, tmp_path: Path) -> None:
