@@ -426,6 +426,9 @@ def _measured_in_part(results: Results) -> Iterator[str]:
         for label, count in found.collected.partial.items():
             if 0 < count < len(books):
                 yield f"Perplexity of {label}{at}: {books_text(count)} of {len(books)} so far."
+        whole, every = len(found.collected.documents), len(results.collected.documents)
+        if length > results.longest and whole < every:
+            yield f"Perplexity at {format_length(length)}: {books_text(whole)} of {every} so far."
 
 
 def _planned_prompts() -> dict[tuple[str, int], int]:

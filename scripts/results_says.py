@@ -148,13 +148,13 @@ def _prompts(results: Results) -> Iterator[str]:
     short, long = format_length(results.trained), format_length(results.longest)
     for task in dict.fromkeys(task for each in answered for task in each.tasks):
         solved = {each.label: _solved(each, task, results.longest) for each in answered}
-        solved = {label: scores for label, scores in solved.items() if scores}
-        if not solved:
+        count = max(map(len, solved.values()))
+        if not count:
             continue
+        solved = {label: scores for label, scores in solved.items() if len(scores) == count}
         most = max(map(sum, solved.values()))
         best = [f"`{label}`" for label, scores in solved.items() if sum(scores) == most]
         names = f" ({', '.join(best)})" if most and len(best) <= FEW_NAMES else ""
-        count = max(map(len, solved.values()))
         of = f"{count} {'prompt' if count == 1 else 'prompts'} of `{task}` at {long}"
         if has_parts(task):
             said = f"Of the answers to {of}, the most that a row finds is {most / count:.0%}{names}."

@@ -295,6 +295,8 @@ def test_a_longer_target_has_a_table_of_its_own() -> None:
     # A row with one of two books is in no table, and is named.
     text = results_page.page(results_rows.results_of([*lines(), *found[:-1]]), "A model")
     assert "- Perplexity of yarn at 32k: one book of 2 so far." in text
+    text = results_page.page(results_rows.results_of([*lines(), *found[::2]]), "A model")
+    assert "- Perplexity at 32k: one book of 2 so far." in text
 
 
 def test_both_dtypes_are_compared_on_the_same_tokens() -> None:
@@ -904,6 +906,10 @@ def test_a_task_with_several_answers_is_not_solved_in_part() -> None:
         "At 32, plain RoPE finds 80%." in flat
     )
     assert "Share of the answers found, 1 prompt for each row" in text
+    # A row with more prompts is not compared with one that has a single lucky one.
+    more = tracked("none", 0.2, 64) | {"trial": 1}
+    flat = " ".join(results_page.page(results_rows.results_of([*found, more]), "A model").split())
+    assert "to 2 prompts of `variable_tracking` at 64, the most that a row finds is 20% (`none`)." in flat
 
 
 def test_an_extension_that_loses_to_plain_rope_is_not_the_best() -> None:
