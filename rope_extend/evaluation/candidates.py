@@ -24,6 +24,7 @@ from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
 from rope_extend.evaluation.labels import distinct_labels, distinct_names, public_names
 from rope_extend.evaluation.results import EvaluationRow, Subject
+from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.method_names import method_names
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import one_error
@@ -74,7 +75,8 @@ class Candidates:
 
         Raises:
             RopeExtendError: no such model, method or adapter, an adapter of another model or one that changes
-                the model's own weights, or a method but no length beyond the trained window.
+                the model's own weights, a method but no length beyond the trained window, or a method that
+                changes nothing, because the checkpoint has its tables already.
         """
         load_options = load_options or config.load_options()
         empty = load_options.empty(config.model)
@@ -92,7 +94,12 @@ class Candidates:
                     f"trained on {record.shape}, and the model has {shape}; give the adapter's base model"
                 )
         method_labels(encodings)  # refuses a saved encoding that is given twice
-        return cls(config.model, load_options, empty, model_info, lengths, encodings, records)
+        candidates = cls(config.model, load_options, empty, model_info, lengths, encodings, records)
+        with quiet_patching():
+            for method in encodings:
+                with candidates.untrained(empty, method):
+                    pass  # refuses a method that changes nothing
+        return candidates
 
     @property
     def trained_length(self) -> int:
@@ -158,7 +165,7 @@ class Candidates:
         """The model under a method within the block.
 
         Args:
-            lm: the model with its weights.
+            lm: the model, with its weights or without.
             method: one of `encodings`, or `none`.
 
         Raises:
@@ -171,7 +178,8 @@ class Candidates:
             return
         target = None if method == PLAIN else self.longest
         with patch_model(lm, changed_to, trained_length=self.trained_length, target_length=target) as patch:
-            if method != PLAIN and not patch.changed:
+            # A patch compares the tables of the longest length. Others may differ at shorter ones.
+            if method != PLAIN and not patch.changed and not changed_to.depends_on_length:
                 raise PatchError(
                     f"{method} leaves the rotary tables of {self.name} unchanged; leave it out of "
                     f"methods, or use {AS_IS}"

@@ -9,12 +9,14 @@ import torch
 from batches import logits, tokens
 from cases import TARGET, tiny_llama
 from peft import LoraConfig, PeftConfig, VeraConfig, get_peft_model
+from scaled_models import scaled_copy
 from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend.checkpoint.info import info
 from rope_extend.checkpoint.record import read_record
-from rope_extend.errors import RopeExtendError
+from rope_extend.cli.main import main
+from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.models.load_options import LoadOptions
@@ -76,3 +78,40 @@ def test_an_adapter_with_biases_is_refused_with_a_merge_that_works(
         expected = logits(tuned, ids)
         rx.save(tuned.merge_and_unload(), tmp_path / "merged")
         torch.testing.assert_close(logits(rx.load(tmp_path / "merged"), ids), expected)
+
+
+@pytest.mark.usefixtures("private_cache")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "evaluate MODEL --lengths 32,128 --plan",
+        "evaluate MODEL --lengths 32,128 --data DATA --output OUTPUT",
+        "report MODEL --target-length 128 --tasks none --plan",
+        "report MODEL --target-length 128 --tasks none --data DATA --output OUTPUT",
+        "retrieve MODEL --lengths 128 --output OUTPUT",
+    ],
+)
+def test_a_method_that_changes_nothing_is_refused_before_any_weights(
+    command: str, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The rows before it may take hours. An estimate refuses it too."""
+    monkeypatch.setattr(LoadOptions, "load", lambda *_, **__: pytest.fail("the weights were loaded"))
+    model, output = scaled_copy(work / "model", tmp_path, "yarn"), tmp_path / "report"
+    places = {"MODEL": str(model), "DATA": str(work / "data"), "OUTPUT": str(output)}
+    with pytest.raises(SystemExit):
+        main([*(places.get(word, word) for word in command.split()), "--methods", "none,yarn"])
+    assert f"yarn leaves the rotary tables of {model} unchanged; leave it out" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_schedule_by_length_changes_a_model_that_has_its_longest_table(work: Path, tmp_path: Path) -> None:
+    """Dynamic YaRN and YaRN have the same table at the target, and others below."""
+    model = scaled_copy(work / "model", tmp_path, "yarn")
+    config = EvaluationConfig(model=str(model), methods=("as-is", "dynamic_yarn"), lengths=(32, 128))
+    candidates, ids = Candidates.of(config), tokens(1, 32)
+    lm = candidates.load_options.load(candidates.name)
+    own, dynamic = (logits(candidate.model, ids) for candidate in candidates.models(lm, config.methods or ()))
+    assert not torch.allclose(own, dynamic, atol=1e-4)
+    with pytest.raises(PatchError, match="use as-is"):
+        Candidates.of(EvaluationConfig(model=str(model), methods=("yarn",), lengths=(128,)))
