@@ -28,6 +28,7 @@ from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.method_names import method_names
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import one_error
+from rope_extend.models.view import length_groups
 from rope_extend.patching import current_patch, patch_model
 from rope_extend.units import format_length
 
@@ -143,6 +144,30 @@ class Candidates:
 
     def _is_plain(self, method: str) -> bool:
         return method == PLAIN or (method == AS_IS and self.info.encoding == PLAIN)
+
+    def length_groups(self, lengths: Sequence[int]) -> list[list[list[int]]]:
+        """The groups of lengths with equal tables, of the row of each method and then of each adapter.
+
+        One pass over a document measures a group, see `rope_extend.models.view.length_groups`. No weights are
+        needed.
+
+        Args:
+            lengths: the lengths that are measured, in tokens.
+        """
+        groups = []
+        with quiet_patching():
+            for method in self.encodings:
+                with self.untrained(self.empty, method):
+                    groups.append(length_groups(self.empty, lengths))
+            for record in self.records.values():
+                with patch_model(
+                    self.empty,
+                    record.encoding,
+                    trained_length=record.shape.trained_length,
+                    target_length=record.target_length,
+                ):
+                    groups.append(length_groups(self.empty, lengths))
+        return groups
 
     def models(self, lm: Any, methods: Sequence[str]) -> Iterator[Candidate]:
         """Yield the model under each method, untrained, and then with each adapter.

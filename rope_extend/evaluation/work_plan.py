@@ -55,14 +55,14 @@ class Finished:
     """What an interrupted evaluation has finished: it costs nothing more, and is never left out.
 
     Attributes:
-        documents: number of documents, of all rows together, without those whose context is cropped.
-        cropped: the same of the rows whose context is cropped.
+        documents: number of documents of each row, in the order of the rows; empty if there are none.
+        cropped: number of documents of the rows whose context is cropped, of all of them together.
         answered: seconds of the finished passkeys of each row, in the order of the rows.
         cropped_answered: seconds of those of the control with a cropped context.
         least: the smallest extent that has all of this.
     """
 
-    documents: int = 0
+    documents: tuple[int, ...] = ()
     cropped: int = 0
     answered: tuple[float, ...] = ()
     cropped_answered: float = 0.0
@@ -74,8 +74,7 @@ class Costs:
     """Estimated seconds of the parts of an evaluation.
 
     Attributes:
-        rows: number of rows, without the controls.
-        document: seconds of one row on one document.
+        documents: seconds of each row on one document, in the order of the rows, without the controls.
         cropped_rows: number of rows whose context is cropped.
         cropped_document: seconds of one of these on one document.
         prompt_rows: number of rows that answer the passkeys, without the controls.
@@ -87,8 +86,7 @@ class Costs:
         finished: what costs nothing more.
     """
 
-    rows: int
-    document: float
+    documents: tuple[float, ...]
     cropped_rows: int
     cropped_document: float
     prompt_rows: int
@@ -98,6 +96,11 @@ class Costs:
     cropped_prompt: float = 0.0
     cropped_prompt_lengths: tuple[int, ...] = ()
     finished: Finished = Finished()
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, without the controls."""
+        return len(self.documents)
 
     def seconds(self, extent: Extent) -> float:
         """Of all parts together."""
@@ -112,7 +115,7 @@ class Costs:
             said = f", {finished} of {rows * extent.documents} finished" if finished else ""
             return f"{words}: {_rows(rows)}, {documents}{said}", self._of(kind, extent)
 
-        found = [measured("perplexity", self.rows, DOCUMENTS, done.documents)]
+        found = [measured("perplexity", self.rows, DOCUMENTS, sum(done.documents))]
         if extent.cropped and self.cropped_rows:
             found.append(measured("control, cropped context", self.cropped_rows, CROPPED, done.cropped))
         answering = Counter({self.prompt_lengths: self.prompt_rows} if extent.trials else ())
@@ -136,7 +139,10 @@ class Costs:
     def pieces(self, extent: Extent) -> list[tuple[str, float]]:
         """Each piece that is measured at once, by its kind, with its seconds: for `Clock`."""
         done, trials = self.finished, DEPTHS * extent.trials
-        found = [(DOCUMENTS, self.document)] * (self.rows * extent.documents - done.documents)
+        found: list[tuple[str, float]] = []
+        begun = done.documents or (0,) * self.rows
+        for seconds, finished in zip(self.documents, begun, strict=True):
+            found += [(DOCUMENTS, seconds)] * (extent.documents - finished)
         if extent.cropped:
             count = self.cropped_rows * extent.documents - done.cropped
             found += [(CROPPED, self.cropped_document)] * count
@@ -262,13 +268,15 @@ def evaluation_costs(
     rule, trained = protocol_named(config.protocol), candidates.trained_length
     tokens = tokens or config.max_tokens or lengths[-1] + rule.extra_tokens
     settings = rule.check_settings(config.window_settings, lengths)
-    document = seconds_of_documents(plan, rule, lengths, tokens, settings)
+    documents = tuple(
+        seconds_of_documents(plan, rule, passes, tokens, settings)
+        for passes in pass_lengths(rule, candidates, lengths)
+    )
     if rule.nested:
         windows = PROTOCOLS["cropped"].layout(tokens, lengths[-1], {"window": trained})
         cropped = sum(seconds_of_window(plan, window.tokens) for window in windows)
     else:
         cropped = seconds_of_documents(plan, rule, [trained], tokens, settings)
-    rows = len(candidates.encodings) + len(candidates.records)
     passkeys = passkey_lengths(config, candidates)
     answers = _has_cropped(config, candidates) and not candidates.plain_methods
     cropped_passkeys = tuple(n for n in passkeys if n <= trained) if answers else ()
@@ -277,7 +285,7 @@ def evaluation_costs(
         return sum(seconds_of_window(plan, size) for size in sizes)
 
     return Costs(
-        rows, document, len(candidates.cropped_labels), cropped, rows, seconds_of(passkeys), passkeys,
+        documents, len(candidates.cropped_labels), cropped, len(documents), seconds_of(passkeys), passkeys,
         seconds_of_window(plan, lengths[-1]), seconds_of(cropped_passkeys), cropped_passkeys,
         _finished(finished, seconds_of),
     )  # fmt: skip
@@ -295,7 +303,7 @@ def _finished(rows: Sequence[FinishedRow], seconds_of: Callable[[Iterable[int]],
         trials=max((trial + 1 for row in rows for _, trial in row.answered), default=0),
     )
     return Finished(
-        sum(len(row.documents) for row in whole), sum(len(row.documents) for row in cropped), answered,
+        tuple(len(row.documents) for row in whole), sum(len(row.documents) for row in cropped), answered,
         sum(of_control), least,
     )  # fmt: skip
 
@@ -367,21 +375,35 @@ def default_trials(documents: int, tokens: int, prompt_tokens: int) -> int:
     return max(1, min(MOST_TRIALS, documents * tokens // each))
 
 
-def seconds_of_documents(
-    plan: ForwardPlan, rule: Protocol, lengths: Sequence[int], tokens: int, settings: Settings
-) -> float:
-    """Estimated seconds of one document under a protocol, at all lengths.
+def pass_lengths(rule: Protocol, candidates: Candidates, lengths: Sequence[int]) -> list[list[int]]:
+    """The length of each pass over a document, of each method and then of each adapter.
 
-    A nested protocol needs one pass for all lengths, unless the tables depend on the length.
+    A nested protocol needs one pass for all lengths; one for each group of lengths with equal tables, if the
+    tables depend on the length. Its windows of a fixed length have the same table at any length.
+
+    Args:
+        rule: the protocol.
+        candidates: the rows.
+        lengths: the lengths that are measured.
+    """
+    if rule.nested and not rule.settings:
+        return [[group[-1] for group in groups] for groups in candidates.length_groups(lengths)]
+    passes = [lengths[-1]] if rule.nested else list(lengths)
+    return [passes] * (len(candidates.encodings) + len(candidates.records))
+
+
+def seconds_of_documents(
+    plan: ForwardPlan, rule: Protocol, passes: Sequence[int], tokens: int, settings: Settings
+) -> float:
+    """Estimated seconds of one document under a protocol.
 
     Args:
         plan: seconds of windows of some lengths.
         rule: the protocol.
-        lengths: the lengths that are measured.
+        passes: the length of each pass.
         tokens: tokens of the document.
         settings: the settings of the protocol.
     """
-    passes = [lengths[-1]] if rule.nested else lengths
     windows = [window for length in passes for window in rule.layout(tokens, length, settings)]
     return sum(seconds_of_window(plan, window.tokens) for window in windows)
 

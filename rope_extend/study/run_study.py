@@ -34,6 +34,7 @@ from rope_extend.evaluation.protocols import PROTOCOLS, WindowSettings
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.tasks import TASKS, make_tasks, template_for
+from rope_extend.evaluation.work_plan import pass_lengths, seconds_of_window
 from rope_extend.memory.segments import expand_segments
 from rope_extend.models.load_options import input_device
 from rope_extend.models.loading import pretrained
@@ -82,11 +83,14 @@ class Study:
             check_directory(Path(adapter), record.weights, record.configs)
         self.trained = candidates.trained_length
         self.lengths = sorted({*candidates.lengths, self.trained} if self._extends else candidates.lengths)
+        self.rows = self._rows()
+        whole = [row for row in self.rows if row.crop is None]
+        lengths = pass_lengths(PROTOCOLS["prefix"], candidates, self.lengths)
+        self.passes = dict(zip(whole, lengths, strict=True))
         self.plan = self._plan()
         if self.plan is not None:
             logger.info("%s", self.plan)
             self.plan.check()
-        self.rows = self._rows()
         self.documents: list[Document] = []
         self.tasks: list[Task] = []
         self.prompts: list[Prompt] = []
@@ -107,6 +111,7 @@ class Study:
         # A dry run of a method that changes positions takes minutes for a long window, so it is not planned.
         encodings = [each for each in candidates.encodings.values() if not isinstance(each, RemapEncoding)]
         lengths = {self.lengths[-1], self.trained, *(config.task_lengths if config.tasks else ())}
+        lengths.update(*self.passes.values())
         return plan_forward(
             candidates.name,
             sorted(lengths),
@@ -236,7 +241,7 @@ class Study:
     def _document_work(self, row: StudyRow) -> float:
         longest = self.lengths[-1]
         if row.crop is None:
-            return self._seconds(longest)
+            return sum(map(self._seconds, self.passes[row]))
         windows = PROTOCOLS["cropped"].layout(longest, longest, {"window": row.crop})
         return len(windows) * self._seconds(row.crop)
 
@@ -348,7 +353,7 @@ class Study:
         """Estimated seconds of a window; without an estimate its tokens, which are as good for ratios."""
         if self.plan is None:
             return float(tokens)
-        return next((plan.seconds for plan in self.plan.lengths if plan.length == tokens), float(tokens))
+        return seconds_of_window(self.plan, tokens)
 
     def run(
         self,

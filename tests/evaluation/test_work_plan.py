@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scaled_models import counted_tokens, scaled_copy
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -35,10 +36,12 @@ from rope_extend.evaluation.work_plan import (
     whole_extent,
     write_extent,
 )
+from rope_extend.units import format_duration
 
 COSTS = Costs(
-    rows=3, document=10, cropped_rows=1, cropped_document=8, prompt_rows=3, prompt=2, prompt_lengths=(8192,)
-)
+    documents=(10, 10, 10), cropped_rows=1, cropped_document=8, prompt_rows=3, prompt=2,
+    prompt_lengths=(8192,),
+)  # fmt: skip
 WHOLE = Extent(documents=4, cropped=True, trials=4)
 
 
@@ -97,7 +100,9 @@ def test_a_budget_that_is_too_short_is_refused() -> None:
 def test_what_is_finished_costs_nothing_and_is_never_left_out() -> None:
     """Nine of twelve documents of three rows, one with a cropped context, and the passkeys of one row."""
     least = Extent(documents=3, cropped=True, trials=1)
-    done = Finished(documents=9, cropped=1, answered=(4 * 10.0, 0, 0), cropped_answered=5.0, least=least)
+    done = Finished(
+        documents=(3, 3, 3), cropped=1, answered=(4 * 10.0, 0, 0), cropped_answered=5.0, least=least
+    )
     costs = replace(COSTS, cropped_prompt=1, cropped_prompt_lengths=(4096,), finished=done)
     rest = 3 * 10 + 3 * 8 + 2 * 40 + 15
     assert costs.seconds(WHOLE) == rest == sum(seconds for _, seconds in costs.pieces(WHOLE))
@@ -245,6 +250,68 @@ def test_the_plan_counts_what_runs(
     assert planned
 
 
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.parametrize(
+    ("rope_type", "settings", "passes"),
+    [
+        ("dynamic", {"methods": ["as-is"], "cropped": False}, (3,)),
+        ("dynamic", {"methods": ["none", "as-is", "yarn"]}, (1, 3, 1)),
+        ("dynamic", {"methods": ["as-is"], "protocol": "cropped", "window": 16}, (1,)),
+        ("dynamic", {"methods": ["as-is", "none"], "protocol": "sliding", "stride": 16}, (4, 4)),
+        ("longrope", {"methods": ["as-is", "none"]}, (2, 1)),
+        ("yarn", {"methods": ["as-is", "none"]}, (1, 1)),
+    ],
+    ids=str,
+)
+def test_a_pass_for_each_table_is_counted(
+    rope_type: str, settings: dict[str, Any], passes: tuple[int, ...], clocks: list[Any], work: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Stock tables that depend on the length need a pass for each group of lengths with equal tables."""
+    monkeypatch.setattr(work_plan, "seconds_of_window", lambda _, tokens: float(tokens))
+    model, counts = scaled_copy(work / "model", tmp_path, rope_type), counted_tokens(monkeypatch)
+    common: dict[str, Any] = {"lengths": [16, 32, 64, 128], "max_documents": 2, "max_tokens": 160}
+    config = EvaluationConfig(
+        model=str(model), data=str(work / "data"), output=str(tmp_path / "report"), retrieval=0,
+        **{**common, **settings},
+    )  # fmt: skip
+    _, planned = plan_work(config)
+    rows = evaluate(config, progress=False)
+    assert tuple(row.result.passes for row in rows if not row.label.endswith("cropped to 32")) == passes
+    assert sum(seconds for _, seconds in clocks[-1].work) == sum(counts) > 0
+    if config.protocol == "prefix":  # others depend on the length of the documents
+        assert f"in all about {format_duration(sum(counts))}" in planned
+
+
+@pytest.mark.usefixtures("private_cache", "blank_pictures")
+def test_what_is_finished_costs_what_its_row_costs(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first row needs three passes, of which one document is missing, and the second row one pass."""
+    monkeypatch.setattr(work_plan, "seconds_of_window", lambda _, tokens: float(tokens))
+    config = EvaluationConfig(
+        model=str(scaled_copy(work / "model", tmp_path, "dynamic")), data=str(work / "data"), retrieval=0,
+        methods=("as-is", "none"), lengths=(32, 64, 128), max_documents=3, output=str(tmp_path / "report"),
+        cropped=False,
+    )  # fmt: skip
+    write = FinishedDocuments.write
+
+    def interrupted(self: FinishedDocuments, number: int, *values: Any) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+        write(self, number, *values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedDocuments, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(config, progress=False)
+    counts = counted_tokens(monkeypatch)
+    _, planned = plan_work(config, resume=True)
+    evaluate(config, resume=True, progress=False)
+    assert sum(counts) == 32 + 64 + 128 + 3 * 128
+    assert f"2 of 6 finished, about {format_duration(sum(counts))}" in planned
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("private_cache", "blank_pictures")
 def test_passkeys_are_counted_too(clocks: list[Any], work: Path) -> None:
@@ -264,7 +331,7 @@ def test_a_budget_is_kept_when_an_evaluation_resumes(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another estimate must not change what is measured."""
-    costs = [Costs(2, 10, 1, 10, 2, 1, (32,))]
+    costs = [Costs((10, 10), 1, 10, 2, 1, (32,))]
     monkeypatch.setattr(module, "evaluation_costs", lambda *_: costs[-1])
     config = EvaluationConfig(
         model=str(work / "model"), data=str(work / "data"), methods=("none", "yarn"), lengths=(16, 64),
@@ -274,7 +341,7 @@ def test_a_budget_is_kept_when_an_evaluation_resumes(
         patch.setattr(module, "write_report", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             evaluate(config, progress=False)
-    costs.append(Costs(2, 1, 1, 1, 2, 1, (32,)))  # now everything would fit
+    costs.append(Costs((1, 1), 1, 1, 2, 1, (32,)))  # now everything would fit
     rows = evaluate(config, resume=True, progress=False)
     assert [row.label for row in rows] == ["none", "yarn"]
     assert [row.result.documents for row in rows] == [2, 2]
@@ -406,7 +473,7 @@ def test_a_resumed_evaluation_has_its_own_settings(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another budget, and documents without a control: the extent of the interrupted one does not count."""
-    monkeypatch.setattr(module, "evaluation_costs", lambda *_: Costs(2, 10, 1, 10, 2, 1, (32,)))
+    monkeypatch.setattr(module, "evaluation_costs", lambda *_: Costs((10, 10), 1, 10, 2, 1, (32,)))
     settings: dict[str, Any] = {
         "model": str(work / "model"), "data": str(work / "data"), "methods": ("none", "yarn"),
         "lengths": (16, 64), "output": str(tmp_path / "report"),

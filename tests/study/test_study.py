@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import llama, tiny_llama
 from peft import LoraConfig, get_peft_model
+from scaled_models import counted_tokens, scaled_copy
 from test_report_and_plots import result, row
 
 import rope_extend as rx
@@ -25,6 +26,7 @@ from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.results import Cell as Trials
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.models.parameters import learned_parameters
+from rope_extend.study import run_study
 from rope_extend.study.cells import (
     BIN,
     Cell,
@@ -40,7 +42,7 @@ from rope_extend.study.deciding import decision
 from rope_extend.study.reporting import comparison, holds_cells, not_measured
 from rope_extend.study.run_study import Share, Study
 from rope_extend.study.study_config import METHODS, StudyConfig
-from rope_extend.units import parse_duration
+from rope_extend.units import format_duration, parse_duration
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 
@@ -297,6 +299,35 @@ def test_a_budget_leaves_the_rest(work: Path, tmp_path: Path) -> None:
     assert found.missing is not None
     assert found.missing.items == ["none: 2 documents", "none, cropped to 32: 2 documents"]
     assert "No row can be judged yet" in found.markdown()
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "methods", "passes"),
+    [
+        ("dynamic", ["as-is", "none", "yarn"], {"as-is": [32, 64, 128], "none": [128], "yarn": [128]}),
+        ("longrope", ["none", "as-is"], {"none": [128], "as-is": [32, 128]}),
+        ("yarn", ["as-is"], {"as-is": [128]}),
+    ],
+)
+def test_a_pass_for_each_table_is_counted(
+    rope_type: str, methods: list[str], passes: dict[str, list[int]], work: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Stock tables that depend on the length need a pass for each group of lengths with equal tables."""
+    monkeypatch.setattr(run_study, "seconds_of_window", lambda _, tokens: float(tokens))
+    model, counts = scaled_copy(work / "model", tmp_path, rope_type), counted_tokens(monkeypatch)
+    one = study(work, model=str(model), methods=methods)
+    assert one.plan is not None
+    assert {row.label: each for row, each in one.passes.items()} == passes
+    assert {length for each in passes.values() for length in each} <= {
+        plan.length for plan in one.plan.lengths
+    }
+    cells = one.run(tmp_path / "study")
+    assert sum(cell.work for cell in cells) == sum(counts) > 0
+    estimate = f"in all, about {format_duration(sum(counts))}"
+    assert one.work_text().splitlines()[-1] == estimate
+    without_texts = study(work, model=str(model), methods=methods, data=None)
+    assert without_texts.work_text().splitlines()[-1] == estimate
 
 
 @pytest.mark.slow
