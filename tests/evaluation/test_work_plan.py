@@ -259,7 +259,7 @@ def test_the_plan_counts_what_runs(
         ("dynamic", {"methods": ["as-is"], "protocol": "cropped", "window": 16}, (1,)),
         ("dynamic", {"methods": ["as-is", "none"], "protocol": "sliding", "stride": 16}, (4, 4)),
         ("longrope", {"methods": ["as-is", "none"]}, (2, 1)),
-        ("yarn", {"methods": ["as-is", "none"]}, (1, 1)),
+        ("yarn", {"methods": ["as-is", "none", "dynamic_ntk(per=row)"]}, (1, 1, 3)),
     ],
     ids=str,
 )
