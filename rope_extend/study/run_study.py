@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from rope_extend.checkpoint.info import info
 from rope_extend.checkpoint.manifest import adapter_digests, check_directory
 from rope_extend.data.documents import Document, fingerprint, load_documents
 from rope_extend.data.token_cache import tokenizer_content
@@ -48,7 +49,7 @@ from rope_extend.study.cells import (
     perplexity_values,
     retrieval_values,
 )
-from rope_extend.study.study_config import StudyConfig
+from rope_extend.study.study_config import METHODS, StudyConfig
 from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Study:
 
     def __init__(self, config: StudyConfig, *, texts: bool = True) -> None:
         expand_segments("auto")
-        self.config = config
+        self.config = config = _without_needless_methods(config)
         self.candidates = candidates = Candidates.of(config)
         for adapter, record in candidates.records.items():
             check_directory(Path(adapter), record.weights, record.configs)
@@ -419,6 +420,15 @@ class Study:
             **settings,
         )
         return perplexity_values(EvaluationRow.of(subject, result), Path(document.name).name)
+
+
+def _without_needless_methods(config: StudyConfig) -> StudyConfig:
+    """The settings with plain RoPE alone, if no methods are named and the model has the target already."""
+    if config.methods != METHODS:
+        return config
+    trained = info(config.model, trained_length=config.trained_length).shape.trained_length
+    assert config.target_length is not None
+    return config if config.target_length > trained else replace(config, methods=(PLAIN,))
 
 
 def _device_name(lm: Any) -> str:

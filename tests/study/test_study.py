@@ -646,6 +646,20 @@ def test_a_model_that_reads_the_window_needs_nothing() -> None:
     assert "needs no extension" in verdict.items[0]
 
 
+def test_a_report_within_the_window_answers(work: Path, tmp_path: Path) -> None:
+    """The default methods would have nothing to extend; a method that is named is refused, as elsewhere."""
+    common = {
+        "model": str(work / "model"), "data": str(work / "data"), "target_length": 32, "lengths": [16],
+        "max_documents": 1, "tasks": "none",
+    }  # fmt: skip
+    one = Study(StudyConfig(**common))
+    assert [row.label for row in one.rows] == ["none"]
+    found = comparison(one, one.run(tmp_path), tmp_path)
+    assert found.verdict.items == ["The model was trained on 32 tokens, so it needs no extension."]
+    with pytest.raises(RopeExtendError, match="yarn has nothing to extend"):
+        Study(StudyConfig(**common, methods=["yarn"]))
+
+
 def test_settings() -> None:
     config = StudyConfig(model="m", target_length="16k")
     assert config.lengths == (2048, 4096, 8192, 16_384)
