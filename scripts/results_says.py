@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from results_lines import SEARCH
-from results_rows import Results, machines, seconds
+from results_rows import Results, longest_of, machines, results_of, seconds
 
 from rope_extend.evaluation.comparison import Comparison, compare
 from rope_extend.evaluation.controls import against_cropped, against_trained_control, regressions
@@ -15,6 +15,7 @@ from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.report.tables import number
+from rope_extend.study.cells import PERPLEXITY
 from rope_extend.units import format_duration, format_length
 
 FEW_BOOKS = 5
@@ -69,6 +70,21 @@ def _best_untrained(results: Results) -> Iterator[str]:
             "cropped to the old window."
         )
         yield from _ties(results, gains)
+        yield from _beyond(results)
+
+
+def _beyond(results: Results) -> Iterator[str]:
+    """The best extension at each longer target."""
+    targets = {longest_of(line) for line in results.of_kind(PERPLEXITY)}
+    for length in sorted(target for target in targets if target > results.longest):
+        longer = results_of(results.lines, length)
+        if gains := _gains(longer, tuned=False):
+            best, books = gains[0], len(longer.collected.texts)
+            over = "one book" if books == 1 else f"{books} books"
+            yield (
+                f"At {format_length(length)}, over {over}, `{best.second.label}` is the best extension: "
+                f"{_at(longer, best)}, which is {by(best.differences[-1])} cropping."
+            )
 
 
 def _ties(results: Results, gains: list[Comparison]) -> Iterator[str]:
