@@ -267,9 +267,8 @@ def test_an_adapter_is_refused_because_the_file_has_none_of_its_weights(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "base.gguf"]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("model_type", "dtype"), [("llama", torch.bfloat16), ("qwen3", torch.float32)])
 def test_the_file_must_have_the_weights_of_the_checkpoint(
     tmp_path: Path, model_type: str, kind: str, dtype: torch.dtype
 ) -> None:
