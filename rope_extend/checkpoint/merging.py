@@ -11,8 +11,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -20,7 +19,6 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -45,6 +43,7 @@ from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.restoring import apply_record, checked_record, load
 from rope_extend.checkpoint.saving import stock_state
 from rope_extend.checkpoint.staging import refuse_base_model, staged
+from rope_extend.checkpoint.stored_tensors import StoredTensor, read_tensor, stored_tensors
 from rope_extend.checkpoint.tied_weights import tied_names, untie, untie_changed
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
@@ -61,15 +60,6 @@ if TYPE_CHECKING:
 _SINGLE = "model.safetensors"
 _ADAPTER = "default"
 _IN_MEMORY = "If there is enough memory, merge with in_memory=True"
-
-
-@dataclass(frozen=True)
-class _StoredTensor:
-    """One tensor of the base model's files: its file, shape and dtype."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -167,42 +157,6 @@ def _how_to_convert(file: str) -> str:
     return f"Write one with {CONVERT} {quote(file)} --output DIRECTORY, and give it as base_model="
 
 
-def _stored_tensors(directory: Path) -> dict[str, _StoredTensor]:
-    """The tensors in the base model's safetensors files, in file order. Only headers are read."""
-    names = [name for name in weight_files(directory) if name.startswith("model")]
-    if not names:
-        raise RopeExtendError(
-            f"no safetensors weights in {directory}; pickles are not read. If you trust the base model, "
-            "load it with transformers and save it again with save_pretrained"
-        )
-    tensors = {}
-    for name in names:
-        with _opened(directory / name) as file:
-            for key in file.keys():  # noqa: SIM118  not a mapping
-                part = file.get_slice(key)
-                shape = tuple(part.get_shape())
-                # The dtype comes from an empty slice: the header has other names for dtypes than torch.
-                dtype = part[0:0].dtype if shape else file.get_tensor(key).dtype
-                tensors[key] = _StoredTensor(directory / name, shape, dtype)
-    return tensors
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except (OSError, SafetensorError) as error:
-        raise RopeExtendError(f"cannot read {path}: {error}; restore the file") from error
-
-
-def _read(path: Path, key: str) -> Tensor:
-    """One tensor of a file."""
-    with _opened(path) as file:
-        tensor: Tensor = file.get_tensor(key)
-    return tensor
-
-
 def _adapter_config(adapter: Path) -> Any:
     """The config of an adapter.
 
@@ -271,11 +225,11 @@ def _with_adapter(files: Path, adapter: Path, record: Record) -> PeftModel:
 
 def _untie_as_stored(base: Any, files: Path) -> None:
     """Untie what the config ties, but the files store with two values; transformers does so on loading."""
-    stored = _stored_tensors(files)
+    stored = stored_tensors(files)
     key_of, _ = _stored_keys(base, stored)
     for target, source in list(getattr(base, "all_tied_weights_keys", {}).items()):
         if target in key_of and source in key_of:
-            one, other = (_read(stored[key].file, key) for key in (key_of[target], key_of[source]))
+            one, other = (read_tensor(stored[key].file, key) for key in (key_of[target], key_of[source]))
             if not torch.equal(one, other):
                 untie(base, target)
 
@@ -285,7 +239,7 @@ def _outputs(
 ) -> list[_Output]:
     """Every tensor of the merged checkpoint, in the order of the base model's files."""
     base = model.get_base_model()
-    stored = _stored_tensors(files)
+    stored = stored_tensors(files)
     key_of, converted = _stored_keys(base, stored)
     _check_shapes(base, stored, key_of, converted, files)
     _check_base(base, stored, key_of, adapter, record)
@@ -312,7 +266,7 @@ def _outputs(
                 layer, leaf = changed[name], name.rpartition(".")[2]
                 path = name.removesuffix(f".{leaf}")
                 parts = {
-                    part: replaced[full] if full in replaced else _read(stored[origin].file, origin)
+                    part: replaced[full] if full in replaced else read_tensor(stored[origin].file, origin)
                     for part in ("weight", "bias")
                     if (full := f"{path}.{part}") in changed and (origin := source(full)) is not None
                 }
@@ -320,7 +274,7 @@ def _outputs(
             elif name in replaced:
                 tensor = replaced[name]
             else:
-                tensor = _read(base_tensor.file, key)
+                tensor = read_tensor(base_tensor.file, key)
             output_dtype = dtype_of(base_tensor)
             if tensor.dtype != output_dtype:
                 tensor = tensor.to(output_dtype)
@@ -333,7 +287,7 @@ def _outputs(
 
         return merged
 
-    def dtype_of(base_tensor: _StoredTensor) -> torch.dtype:
+    def dtype_of(base_tensor: StoredTensor) -> torch.dtype:
         return dtype if dtype is not None and base_tensor.dtype.is_floating_point else base_tensor.dtype
 
     def output(name: str, key: str, as_name: str) -> _Output:
@@ -350,7 +304,7 @@ def _outputs(
     return outputs
 
 
-def _stored_keys(base: Any, stored: Mapping[str, _StoredTensor]) -> tuple[dict[str, str], dict[str, str]]:
+def _stored_keys(base: Any, stored: Mapping[str, StoredTensor]) -> tuple[dict[str, str], dict[str, str]]:
     """For each parameter that is stored unchanged, its key in the files; for each other, why it is not.
 
     transformers renames, joins and splits tensors on loading. Renaming is followed. A tensor that is joined
@@ -374,7 +328,7 @@ def _stored_keys(base: Any, stored: Mapping[str, _StoredTensor]) -> tuple[dict[s
 
 def _check_shapes(
     base: Any,
-    stored: Mapping[str, _StoredTensor],
+    stored: Mapping[str, StoredTensor],
     key_of: Mapping[str, str],
     converted: Mapping[str, str],
     files: Path,
@@ -395,7 +349,7 @@ def _check_shapes(
 
 
 def _check_base(
-    base: Any, stored: Mapping[str, _StoredTensor], key_of: Mapping[str, str], adapter: Path, record: Record
+    base: Any, stored: Mapping[str, StoredTensor], key_of: Mapping[str, str], adapter: Path, record: Record
 ) -> None:
     """Refuse files with other weights than those that the adapter was trained on, by their fingerprint."""
     if record.base_fingerprint is None:
@@ -414,7 +368,7 @@ def _check_base(
     if record.base_model is not None and record.base_model.lower().endswith(GGUF):
         advice = f". A merge needs a checkpoint of the former. {_how_to_convert(record.base_model)}"
     check_base_fingerprint(
-        ((name, _read(x.file, key_of[name])) for name, x in zip(names, tensors, strict=True)),
+        ((name, read_tensor(x.file, key_of[name])) for name, x in zip(names, tensors, strict=True)),
         record.base_fingerprint,
         adapter=adapter,
         token_layers=token_layers_of(base, _adapter_config(adapter)),

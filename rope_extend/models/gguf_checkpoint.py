@@ -254,7 +254,7 @@ def _order_channels(path: Path, model: Any) -> None:
         for name, weight in model.named_parameters():
             if name.rpartition(".")[0].endswith(("self_attn.q_proj", "self_attn.k_proj")):
                 pairs = weight.view(heads, -1, 2, *weight.shape[1:])
-                weight.copy_(pairs.transpose(1, 2).reshape(weight.shape).clone())
+                weight.copy_(pairs.transpose(1, 2).reshape(weight.shape))
 
 
 def _set_ends(path: Path, model: Any) -> None:

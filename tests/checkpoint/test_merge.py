@@ -259,7 +259,7 @@ def test_shards_are_small_and_so_is_what_memory_holds(
         weakref.finalize(tensor, lambda: live.__setitem__("now", live["now"] - size))
         return tensor
 
-    read, merged, save = merging._read, merging._merged, merging.save_file
+    read, merged, save = merging.read_tensor, merging._merged, merging.save_file
     shards: list[int] = []
 
     def reading(path: Path, key: str) -> torch.Tensor:
@@ -272,7 +272,7 @@ def test_shards_are_small_and_so_is_what_memory_holds(
         save(tensors, *args, **kwargs)
 
     monkeypatch.setattr(merging, "_check_base", lambda *_: None)  # it would read the files again
-    monkeypatch.setattr(merging, "_read", reading)
+    monkeypatch.setattr(merging, "read_tensor", reading)
     monkeypatch.setattr(
         merging, "_merged", lambda *a: {part: counted(tensor) for part, tensor in merged(*a).items()}
     )

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors import safe_open
 
-from rope_extend.checkpoint.manifest import weight_files
+from rope_extend.checkpoint.stored_tensors import opened, stored_tensors
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.loading import one_error
 
 logger = logging.getLogger(__name__)
 
@@ -80,26 +78,23 @@ def _pairs(reader: Any, checkpoint: Path) -> Iterator[tuple[Path, str, Any]]:
         return
     names = gguf.get_tensor_name_map(kind, blocks.contents())
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    for path in (checkpoint / name for name in weight_files(checkpoint)):
-        with one_error(f"cannot read {path}"), safe_open(path, framework="pt") as weights:
-            shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-        for name, shape in shapes.items():
-            inner, _, suffix = name.rpartition(".")
-            tensor = stored.get(f"{names.get_name(inner)}.{suffix}")
-            if tensor is not None and len(shape) == 2 and shape == [int(n) for n in reversed(tensor.shape)]:
-                yield path, name, tensor
+    for name, own in stored_tensors(checkpoint).items():
+        inner, _, suffix = name.rpartition(".")
+        tensor = stored.get(f"{names.get_name(inner)}.{suffix}")
+        if tensor is not None and len(own.shape) == 2 and own.shape == tuple(map(int, tensor.shape[::-1])):
+            yield own.file, name, tensor
 
 
 def _unlike(reader: Any, tensor: Any, path: Path, name: str) -> float:
     """The share of values that differ by more than rounding, in the better of two orders of the rows."""
-    with safe_open(path, framework="pt") as file:
+    with opened(path) as file:
         weights = file.get_slice(name)
-        count = weights.get_shape()[0]
-        orders = [torch.arange(count)]
-        heads = _heads(reader, tensor.name)
-        if heads and count % (2 * heads) == 0:
-            orders.append(orders[0].view(heads, 2, -1).transpose(1, 2).flatten())
-        return min(_unlike_in_order(tensor, weights, order) for order in orders)
+        share = _unlike_in_order(tensor, weights)
+        count, heads = weights.get_shape()[0], _heads(reader, tensor.name)
+        if share <= MOST_UNLIKE or not heads or count % (2 * heads):
+            return share
+        order = torch.arange(count).view(heads, 2, -1).transpose(1, 2).flatten()
+        return min(share, _unlike_in_order(tensor, weights[:][order]))
 
 
 def _heads(reader: Any, name: str) -> int:
@@ -111,19 +106,18 @@ def _heads(reader: Any, name: str) -> int:
     return heads if isinstance(heads, int) else 0
 
 
-def _unlike_in_order(tensor: Any, weights: Any, order: torch.Tensor) -> float:
-    """The share of values that differ by more than rounding if the rows of the checkpoint have this order."""
+def _unlike_in_order(tensor: Any, weights: Any) -> float:
+    """The share of values that differ by more than rounding, of a tensor or a slice of a file."""
     dequantize = import_module("gguf").dequantize
-    count, width = weights.get_shape()
-    whole = weights[:] if bool((order.diff() != 1).any()) else None  # queries and keys are small
+    rows, columns = (int(size) for size in reversed(tensor.shape))
     unlike = 0
-    for start in range(0, count, ROWS):
-        stop = min(start + ROWS, count)
-        own = weights[start:stop] if whole is None else whole[order[start:stop]]
-        stored = dequantize(tensor.data[start:stop], tensor.tensor_type)
-        steps = _steps(own.float().numpy(), stored, torch.finfo(own.dtype).eps, tensor.tensor_type.name)
-        unlike += int((np.abs(own.float().numpy() - stored) > steps).sum())
-    return unlike / (count * width)
+    for start in range(0, rows, ROWS):
+        part = weights[start : start + ROWS]
+        own = part.float().numpy()
+        stored = dequantize(tensor.data[start : start + ROWS], tensor.tensor_type)
+        steps = _steps(own, stored, torch.finfo(part.dtype).eps, tensor.tensor_type.name)
+        unlike += int((np.abs(own - stored) > steps).sum())
+    return unlike / (rows * columns)
 
 
 def _steps(own: Array, stored: Array, epsilon: float, kind: str) -> Array:
