@@ -291,6 +291,6 @@ def _read_values(kind: str, values: Line) -> None:
         torch_dtype(values["dtype"])
     if kind == PERPLEXITY:
         row_of_cell(values)
-        all(nll[0] for nll in values["result"]["document_nll"].values())
+        tuple(nll[0] for nll in values["result"]["document_nll"].values())
     elif kind == RETRIEVAL:
         (_,) = RetrievalResult.from_dict(values).cells

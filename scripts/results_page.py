@@ -11,7 +11,7 @@ from typing import Any
 
 from page_parts import filled
 from results_lines import SEARCH, TRAINING, is_last_step
-from results_rows import Results, longest_of, machines, rank, results_of, seconds
+from results_rows import Results, books_text, longest_of, machines, rank, results_of, seconds
 from results_says import by, has_parts, says
 from smollm2 import SOURCE
 
@@ -116,7 +116,7 @@ def _head(results: Results, source: str) -> str:
         trained=f"{results.trained:,}", dtype=(perplexities or results.lines)[0]["dtype"],
         machine=" and ".join(machines(results.lines)), hours=format_duration(seconds(results.lines)),
         longest=f"{results.longest:,}", precision=_precision(results),
-        books=_books_of(results),
+        books=results.books,
         texts="\n".join(f"- `{text}`, in `{name}`" for text, name in shown),
     )  # fmt: skip
 
@@ -189,13 +189,13 @@ def _gains(results: Results) -> dict[str, Comparison]:
 
 def _other_targets(results: Results) -> Iterator[str]:
     """A table for each longer target, and for each shorter one with rows of its own, such as `string`."""
-    for length in _other_lengths(results):
+    for length in results.other_targets:
         others = results_of(results.lines, length)
         added = {row.label for row in others.rows} - {row.label for row in results.rows}
         if not others.rows or (length < results.longest and not added):
             continue
         names = " and ".join(f"`{name}`" for name in sorted(added))
-        books, documents = _books_of(others), others.collected.documents
+        books, documents = others.books, others.collected.documents
         if documents != results.collected.documents:
             books += f": {', '.join(f'`{name}`' for name in documents)}"
         text = f"The rows of this table are extended to {format_length(length)}, over {books}."
@@ -205,21 +205,11 @@ def _other_targets(results: Results) -> Iterator[str]:
         yield _section(heading, filled(text), table(others, others.rows))
 
 
-def _other_lengths(results: Results) -> list[int]:
-    """The targets besides that of the main table, the longest first."""
-    targets = {longest_of(line) for line in results.of_kind(PERPLEXITY)} - {results.longest}
-    return sorted((each for each in targets if each > results.trained), reverse=True)
-
-
 def _reach_of_string(results: Results) -> str:
     shape = RopeShape(dim=64, theta=1e5, trained_length=results.trained)
     string = String.for_target(shape, results.trained)
     longest = replace(string, shift=results.trained).target_length(shape)
     return f"`string` reaches {longest:,} tokens at most, with its default of {string.local} for `local`."
-
-
-def _books_of(results: Results) -> str:
-    return books_text(len(results.collected.documents))
 
 
 def _shown(value: float | None) -> str:
@@ -375,11 +365,6 @@ def in_readme(label: str) -> bool:
     return label in README_ROWS or ", cropped to " in label
 
 
-def books_text(count: int) -> str:
-    """`one book`, or `4 books`."""
-    return "one book" if count == 1 else f"{count} books"
-
-
 def readme_table(results: Results) -> str:
     """The table of the README, and what it shows: some rows, from the trained window on."""
     gains = _gains(results)
@@ -389,7 +374,7 @@ def readme_table(results: Results) -> str:
     for row in rows:
         figures = [_shown(row.result.ppl[length]) for length in lengths]
         lines.append([row.label, *figures, _ratio(gains.get(row.label))])
-    head = f"Perplexity over the first N tokens of {_books_of(results)}, lower is better:"
+    head = f"Perplexity over the first N tokens of {results.books}, lower is better:"
     parts = [head, markdown_table(lines)]
     for gain in against_trained_control(results.rows):
         if in_readme(gain.second.label):
@@ -419,7 +404,7 @@ def _missing(results: Results) -> Iterator[str]:
 
 def _measured_in_part(results: Results) -> Iterator[str]:
     """Rows with some books of a target, which no table has."""
-    for length in (results.longest, *_other_lengths(results)):
+    for length in (results.longest, *results.other_targets):
         found = results if length == results.longest else results_of(results.lines, length)
         books = {line["result"]["data"] for line in found.lines_of_target}
         at = "" if length == results.longest else f" at {format_length(length)}"

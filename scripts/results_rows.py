@@ -60,6 +60,17 @@ class Results:
         """The lines of perplexity on texts of the target length."""
         return [line for line in self.of_kind(PERPLEXITY) if longest_of(line) == self.longest]
 
+    @property
+    def other_targets(self) -> list[int]:
+        """The targets besides that of the main table, the longest first."""
+        targets = {longest_of(line) for line in self.of_kind(PERPLEXITY)} - {self.longest}
+        return sorted((each for each in targets if each > self.trained), reverse=True)
+
+    @property
+    def books(self) -> str:
+        """The books that every row has, as text."""
+        return books_text(len(self.collected.documents))
+
     def of_kind(self, kind: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] == kind]
 
@@ -136,6 +147,11 @@ def _columns(line: Line) -> tuple[Any, ...]:
 
 def longest_of(line: Line) -> int:
     return max(int(length) for length in line["result"]["ppl"])
+
+
+def books_text(count: int) -> str:
+    """`one book`, or `4 books`."""
+    return "one book" if count == 1 else f"{count} books"
 
 
 ORDER = (

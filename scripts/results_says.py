@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from results_lines import SEARCH
-from results_rows import Results, longest_of, machines, results_of, seconds
+from results_rows import Results, machines, results_of, seconds
 
 from rope_extend.evaluation.comparison import Comparison, compare
 from rope_extend.evaluation.controls import against_cropped, against_trained_control, regressions
@@ -15,7 +15,6 @@ from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.statistics import Difference, ppl
 from rope_extend.report.tables import number
-from rope_extend.study.cells import PERPLEXITY
 from rope_extend.units import format_duration, format_length
 
 FEW_BOOKS = 5
@@ -75,15 +74,13 @@ def _best_untrained(results: Results) -> Iterator[str]:
 
 def _beyond(results: Results) -> Iterator[str]:
     """The best extension at each longer target."""
-    targets = {longest_of(line) for line in results.of_kind(PERPLEXITY)}
-    for length in sorted(target for target in targets if target > results.longest):
+    for length in sorted(target for target in results.other_targets if target > results.longest):
         longer = results_of(results.lines, length)
         if gains := _gains(longer, tuned=False):
-            best, books = gains[0], len(longer.collected.texts)
-            over = "one book" if books == 1 else f"{books} books"
+            best = gains[0]
             yield (
-                f"At {format_length(length)}, over {over}, `{best.second.label}` is the best extension: "
-                f"{_at(longer, best)}, which is {by(best.differences[-1])} cropping."
+                f"At {format_length(length)}, over {longer.books}, `{best.second.label}` is the best "
+                f"extension: {_at(longer, best)}, which is {by(best.differences[-1])} cropping."
             )
 
 
