@@ -43,8 +43,9 @@ from rope_extend.checkpoint.info import info
 from rope_extend.data.sources import is_dataset, source_files
 from rope_extend.demo.run import finetune_once
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.identity import check_same, read_identity
+from rope_extend.evaluation.identity import read_identity
 from rope_extend.files import sha256, write_json, write_text
+from rope_extend.journal import check_same
 from rope_extend.method_names import ENCODING_FILE
 from rope_extend.plots.curves import plot_perplexity, plot_ratio
 from rope_extend.searching.run_search import search

@@ -26,7 +26,8 @@ from rope_extend.data.documents import fingerprint
 from rope_extend.encodings.core.saved import EncodingFile, write_encoding_file
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.evaluation.evaluation_config import PLAIN
-from rope_extend.evaluation.identity import Identity, check_same, model_identity
+from rope_extend.evaluation.identity import model_identity
+from rope_extend.journal import Identity, check_same
 from rope_extend.method_names import ENCODING_FILE
 from rope_extend.models.loading import pretrained
 from rope_extend.searching.run_search import search_documents

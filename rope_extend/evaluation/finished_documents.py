@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rope_extend.evaluation.identity import Identity, check_same, read_identity
+from rope_extend.evaluation.identity import read_identity
 from rope_extend.evaluation.protocols import Window
 from rope_extend.evaluation.results import Losses, write_arrays
 from rope_extend.files import write_json
+from rope_extend.journal import Identity, check_same
 
 MEASUREMENT = "measurement.json"
 """File of the identity of the measurement that the losses belong to."""

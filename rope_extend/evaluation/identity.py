@@ -1,13 +1,13 @@
 """What a measurement depends on: kept with everything that is resumed, and compared before it is used.
 
-An identity is a dict of plain JSON values, by name. Two measurements are the same if all values are equal.
+An identity is a dict of plain JSON values by name; see `rope_extend.journal`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from rope_extend.checkpoint.peft_models import tuner_layers
-from rope_extend.errors import RopeExtendError, UnsupportedModelError
+from rope_extend.errors import UnsupportedModelError
+from rope_extend.journal import Identity
 from rope_extend.models.view import unwrap
 from rope_extend.patching import Patch, current_patch
-
-Identity = dict[str, Any]
-"""Plain JSON values by name."""
 
 _BLOCK = 2**18
 """Values of a weight that are read at a time: few, so that they stay in the cache of a CPU."""
@@ -30,34 +28,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _NOT_IN_CONFIG = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Values of a config on which no result depends, or that have an entry of their own."""
-
-
-def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """What differs between two identities, such as `crop (64 there, None here)`; empty if nothing does."""
-    stored, current = (json.loads(json.dumps(values)) for values in (stored, current))
-    return ", ".join(
-        f"{name} ({stored.get(name)!r} there, {current.get(name)!r} here)"
-        for name in {**stored, **current}
-        if stored.get(name) != current.get(name)
-    )
-
-
-def check_same(stored: object, current: Mapping[str, Any], *, what: str, advice: str) -> None:
-    """Refuse what belongs to another measurement.
-
-    Args:
-        stored: the identity that was kept with it.
-        current: the identity of the measurement that would use it.
-        what: what would be used, such as `'log.jsonl' holds trials`; begins the error message.
-        advice: what to do; ends the error message.
-
-    Raises:
-        RopeExtendError: the identities differ, or `stored` is not an identity.
-    """
-    if not isinstance(stored, dict):
-        raise RopeExtendError(f"{what} that do not say which measurement they belong to; {advice}")
-    if changed := differences(stored, current):
-        raise RopeExtendError(f"{what} of another measurement, which differ in {changed}; {advice}")
 
 
 def read_identity(path: Path) -> object:

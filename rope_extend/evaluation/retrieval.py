@@ -29,12 +29,13 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import BATCH_TOKENS
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
 from rope_extend.evaluation.greedy import greedy
-from rope_extend.evaluation.identity import Identity, active_patch, check_same, model_identity
+from rope_extend.evaluation.identity import active_patch, model_identity
 from rope_extend.evaluation.long_prompts import filled_cache
 from rope_extend.evaluation.loss_computer import peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, PromptOptions, Task, encode, last_tokens, make_prompt
 from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
 from rope_extend.files import write_text
+from rope_extend.journal import Identity, check_same
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
 from rope_extend.progress import progress_bar

@@ -14,7 +14,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import Candidate, Candidates
 from rope_extend.evaluation.commands import how_it_was_made
 from rope_extend.evaluation.evaluation_config import PLAIN, RetrievalConfig
-from rope_extend.evaluation.identity import Identity, check_same, read_identity
+from rope_extend.evaluation.identity import read_identity
 from rope_extend.evaluation.output_directory import RESULTS, check_folders, existing_names
 from rope_extend.evaluation.prompts import Prompt
 from rope_extend.evaluation.results import RetrievalResult
@@ -22,6 +22,7 @@ from rope_extend.evaluation.retrieval import TRIALS, TrialLog, answer_prompts, m
 from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, TABLE, write_retrieval
 from rope_extend.evaluation.tasks import make_tasks, template_for
 from rope_extend.files import write_json, write_text
+from rope_extend.journal import Identity, check_same
 from rope_extend.memory.segments import expand_segments
 from rope_extend.models.loading import pretrained
 from rope_extend.models.view import unwrap

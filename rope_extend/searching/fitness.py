@@ -14,10 +14,10 @@ from rope_extend.data.bundled import random_digits
 from rope_extend.data.documents import Document, fingerprint
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
-from rope_extend.evaluation.identity import Identity
 from rope_extend.evaluation.loss_computer import LossComputer
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.evaluation.tasks import template_for
+from rope_extend.journal import Identity
 
 NEEDLE = "needle"
 """The part of the fitness that is the loss of a needle's answer; the other parts are lengths."""

@@ -21,9 +21,10 @@ from rope_extend.encodings import RopeShape
 from rope_extend.encodings.core.checks import ZERO_FREQUENCY
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import plan_forward
-from rope_extend.evaluation.identity import Identity, model_identity
+from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
+from rope_extend.journal import Identity
 from rope_extend.memory.meta_device import try_estimate
 from rope_extend.memory.segments import expand_segments
 from rope_extend.method_names import CURRENT

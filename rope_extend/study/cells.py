@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from rope_extend.evaluation.identity import Identity
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult, file_name
 from rope_extend.files import PARTIAL, write_json
+from rope_extend.journal import Identity
 
 FOLDER = "cells"
 """Folder of the finished cells in the directory of a study."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.identity import differences
 from rope_extend.evaluation.output_directory import RESULTS
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.evaluation.results import EvaluationRow, file_name
+from rope_extend.journal import differences
 from rope_extend.study.cells import PERPLEXITY, Cell, CellStore, row_of_cell
 
 ADVICE = "use the arguments of that study, another output directory, or overwrite=True to replace it"

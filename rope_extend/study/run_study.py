@@ -28,7 +28,7 @@ from rope_extend.evaluation.candidates import Candidate, Candidates, adapter_lab
 from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.evaluation_config import PLAIN
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
-from rope_extend.evaluation.identity import Identity, model_identity
+from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.evaluation.prompts import Prompt, Task
 from rope_extend.evaluation.protocols import PROTOCOLS, WindowSettings
@@ -36,6 +36,7 @@ from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts, prompts_fingerprint
 from rope_extend.evaluation.tasks import TASKS, make_tasks, template_for
 from rope_extend.evaluation.work_plan import pass_lengths, seconds_of_window
+from rope_extend.journal import Identity
 from rope_extend.memory.segments import expand_segments
 from rope_extend.models.load_options import input_device
 from rope_extend.models.loading import pretrained

@@ -33,8 +33,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.identity import Identity, differences
 from rope_extend.files import publish_directory, sha256, write_text
+from rope_extend.journal import Identity, differences
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import fill, spread_state, whole
 from rope_extend.training.text_reach import TextReach

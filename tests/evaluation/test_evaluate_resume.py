@@ -23,8 +23,9 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import TRIAL_CHUNKS
 from rope_extend.evaluation.evaluate import evaluation_rows
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
-from rope_extend.evaluation.identity import differences, model_identity
+from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.journal import differences
 from rope_extend.plots.style import Canvas
 
 PROTOCOLS: list[dict[str, Any]] = [

@@ -26,12 +26,13 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, compare_retrieval
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
-from rope_extend.evaluation.identity import differences, model_identity
+from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.perplexity_report import read_results, write_report
 from rope_extend.evaluation.results import EvaluationRow, Subject
 from rope_extend.evaluation.retrieval_report import read_retrieval, write_retrieval
 from rope_extend.evaluation.retrieve import retrieve
 from rope_extend.evaluation.tasks import Passkey
+from rope_extend.journal import differences
 from rope_extend.models.load_options import LoadOptions
 
 READERS = {

@@ -1,0 +1,215 @@
+"""Finished parts of long work on disk, so that it can be resumed: JSON lines of one writer at a time.
+
+The first line says what the work is: its identity, a dict of plain JSON values. Every other line is a record
+of one finished part. Whoever resumes the work has the same identity, or is refused. Numbers are written with
+all their digits, so a resumed run decides as one that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from rope_extend.errors import RopeExtendError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+Identity = dict[str, Any]
+"""Plain JSON values by name. Two pieces of work are the same if all values are equal."""
+
+_IDENTITY = "identity"
+"""Key of the first line."""
+
+
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """What differs between two identities, such as `crop (64 there, None here)`; empty if nothing does."""
+    stored, current = (json.loads(json.dumps(values)) for values in (stored, current))
+    return ", ".join(
+        f"{name} ({stored.get(name)!r} there, {current.get(name)!r} here)"
+        for name in {**stored, **current}
+        if stored.get(name) != current.get(name)
+    )
+
+
+def check_same(stored: object, current: Mapping[str, Any], *, what: str, advice: str) -> None:
+    """Refuse what belongs to another measurement.
+
+    Args:
+        stored: the identity that was kept with it.
+        current: the identity of the measurement that would use it.
+        what: what would be used, such as `'log.jsonl' holds trials`; begins the error message.
+        advice: what to do; ends the error message.
+
+    Raises:
+        RopeExtendError: the identities differ, or `stored` is not an identity.
+    """
+    if not isinstance(stored, dict):
+        raise RopeExtendError(f"{what} that do not say which measurement they belong to; {advice}")
+    if changed := differences(stored, current):
+        raise RopeExtendError(f"{what} of another measurement, which differ in {changed}; {advice}")
+
+
+@contextmanager
+def only_writer(directory: Path, work: str) -> Iterator[None]:
+    """Be the only process that writes to a directory while the block runs.
+
+    The lock is the system's, on the directory itself. It leaves no file, and ends with the process, however
+    that ends. File systems without locks, and Windows, do not notice a second process.
+
+    Args:
+        directory: made if it does not exist, and removed if it is still empty at the end.
+        work: what the block does, such as `training run`; begins the error message.
+
+    Raises:
+        RopeExtendError: another process writes to the directory.
+    """
+    made = not directory.exists()
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
+    try:
+        if descriptor is not None:
+            _lock(descriptor, f"another {work} is writing to {str(directory)!r}")
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+        if made:
+            with suppress(OSError):  # not empty
+                directory.rmdir()
+
+
+def _lock(descriptor: int, in_use: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RopeExtendError(f"{in_use}; wait until it has ended, or use another directory") from error
+    except OSError:  # this file system has no locks
+        pass
+
+
+class Journal:
+    """The records of one piece of work, in memory and on disk.
+
+    Nothing is written before the first record. A last line that an interruption cut short is dropped. The
+    file is locked until `close`, so that two processes never write to it.
+
+    Args:
+        path: the file; None keeps the records in memory alone.
+        identity: everything that the records depend on.
+        holds: what the records are, such as `evaluations`; part of error messages.
+        advice: what to do if the file belongs to other work; ends that error message.
+
+    Attributes:
+        records: all records, in the order in which they were written.
+
+    Raises:
+        RopeExtendError: the file belongs to other work, another process writes to it, it cannot be opened, or
+            a line is damaged.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        identity: Identity,
+        *,
+        holds: str,
+        advice: str = "use another directory, or overwrite=True to start again",
+    ) -> None:
+        self.path, self.identity, self._holds = path, identity, holds
+        self.records: list[dict[str, Any]] = []
+        self._descriptor: int | None = None
+        self._size = 0
+        if path is not None and path.exists():
+            self._open(path, os.O_RDWR)
+            try:
+                self._read(path, advice)
+            except BaseException:
+                self.close()
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and release its lock; the records stay in memory."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a record and write its line; the first record makes the file.
+
+        Args:
+            record: plain JSON values by name, without infinite numbers and NaN.
+
+        Raises:
+            RopeExtendError: the line cannot be written, for example because the disk is full. The file then
+                ends with the record before it.
+        """
+        line = json.dumps(record, allow_nan=False)
+        if self.path is not None:
+            if self._descriptor is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            first = json.dumps({_IDENTITY: self.identity}) + "\n" if self._size == 0 else ""
+            self._write(self.path, f"{first}{line}\n".encode())
+        self.records.append(json.loads(line))  # as it will be read again
+
+    def _open(self, path: Path, flags: int) -> None:
+        in_use = f"another process is writing {self._holds} to {str(path.parent)!r}"
+        try:
+            self._descriptor = os.open(path, flags, 0o666)
+            if fcntl is not None:
+                _lock(self._descriptor, in_use)
+        except FileExistsError as error:
+            raise RopeExtendError(f"{in_use}; wait until it has ended, or use another directory") from error
+        except OSError as error:
+            raise RopeExtendError(f"cannot write {str(path)!r}: {error}; use another directory") from error
+        except RopeExtendError:
+            self.close()
+            raise
+
+    def _read(self, path: Path, advice: str) -> None:
+        content = path.read_bytes()
+        self._size = content.rfind(b"\n") + 1
+        os.truncate(path, self._size)
+        lines = content[: self._size].splitlines()
+        for number, line in enumerate(lines, start=1):
+            try:
+                values = json.loads(line)
+                if not isinstance(values, dict):
+                    raise ValueError("not an object")
+            except ValueError as error:
+                raise RopeExtendError(
+                    f"line {number} of {str(path)!r} is damaged ({error}); delete the line"
+                ) from error
+            if number == 1:
+                what = f"{str(path)!r} holds {self._holds}"
+                check_same(values.get(_IDENTITY), self.identity, what=what, advice=advice)
+            else:
+                self.records.append(values)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        assert self._descriptor is not None
+        try:
+            os.lseek(self._descriptor, self._size, os.SEEK_SET)
+            written = 0
+            while written < len(content):
+                written += os.write(self._descriptor, content[written:])
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._descriptor, self._size)
+            raise RopeExtendError(
+                f"cannot write {str(path)!r}: {error.strerror}; free space on the disk, and resume"
+            ) from error
+        self._size += len(content)
