@@ -7,8 +7,8 @@ OLDEST := 5.17.0
 export PYTHONDONTWRITEBYTECODE :=
 # Any Python with torch, transformers, accelerate and peft: nothing is installed for `make gpu`.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-# Tests are many and small: one thread each, and as many workers as cores.
-PYTEST := -m pytest --workers auto
+# Tests are many and small: one thread each, and as many workers as cores. A worker takes whole files.
+PYTEST := -m pytest -n auto --dist loadfile
 # Tests that compare float32 results of two orders of summation. Tests of attention that count pairs, look at masks or
 # place tensors on devices give the same on every CPU.
 NUMERICAL := $(filter-out tests/attention/test_remap_work.py tests/attention/test_masks.py \
@@ -66,7 +66,7 @@ test-slow: .venv/.dev
 
 # Threads that wait without sleeping would take the cores from the other workers: four times the CPU time.
 test-other-cpu: .venv/.dev
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python $(PYTEST) --threads 2 \
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(BIN)/python $(PYTEST) \
 		-m "not slow and not gpu" $(NUMERICAL)
 
 test-all: .venv/.dev

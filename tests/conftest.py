@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
-import forked_workers
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,19 +19,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="every method in every family, and random examples: takes hours"
     )
-    forked_workers.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # until the tests run: what imports make is no garbage
     from covering import OPTIONS
     from hypothesis import settings
 
-    forked_workers.one_thread()
     OPTIONS.full = config.getoption("--full")
     config.pluginmanager.import_plugin("shared_fixtures")
-    config.pluginmanager.import_plugin("less_work")
-    config.pluginmanager.register(forked_workers)
     settings.load_profile("full" if OPTIONS.full else "default")
 
 
@@ -44,11 +37,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = [item for item in items if item.get_closest_marker("full")]
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=full)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Modules and tests are most of all objects, and stay: later collections of garbage leave them out."""
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
-    gc.enable()

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
-from subprocess import CompletedProcess
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from cases import tiny_llama
-from forked_commands import Commands
+from commands import Commands
 from hypothesis import settings
 from peft import LoraConfig, get_peft_model
-from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 import rope_extend as rx
-from rope_extend.checkpoint import stock_reader, verifying
-from rope_extend.evaluation.output_directory import FILES
-from rope_extend.files import replacing
 from rope_extend.patching import patch_model
-from rope_extend.plots.style import Canvas
 
 disable_progress_bar()
 
@@ -101,44 +93,3 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     commands = Commands(where, {"HF_DATASETS_CACHE": str(where / "cache")})
     yield commands
     commands.close()
-
-
-@pytest.fixture
-def forked_verification(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of `verify` are forked from one that has not imported rope_extend.
-
-    `test_verify.py` and `test_odd_names.py` start them as `verify` does.
-    """
-
-    def run(words: list[str], *, env: dict[str, str], **_: object) -> CompletedProcess[str]:
-        commands.start(*words[words.index(stock_reader.__file__) :], environment=env)
-        return CompletedProcess(words, commands.wait(), stderr=commands.printed())
-
-    monkeypatch.setattr(verifying, "subprocess", SimpleNamespace(run=run))
-
-
-@pytest.fixture
-def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training without an estimate of its memory, which takes longer than the steps of a tiny model.
-
-    So does a run with a family that cannot be estimated.
-    """
-    monkeypatch.setattr("rope_extend.training.finetune.plan_training", lambda *_, **__: None)
-
-
-@pytest.fixture
-def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures of reports are files of one pixel: drawing them takes most of the time of a small report."""
-    pixel = BytesIO()
-    Image.new("RGB", (1, 1)).save(pixel, "png")
-    original = Canvas.save
-
-    def save(self: Canvas) -> Path:
-        if self.path.suffix != ".png" and self.path.name not in FILES:
-            return original(self)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path) as partial:
-            partial.write_bytes(pixel.getvalue())
-        return self.path
-
-    monkeypatch.setattr(Canvas, "save", save)

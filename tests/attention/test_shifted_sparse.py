@@ -253,7 +253,7 @@ def test_padding_and_texts_that_groups_do_not_divide_are_refused() -> None:
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     return Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
         target_length=128, shifted_sparse=32, steps=4, gradient_accumulation=2, learning_rate=1e-2,

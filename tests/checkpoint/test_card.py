@@ -214,7 +214,7 @@ def test_a_verification_is_told(run: Path) -> None:
     assert "Verified" not in model_card(run)
 
 
-@pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_fine_tuning_writes_the_card(work: Path, tmp_path: Path) -> None:
     data = str(work / "data" / "a.txt")
     recipe = rx.Recipe(

@@ -137,7 +137,6 @@ def test_logits_survive_every_way_of_saving(family: FamilyCase, case: EncodingCa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_verification")
 def test_every_encoding_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` of each encoding, in two processes for all: one without rope_extend, and one with it.
 

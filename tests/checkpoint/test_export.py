@@ -331,7 +331,6 @@ def test_weights_are_copied_where_they_cannot_be_linked(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_verification")
 def test_an_export_is_verified(tmp_path: Path) -> None:
     directory, _ = saved(tmp_path / "saved", ROWS["clipped"])
     output = export(directory, tmp_path / "out")
@@ -339,7 +338,6 @@ def test_an_export_is_verified(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_verification")
 def test_an_export_that_reads_otherwise_does_not_appear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,7 +85,6 @@ def test_full_checkpoints_hold_no_local_path(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_verification")
 def test_a_verification_holds_no_local_path(clients: Path, tmp_path: Path) -> None:
     rx.save(loaded(clients / "base"), tmp_path / "full")
     rx.verify(tmp_path / "full")
@@ -159,7 +158,7 @@ def test_a_name_that_is_no_local_path_stays_as_given(
     rx.load(adapter)
 
 
-@pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_a_run_says_which_of_its_fields_hold_a_local_path(
     work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -169,7 +169,7 @@ def recipe_of(work: Path, tmp_path: Path, **settings: Any) -> rx.Recipe:
     )  # fmt: skip
 
 
-@pytest.mark.usefixtures("private_cache", "no_plan")
+@pytest.mark.usefixtures("private_cache")
 def test_a_finished_run_is_uploaded(work: Path, hub: Path, tmp_path: Path) -> None:
     """The repository exists before the first step, and the adapter is there after the last one."""
     recipe = recipe_of(work, tmp_path, push_to_hub=True, hub_model_id="owner/name", hub_private_repo=True)
@@ -188,7 +188,7 @@ def test_a_finished_run_is_uploaded(work: Path, hub: Path, tmp_path: Path) -> No
     assert not names & {"recipe.yaml", "metrics.jsonl", "checkpoints"}
 
 
-@pytest.mark.usefixtures("private_cache", "no_plan")
+@pytest.mark.usefixtures("private_cache")
 def test_a_run_that_cannot_be_uploaded_stays_on_disk(
     work: Path,
     hub: Path,

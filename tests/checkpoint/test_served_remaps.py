@@ -87,7 +87,6 @@ def test_an_export_has_the_key_and_is_the_stock_model_within_a_chunk(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_verification")
 def test_an_export_is_compared_within_a_chunk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = saved(tmp_path / "saved")
     with caplog.at_level(logging.WARNING):

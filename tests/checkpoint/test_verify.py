@@ -82,7 +82,6 @@ def test_rope_extend_is_barred_from_the_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_verification")
 def test_every_encoding_with_a_stock_form_reads_in_a_process_without_rope_extend(tmp_path: Path) -> None:
     """One process loads them all, and five families."""
     rows = [(case, llama()) for case in ENCODINGS]
@@ -253,7 +252,6 @@ def test_a_process_that_fails_is_no_verdict(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_verification")
 def test_the_bundled_model_fine_tuned_merged_and_exported_reads_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def test_a_step_is_in_the_stage_that_a_list_of_all_steps_says(durations: list[in
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     return Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
         target_length=128, curriculum=STAGES, steps=8, batch_size=1, gradient_accumulation=2,

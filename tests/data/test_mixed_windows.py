@@ -214,7 +214,7 @@ def test_layers_with_a_state_cannot_be_mixed() -> None:
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     texts_of = tmp_path / "texts"
     texts_of.mkdir()
     text = (work / "data" / "a.txt").read_text()

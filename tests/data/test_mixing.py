@@ -113,7 +113,7 @@ def test_share_beyond_is_weighted() -> None:
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     return Recipe(
         model=str(work / "model"), data=(str(work / "data" / "a.txt"), str(work / "data" / "b.txt")),
         data_weights=(3, 2), output_dir=str(tmp_path / "run"), target_length=128, steps=6,

@@ -349,7 +349,7 @@ def test_layers_with_a_state_are_refused_before_weights_are_loaded() -> None:
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     short = tmp_path / "short"
     short.mkdir()
     text = (work / "data" / "a.txt").read_text()

@@ -315,7 +315,7 @@ def test_each_sampler_reaches_nearly_every_distance() -> None:
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     return Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
         target_length=256, block_length=TRAINED, positions="pose", steps=6, gradient_accumulation=2,
@@ -350,7 +350,6 @@ def test_a_run_with_short_blocks_uses_positions_up_to_the_target(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("blank_pictures")
 def test_a_resumed_run_gets_the_same_positions(recipe: Recipe, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

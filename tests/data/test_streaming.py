@@ -220,7 +220,7 @@ def test_a_hub_dataset_is_streamed_rather_than_downloaded(monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     texts = [(work / "data" / f"{name}.txt").read_text()[start:] for name in "abc" for start in (0, 400, 900)]
     return Recipe(
         model=str(work / "model"), data=str(store(tmp_path, "jsonl", texts)), streaming=True,

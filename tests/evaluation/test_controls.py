@@ -106,7 +106,7 @@ def test_values_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
     assert line["within_window"]["after"] is None
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize(
     ("protocol", "options"), [("sliding", {"stride": 8}), ("last-k", {"last": 8}), ("disjoint", {})]
 )
@@ -167,7 +167,7 @@ def test_rows_with_other_targets_are_not_compared() -> None:
     assert "divided by that of" not in markdown_report([rows[0], control])
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_the_trained_window_is_measured_if_one_pass_gives_it(work: Path) -> None:
     common = {"data": work / "data", "lengths": [16, 64]}
     rows = evaluated(work / "model", methods=["none", "yarn"], **common)
@@ -181,7 +181,7 @@ def test_the_trained_window_is_measured_if_one_pass_gives_it(work: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_retrieval_within_the_window_is_in_the_default_report(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -233,7 +233,7 @@ def test_retrieval_within_the_window_is_in_the_default_report(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_retrieval_is_measured_only_if_there_is_something_to_compare(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -266,7 +266,7 @@ def test_retrieval_is_measured_only_if_there_is_something_to_compare(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_a_control_that_does_not_fit_does_not_stop_the_measurement(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

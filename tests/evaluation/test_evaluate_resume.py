@@ -252,7 +252,7 @@ def test_too_little_memory_is_one_clear_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize("at", [2, 5])
 def test_the_command_resumes_after_ctrl_c(
     at: int, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -294,7 +294,7 @@ def test_the_command_resumes_after_ctrl_c(
                 np.testing.assert_array_equal(ours[name], theirs[name])
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_the_command_resumes_while_it_writes_its_report(
     error: type[BaseException],
@@ -326,7 +326,7 @@ def test_the_command_resumes_while_it_writes_its_report(
     assert not (tmp_path / "unfinished").exists()
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_losses_of_rows_that_are_no_longer_asked_for_are_named_before_they_are_deleted(
     work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -345,7 +345,7 @@ def test_losses_of_rows_that_are_no_longer_asked_for_are_named_before_they_are_d
     assert not unfinished.exists()
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_equal_documents_are_measured_once(work: Path, tmp_path: Path) -> None:
     text = next((work / "data").glob("*")).read_text()
     for name in "ab":
@@ -357,7 +357,7 @@ def test_equal_documents_are_measured_once(work: Path, tmp_path: Path) -> None:
     assert row.result.documents == 1
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_the_command_starts_over_on_request(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,7 +370,7 @@ def test_the_command_starts_over_on_request(
     assert "already holds" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_a_mistake_costs_no_finished_document_if_overwriting(work: Path, tmp_path: Path) -> None:
     row = tmp_path / "unfinished" / "none"
     row.mkdir(parents=True)

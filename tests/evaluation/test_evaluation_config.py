@@ -43,7 +43,7 @@ def test_the_example_files_hold_valid_settings(name: str, monkeypatch: pytest.Mo
     ].from_yaml(file, {"adapters": ["runs/yarn"], "output": "out", "lengths": [512, 1024]})
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_a_file_gives_the_rows_of_the_same_flags(work: Path, tmp_path: Path, capsys: Any) -> None:
     values = {
         "model": str(work / "model"), "data": [str(work / "data")], "lengths": [16, 48],

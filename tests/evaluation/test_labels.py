@@ -65,7 +65,6 @@ def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_dir
         method_labels(["a/found", f"{here}/a/found"])
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_runs_in_directories_of_the_same_name_have_different_labels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -80,7 +79,6 @@ def test_runs_in_directories_of_the_same_name_have_different_labels(
     assert "measured on different texts" in caplog.text
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_runs_of_retrieval_on_different_prompts_are_pointed_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -123,7 +123,6 @@ def test_pages_and_tables_have_no_absolute_paths(
         assert "Model: base" in (tmp_path / name / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
     check_output(tmp_path / "report")
     write_report(rows[:1], tmp_path / "report", trained_length=TRAINED)
@@ -139,7 +138,6 @@ def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_pat
     assert [r.label for r in read_results(tmp_path / "report")] == ["plain RoPE", "linear"]
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_files_of_other_people_stay(tmp_path: Path) -> None:
     """In the directory, in its folder of losses, and also if the report is replaced."""
     (tmp_path / "losses").mkdir()
@@ -156,7 +154,6 @@ def test_files_of_other_people_stay(tmp_path: Path) -> None:
     assert not (tmp_path / "losses").exists()  # it was ours, and is empty
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_an_earlier_report_names_no_file_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "victim.npz").write_text("untouched")
     lines = [{"losses": name} for name in ("../victim.npz", "losses/../../victim.npz", 3, None)]
@@ -227,7 +224,6 @@ def test_the_table_notes_rows_that_cannot_be_compared(rows: list[EvaluationRow])
     assert "do not compare" not in perplexity_table(rows)
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_a_line_of_results_has_derived_values(tmp_path: Path) -> None:
     sums = {32: [60.0, 66.0, 61.0], 64: [130.0, 125.0, 126.0]}
     terms = {32: [31] * 3, 64: [63] * 3}
@@ -247,7 +243,6 @@ def test_a_line_of_results_has_derived_values(tmp_path: Path) -> None:
     assert again.result.interval(64) == tuple(first["intervals"]["64"])
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_the_cost_within_the_trained_window_is_reported(tmp_path: Path) -> None:
     plain = row("none", "none", 2.0)
     cropped = row("none, cropped", "none", 2.0, protocol="cropped", window=32)
@@ -273,7 +268,7 @@ def test_the_cost_within_the_trained_window_is_reported(tmp_path: Path) -> None:
     assert regressions([replace(tuned, trained_length=TRAINED)]) == []
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize(
     ("options", "labels"),
     few(
@@ -325,7 +320,6 @@ class Nested(HTMLParser):
         assert self.open.pop() == tag
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_pages_are_complete_and_fit_a_phone(rows: list[EvaluationRow], tmp_path: Path) -> None:
     cells = [Cell("passkey", 32, d / 2, 9, (1.0, 0.0), "a") for d in range(3)]
     found = RetrievalResult("plain RoPE", tuple(cells), trained_length=TRAINED)
@@ -372,7 +366,6 @@ def test_the_page_needs_no_other_file(rows: list[EvaluationRow], tmp_path: Path)
     assert "A <title>" in reader.words
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_rows_of_several_runs_get_different_labels(rows: list[EvaluationRow], tmp_path: Path) -> None:
     write_report(rows[:2], tmp_path / "one", trained_length=TRAINED)
     write_report(rows[1:3], tmp_path / "two", trained_length=TRAINED)

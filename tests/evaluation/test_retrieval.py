@@ -411,7 +411,6 @@ def test_depths_are_a_number_or_a_list() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("blank_pictures")
 def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
     arguments = [
@@ -476,7 +475,6 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
     assert sorted((out / "trials.jsonl").read_text().splitlines(keepends=True)) == sorted(trials)
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_pictures_of_other_people_stay(tmp_path: Path) -> None:
     one, two = (replace(measured(Oracle(300)), label=label) for label in ("a-b", "a_b"))
     write_retrieval([one, two], tmp_path)
@@ -526,7 +524,6 @@ def test_needles_are_hidden_in_the_documents(work: Path, tmp_path: Path) -> None
         assert len(set(text.split()) & words) > 5
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     result = replace(
         measured(Oracle(300)), model="m", trained_length=256, encoding={"name": "yarn", "factor": 2.0}

@@ -41,7 +41,6 @@ def argmax(model: Any, ids: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("blank_pictures")
 def test_the_report_shows_passkeys_beyond_the_window_and_continuations(tmp_path: Path) -> None:
     config = EvaluationConfig(
         model=str(MODEL_DIR), data="demo:evaluation", lengths=(256, 384), methods=("none", "yarn"),
@@ -92,7 +91,6 @@ def test_documents_of_one_token_are_not_continued(work: Path) -> None:
     assert [(each.document, each.tokens) for each in samples] == [("2", 1), ("3", 2)]
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_names_that_utf8_or_markdown_cannot_hold_cost_no_report(tmp_path: Path) -> None:
     """A byte of a path that is not UTF-8 is shown as a question mark; the row's label keeps it."""
     name = os.fsdecode(b"caf\xe9 <b>*x*</b> `a`\n# b.txt")

@@ -81,7 +81,7 @@ def test_runs_of_one_kind_compare_and_of_two_do_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_the_command_compares_retrieval_in_both_kinds_of_run(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

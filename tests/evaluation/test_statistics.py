@@ -192,7 +192,7 @@ def test_rows_of_runs_are_paired_by_label() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_the_command_compares_two_runs(work: Path, tmp_path: Path, capsys) -> None:
     def run(command: str) -> str:
         main(shlex.split(command))

@@ -220,7 +220,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> list[Clock]:
     return made
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -250,7 +250,7 @@ def test_the_plan_counts_what_runs(
     assert planned
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize(
     ("rope_type", "settings", "passes"),
     [
@@ -283,7 +283,7 @@ def test_a_pass_for_each_table_is_counted(
         assert f"in all about {format_duration(sum(counts))}" in planned
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_what_is_finished_costs_what_its_row_costs(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,7 +313,7 @@ def test_what_is_finished_costs_what_its_row_costs(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_passkeys_are_counted_too(clocks: list[Any], work: Path) -> None:
     config = EvaluationConfig(
         model=str(MODEL_DIR), methods=("yarn", "linear"), lengths=(512,), data=str(work / "data"),
@@ -326,7 +326,7 @@ def test_passkeys_are_counted_too(clocks: list[Any], work: Path) -> None:
     assert str(clocks[-1]) == "done"
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_a_budget_is_kept_when_an_evaluation_resumes(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,7 +392,7 @@ def run_until(written: list[Path], monkeypatch: pytest.MonkeyPatch) -> RunUntil:
     return run
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_a_budget_never_leaves_out_what_is_finished(
     work: Path, tmp_path: Path, written: list[Path], run_until: RunUntil, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -417,7 +417,7 @@ def test_a_budget_never_leaves_out_what_is_finished(
     assert "Left out" not in (tmp_path / "table.md").read_text()
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_joined_documents_that_a_budget_left_out_stay_out(
     work: Path, tmp_path: Path, written: list[Path], run_until: RunUntil, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -436,7 +436,7 @@ def test_joined_documents_that_a_budget_left_out_stay_out(
     assert "- 1 of 3 documents" in (tmp_path / "table.md").read_text()
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 @pytest.mark.parametrize("earlier", [False, True])
 def test_a_row_is_found_whatever_its_label_is(
     earlier: bool, work: Path, tmp_path: Path, written: list[Path], plain_adapters: list[str],
@@ -468,7 +468,7 @@ def test_a_row_is_found_whatever_its_label_is(
     assert len(written) - before == (0 if earlier else 4)  # two documents of each row of the second adapter
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_a_resumed_evaluation_has_its_own_settings(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,7 +488,7 @@ def test_a_resumed_evaluation_has_its_own_settings(
     assert "Left out" not in (tmp_path / "report" / "table.md").read_text()
 
 
-@pytest.mark.usefixtures("private_cache", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_lines_show_progress_without_a_terminal(
     work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -97,7 +97,7 @@ def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> Non
     assert not (tmp_path / "demo").exists()
 
 
-@pytest.mark.slow(seconds=150)
+@pytest.mark.slow
 @pytest.mark.usefixtures("private_cache")
 def test_the_demo_shows_what_it_claims_and_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -618,7 +618,6 @@ def small(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, private_c
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_plan", "blank_pictures")
 def test_stages_are_measured_once_and_written(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -677,7 +676,6 @@ def test_stages_are_measured_once_and_written(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_plan", "blank_pictures")
 def test_a_searched_table_is_trained_and_so_is_the_control(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -732,7 +730,6 @@ def test_a_searched_table_is_trained_and_so_is_the_control(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_plan", "blank_pictures")
 def test_two_shares_measure_the_searched_table(small: list[str], tmp_path: Path) -> None:
     search = {"model": "m", "target_length": 64, "strategy": "race", "documents": 1, "holdout": 1}
     for name, values in {"race": search, "searched": {**STUDY, "max_documents": 2, "tasks": []}}.items():
@@ -744,7 +741,6 @@ def test_two_shares_measure_the_searched_table(small: list[str], tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_plan", "blank_pictures")
 def test_the_readme_has_the_table_of_its_own_page_alone(small: list[str], tmp_path: Path) -> None:
     """The stage `precision` alone measures texts within the window."""
     (make_results.CONFIGS / "precision.yaml").write_text(
@@ -781,7 +777,6 @@ def _with(words: list[str], name: str, value: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_plan", "blank_pictures")
 def test_a_clone_measures_what_the_page_lacks(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked_commands import Commands
+from commands import Commands
 from write_walkthrough import FILES, PAGE, STEPS, page, run, shown
 
 from rope_extend.cli.main import parse

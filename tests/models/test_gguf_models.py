@@ -442,7 +442,6 @@ def test_it_is_converted_to_a_checkpoint(bundled_file: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_plan")
 def test_a_run_starts_from_a_file(bundled_file: Path, tmp_path: Path) -> None:
     """Extended, fine-tuned, saved, loaded and measured without a checkpoint."""
     (tmp_path / "book.txt").write_text("The sea was calm and the ship lay still. " * 200)

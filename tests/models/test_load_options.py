@@ -249,7 +249,7 @@ def test_an_adapter_in_place_of_a_model_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_an_adapter_on_a_model_with_layers_elsewhere(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +274,7 @@ def test_an_adapter_on_a_model_with_layers_elsewhere(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_evaluate_and_retrieve_take_the_options(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

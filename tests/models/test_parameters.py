@@ -142,7 +142,6 @@ def test_a_merge_keeps_learned_parameters(adapted: Any, tmp_path: Path, in_memor
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("forked_verification")
 def test_a_fresh_process_needs_rope_extend(adapted: Any, tmp_path: Path) -> None:
     output = rx.merge(tmp_path / "adapter", tmp_path / "merged")
     found = rx.verify(output, reference=tmp_path / "adapter")
@@ -172,7 +171,7 @@ def test_checkpoints_of_a_trainer_keep_learned_parameters(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> rx.Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> rx.Recipe:
     return rx.Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
         target_length=128, steps=4, learning_rate=1e-2, warmup_steps=1, lora_rank=2, save_every=2,

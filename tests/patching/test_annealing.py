@@ -271,7 +271,7 @@ def test_a_run_without_steps_for_the_encoding_alone_is_refused() -> None:
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     return Recipe(
         model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path / "run"),
         target_length=TARGET, steps=6, anneal_steps=4, learning_rate=1e-2, warmup_steps=1, lora_rank=2,

@@ -288,7 +288,7 @@ def test_a_table_that_does_not_rotate_stays_so() -> None:
 
 
 @pytest.mark.parametrize("method", ["yarn", pytest.param("none", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("private_cache", "no_plan", "blank_pictures")
+@pytest.mark.usefixtures("private_cache")
 def test_a_recipe_extends_the_present_table(method: str, work: Path, tmp_path: Path) -> None:
     """The adapter holds the whole table; the control `none` keeps the present one in the longer window."""
     base = tmp_path / "base"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cases import TRAINED
-from forked_commands import Commands
+from commands import Commands
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +39,7 @@ SMALL = {
     "iterations": 2,
 }
 
-pytestmark = pytest.mark.usefixtures("private_cache", "blank_pictures")
+pytestmark = pytest.mark.usefixtures("private_cache")
 
 
 def settings(work: Path, output: Path | None, **values: Any) -> rx.SearchConfig:

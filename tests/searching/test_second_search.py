@@ -26,7 +26,7 @@ from rope_extend.searching.space import Space
 NOW, TARGET = 2 * TRAINED, 4 * TRAINED
 SMALL = {"population": 6, "mutants": 2, "crossovers": 2, "parents": 4, "iterations": 2}
 
-pytestmark = pytest.mark.usefixtures("private_cache", "blank_pictures")
+pytestmark = pytest.mark.usefixtures("private_cache")
 
 
 @pytest.fixture(scope="module")

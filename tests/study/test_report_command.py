@@ -15,7 +15,7 @@ from rope_extend.evaluation.output_directory import FILES, RESULTS
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.study.run_study import Study
 
-pytestmark = pytest.mark.usefixtures("private_cache", "blank_pictures")
+pytestmark = pytest.mark.usefixtures("private_cache")
 COMMAND = "report {model} --target-length 64 --lengths 16 --methods none,yarn --tasks none --documents 2"
 
 
@@ -135,7 +135,6 @@ def test_nothing_is_called_written_that_is_not(
     assert not (tmp_path / "report").exists()
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_a_resumed_plan_counts_what_is_missing(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     plain_adapters: list[str], other_control: str,

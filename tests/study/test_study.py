@@ -94,7 +94,7 @@ def test_it_equals_an_evaluation(measured: tuple[Study, Path], work: Path) -> No
 
 
 def test_training_in_the_old_window_is_measured_with_a_cropped_context_too(
-    work: Path, tmp_path: Path, no_plan: None, plain_adapters: list[str]
+    work: Path, tmp_path: Path, plain_adapters: list[str]
 ) -> None:
     """It shows what training gives without a longer context. An evaluation has the same rows."""
     settings: dict[str, Any] = {"methods": ["none"], "adapters": plain_adapters, "max_documents": 1}
@@ -254,7 +254,7 @@ def saved(adapter: Path, *, alpha: int = 4, learned: float = 0.0) -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_is_all_its_files(work: Path, tmp_path: Path, no_plan: None) -> None:
+def test_an_adapter_is_all_its_files(work: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     saved(adapter)
     settings = {"methods": ["none"], "adapters": [str(adapter)], "cropped": False, "max_documents": 1}
@@ -273,7 +273,7 @@ def test_an_adapter_is_all_its_files(work: Path, tmp_path: Path, no_plan: None) 
         study(work, **settings)
 
 
-def test_an_answer_depends_on_the_tokenizer(no_plan: None) -> None:
+def test_an_answer_depends_on_the_tokenizer() -> None:
     settings: dict[str, Any] = {"methods": ["none"], "depths": 1, "trials": 1, "cropped": False}
     one = Study(StudyConfig(model=str(MODEL_DIR), target_length=512, **settings))
     (first,) = one.cells(torch.nn.Identity())
@@ -332,7 +332,7 @@ def test_a_pass_for_each_table_is_counted(
 
 @pytest.mark.slow
 @pytest.mark.slow
-def test_the_plan_has_the_order_of_the_cells(work: Path, no_plan: None) -> None:
+def test_the_plan_has_the_order_of_the_cells(work: Path) -> None:
     """Also of tasks without a depth, whose trials have other numbers."""
     settings = {"target_length": 2048, "tasks": ["common_words", "passkey"], "depths": 2, "trials": 2}
     one = study(work, data=None, methods=["none", "yarn"], task_lengths=[1024, 2048], **settings)
@@ -346,7 +346,7 @@ def test_the_plan_has_the_order_of_the_cells(work: Path, no_plan: None) -> None:
     ]
 
 
-def test_adapters_are_rows(work: Path, tmp_path: Path, no_plan: None) -> None:
+def test_adapters_are_rows(work: Path, tmp_path: Path) -> None:
     from rope_extend.training.finetune import finetune
     from rope_extend.training.recipe import Recipe
 

@@ -107,9 +107,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def recipe(
-    work: Path, shared: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None
-) -> Recipe:
+def recipe(work: Path, shared: Path, tmp_path: Path, private_cache: None) -> Recipe:
     recipe = Recipe(
         **{**settings(work), "lora_dropout": 0.0, "steps": 4, "save_every": 2, "gradient_accumulation": 4},
         output_dir=str(tmp_path / "one"),
@@ -165,7 +163,7 @@ def in_several(one: Recipe, where: Path, processes: int = 2) -> Recipe:
     return replace(one, gradient_accumulation=accumulation, output_dir=output)
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow
 def test_data_parallel_trains_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
     """DDP: the loss, the norm of the gradient, the weights and the perplexity are those of one process."""
     ones = [in_one_process(way) for way in WAYS]
@@ -178,7 +176,7 @@ def test_data_parallel_trains_as_one_process(in_one_process: Callable[..., Recip
         assert {path.name for path in generators} == {"rng-0.pt", "rng-1.pt"}
 
 
-@pytest.mark.slow(seconds=20)
+@pytest.mark.slow
 def test_sharded_weights_train_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
     """FSDP2 in two processes: weights, metrics, record and a resumed run are those of one process."""
     ones = [in_one_process(way) for way in WAYS]

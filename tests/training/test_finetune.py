@@ -42,8 +42,6 @@ from rope_extend.training import resume as resume_module
 from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
 from rope_extend.training.lora import lora_config
 
-pytestmark = pytest.mark.usefixtures("no_plan", "blank_pictures")
-
 TARGET = 128
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_commands import Commands
+from commands import Commands
 
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR

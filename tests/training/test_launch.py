@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from forked_commands import ON_A_CPU, Commands
+from commands import ON_A_CPU, Commands
 from test_finetune import assert_same, settings, weights
 
 from rope_extend import RopeExtendError

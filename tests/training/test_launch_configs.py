@@ -13,7 +13,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import ParallelismConfig
-from forked_commands import ON_A_CPU, Commands
+from commands import ON_A_CPU, Commands
 from several_processes import launch
 from test_distributed import AS_IF_GPUS
 from torch.distributed.run import get_args_parser

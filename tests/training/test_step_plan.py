@@ -426,7 +426,6 @@ def test_a_resumed_run_keeps_its_memory_options(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("no_plan")
 def test_memory_options_do_not_change_the_training(tiny: Recipe) -> None:
     undropped = replace(tiny, lora_dropout=0.0)
     runs = [

@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def recipe(work: Path, tmp_path: Path, private_cache: None, no_plan: None, blank_pictures: None) -> Recipe:
+def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     data = tuple(str(work / "data" / f"{name}.txt") for name in "abc")
     return Recipe(
         model=str(work / "model"), data=data, output_dir=str(tmp_path / "run"), target_length=128, steps=3,

@@ -42,8 +42,6 @@ from rope_extend.training.utilisation import (
     training_operations,
 )
 
-pytestmark = pytest.mark.usefixtures("no_plan")
-
 
 @pytest.fixture
 def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
@@ -83,7 +81,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     return Recorder
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_every_tracker_gets_every_line(recipe: Recipe, work: Path, recorder: type[Recorder]) -> None:
     recipe = replace(
         recipe, tensorboard=True, trackers=("recorder",), eval_data=str(work / "data"), eval_every=2
@@ -237,7 +234,6 @@ def test_peaks_are_known_by_the_device_names_of_drivers() -> None:
     assert device_peak(torch.device("cpu"), torch.bfloat16) is None
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_metrics_have_memory_and_no_utilisation_if_the_peak_is_unknown(recipe: Recipe) -> None:
     finetune(replace(recipe, steps=2))
     lines = metrics(recipe.output_dir)
@@ -247,7 +243,6 @@ def test_metrics_have_memory_and_no_utilisation_if_the_peak_is_unknown(recipe: R
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("blank_pictures")
 def test_utilisation_counts_what_a_step_attends_to(recipe: Recipe, tmp_path: Path) -> None:
     """Short blocks, documents and groups attend to fewer pairs than a long block with as many tokens."""
     seen: dict[str, list[float]] = {}
@@ -341,7 +336,6 @@ def test_the_report_has_the_measurements(run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("blank_pictures")
 def test_perplexities_of_different_texts_are_not_compared(recipe: Recipe, work: Path) -> None:
     """A resumed run may be evaluated on other documents; what was measured before does not count then."""
     recipe = replace(
@@ -368,7 +362,6 @@ def test_perplexities_of_different_texts_are_not_compared(recipe: Recipe, work: 
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("blank_pictures")
 def test_the_same_text_at_other_lengths_is_compared(recipe: Recipe, work: Path) -> None:
     recipe = replace(recipe, data=str(work / "data" / "a.txt"), eval_data=str(work / "data" / "b.txt"))
     first = finetune(replace(recipe, steps=1)).perplexity
@@ -387,7 +380,6 @@ def test_the_same_text_at_other_lengths_is_compared(recipe: Recipe, work: Path) 
     assert first.items() <= again.perplexity.items()
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_evaluations_on_unrecorded_text_are_not_called_other_text(recipe: Recipe, work: Path) -> None:
     recipe = replace(recipe, data=str(work / "data" / "a.txt"), eval_data=str(work / "data" / "b.txt"))
     directory = Path(finetune(replace(recipe, steps=1)).output_dir)
@@ -407,7 +399,6 @@ def test_evaluations_on_unrecorded_text_are_not_called_other_text(recipe: Recipe
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("blank_pictures")
 def test_evaluation_on_training_text_is_said(
     recipe: Recipe, work: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -449,7 +440,6 @@ def test_the_split_that_a_run_trains_on_is_no_evaluation(recipe: Recipe) -> None
     check_split(replace(recipe, eval_data=recipe.data))  # files have no splits
 
 
-@pytest.mark.usefixtures("blank_pictures")
 def test_a_report_replaces_the_one_before_whole_or_not_at_all(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
