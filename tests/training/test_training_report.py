@@ -125,8 +125,8 @@ def test_a_missing_tracker_is_named_before_an_accelerator_exists(
         check_trackers([name])
     with pytest.raises(RopeExtendError, match=message):
         plan(replace(recipe, trackers=(name,)))
-    with pytest.raises(RopeExtendError, match="cannot estimate"):  # planned for another machine
-        plan(replace(recipe, trackers=(name,)), limit_memory=10**9, elsewhere=True)
+    # Planned for another machine, which may have it.
+    assert plan(replace(recipe, trackers=(name,)), limit_memory=10**9, elsewhere=True)
 
 
 @pytest.mark.slow
