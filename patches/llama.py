@@ -59,7 +59,6 @@ ADAPTERS = (
         rotary_paths=("rotary_emb",),
         note=_NOTE,
         in_float32=("flex_olmo", "olmo", "olmo2"),
-        two_rows=("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     ),
     FamilyAdapter(
         model_types=("falcon", "gpt_neox_japanese"),

@@ -12,6 +12,7 @@ ADAPTERS = (
     FamilyAdapter(
         model_types=("glm4_moe", "gpt_neox", "minimax_m2", "persimmon", "phi", "stablelm"),
         rotary_paths=("rotary_emb",),
+        hides_positions=("persimmon",),
         note=_NOTE,
     ),
     FamilyAdapter(

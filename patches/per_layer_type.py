@@ -50,6 +50,7 @@ ADAPTERS = (
     FamilyAdapter(
         model_types=("zaya",),
         rotary_paths=("rotary_emb",),
+        hides_positions=("zaya",),
         note="full-attention layers only (`hybrid`); the first channels of a head",
         rotates=has_full_attention,
         layer_types=("hybrid",),

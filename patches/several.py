@@ -24,6 +24,7 @@ ADAPTERS = (
     FamilyAdapter(
         model_types=("moshi",),
         rotary_paths=("layers.*.self_attn.rotary_emb",),
+        hides_positions=("moshi",),
         note="all channels of a head, a module in each layer",
     ),
 )
