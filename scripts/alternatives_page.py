@@ -49,8 +49,6 @@ for {steps} steps of {per_step:,} tokens ({tokens:,} in all) in blocks of {block
 
 - `none` and `yarn` are the controls, trained in the same way.
 - `drope` is recalibrated in blocks of 256, as in its paper, for the same number of tokens.
-- Rows called annealed blend from RoPE to the encoding over the first fifth of the steps. The others switch
-  at once.
 - In the last row, only LoRA on attention is trained.
 - `sinusoidal` has a `scale` of 0.1. `learned` has a row for each position, which starts at zero.
 
@@ -85,9 +83,8 @@ of the steps, on one CPU core, as other programs ran at the same time.
 SAYS = """\
 After so short a training, no encoding instead of RoPE comes near the controls. The best of them, {best},
 has {beyond:.1f} at {length} and {inside:.1f} inside the window; `yarn` has {yarn_beyond:.1f} and
-{yarn_inside:.1f}. So this shows which of them start well, and not where long training ends. Annealing
-{verdict}. At {length}, switching at once and annealing give: {pairs}. LoRA on attention alone takes alibi
-to {narrow:.1f}.
+{yarn_inside:.1f}. So this shows which of them start well, and not where long training ends. LoRA on
+attention alone takes alibi to {narrow:.1f}.
 """
 
 
@@ -97,20 +94,13 @@ def says(results: list[Result]) -> str:
     short, *_, length = results[0]["after"]
     controls = {"none", "yarn"}
     replaced = {label: after for label, after in by_label.items() if label not in controls}
-    pairs = {label: label.removesuffix(" annealed") for label in replaced if label.endswith(" annealed")}
-    if not pairs or not controls | {NARROW, *pairs.values()} <= by_label.keys():
+    if not controls | {NARROW} <= by_label.keys():
         return ""
     best = min(replaced, key=lambda label: replaced[label][length])
-    gains = [replaced[label][length] < replaced[cold][length] for label, cold in pairs.items()]
-    verdict = "helped" if all(gains) else "helped some" if any(gains) else "did not help in so short a run"
     text = SAYS.format(
         best=f"`{best}`", length=format_length(int(length)), inside=replaced[best][short],
         beyond=replaced[best][length], yarn_inside=by_label["yarn"][short],
-        yarn_beyond=by_label["yarn"][length], verdict=verdict, narrow=by_label[NARROW][length],
-        pairs=", ".join(
-            f"{cold} {replaced[cold][length]:.1f} and {replaced[label][length]:.1f}"
-            for label, cold in pairs.items()
-        ),
+        yarn_beyond=by_label["yarn"][length], narrow=by_label[NARROW][length],
     )  # fmt: skip
     return textwrap.fill(" ".join(text.split()), 110)
 

@@ -52,7 +52,6 @@ TEXT_BYTES, TEXT_CHARACTERS = 30_000_000, 8_000
 class Row(NamedTuple):
     label: str
     changes: dict[str, Any]
-    annealed: bool = False
 
 
 ROWS = (
@@ -69,9 +68,6 @@ ROWS = (
     Row("shaw", {"method": "shaw"}),
     Row("sinusoidal", {"method": "sinusoidal", "method_parameters": {"scale": 0.1}}),
     Row("learned", {"method": "learned", "method_parameters": {"rows": 2048, "start": "zeros"}}),
-    Row("alibi annealed", {"method": "alibi"}, annealed=True),
-    Row("linear_attention annealed", {"method": "linear_attention"}, annealed=True),
-    Row("nope annealed", {"method": "nope"}, annealed=True),
     Row(NARROW, {"method": "alibi", "lora_targets": "attention", "train_norm_embed": False}),
 )
 """The controls first. DroPE follows its paper, with blocks of the trained window."""
@@ -79,8 +75,7 @@ ROWS = (
 
 def recipe_of(row: Row, config: Path, runs: Path, steps: int | None = None) -> Recipe:
     changes = {**row.changes, "output_dir": str(runs / row.label.replace(" ", "-"))}
-    recipe = Recipe.from_yaml(config, changes | ({} if steps is None else {"steps": steps}))
-    return replace(recipe, anneal_steps=recipe.steps // 5) if row.annealed else recipe
+    return Recipe.from_yaml(config, changes | ({} if steps is None else {"steps": steps}))
 
 
 def write_training_text(folder: Path) -> str:
@@ -125,7 +120,7 @@ def trained(recipe: Recipe, label: str) -> Result:
     speeds = sorted(line["tokens_per_second"] for line in steps)
     return {
         "label": label, "encoding": record["encoding"], "steps": done["step"], "tokens": done["tokens"],
-        "block": recipe.length, "anneal_steps": recipe.anneal_steps, "documents": recipe.eval_documents,
+        "block": recipe.length, "documents": recipe.eval_documents,
         "seconds": round(done["seconds"]), "before": first, "after": last, "recipe": recipe_settings(recipe),
         **({"curve": curve, "tokens_per_second": speeds[len(speeds) * 9 // 10]} if recipe.eval_every else {}),
     }  # fmt: skip
@@ -157,8 +152,7 @@ def check_known(known: list[Result], recipes: dict[str, Recipe], text: str, file
         expected = _settings(recipe, text)
         found = {
             "steps": one["steps"], "block": one["block"], "documents": one["documents"],
-            "anneal_steps": one["anneal_steps"], "lengths": list(map(int, one["after"])),
-            "text": one.get("text", ""),
+            "lengths": list(map(int, one["after"])), "text": one.get("text", ""),
         }  # fmt: skip
         if "recipe" in one:  # results of earlier versions have none
             expected |= recipe_settings(recipe)
@@ -175,7 +169,7 @@ def _settings(recipe: Recipe, text: str) -> dict[str, Any]:
     """What a result says of its recipe, besides the recipe itself."""
     return {
         "steps": recipe.steps, "block": recipe.length, "documents": recipe.eval_documents,
-        "anneal_steps": recipe.anneal_steps, "lengths": sorted(recipe.eval_lengths or ()), "text": text,
+        "lengths": sorted(recipe.eval_lengths or ()), "text": text,
     }  # fmt: skip
 
 

@@ -467,8 +467,6 @@ def _check_model(
     if sharding.rank == 0 and (paths := left_out(model, recipe, reach)):
         logger.info("left out of the adapter, because it cannot be trained on text: %s", ", ".join(paths))
     with extended(model, recipe) as patch:
-        if recipe.anneal_steps:
-            patch.mix(0.5)
         if recipe.positions != CONSECUTIVE:
             check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
             _check_sampled(recipe, model)

@@ -39,7 +39,6 @@ from rope_extend.evaluation.results import PerplexityResult
 from rope_extend.loss import causal_lm
 from rope_extend.patching import current_patch, patch_model
 from rope_extend.report.versions import package_version
-from rope_extend.training.annealing import mix_for_step
 from rope_extend.training.lora import adapted, lora_config
 from rope_extend.training.metrics import Metrics
 from rope_extend.training.recipe import Recipe
@@ -328,7 +327,6 @@ class TrainingRun:
     def _step(self, bar: Any) -> None:
         """One optimizer step, and its line of metrics."""
         recipe, accelerator = self.recipe, self.accelerator
-        mix_for_step(self.model, recipe, self.state.step)
         started = time.perf_counter()
         rate = self._rate()
         # Before the backward pass, in which DeepSpeed updates the weights.
@@ -413,7 +411,6 @@ class TrainingRun:
         if not self.data.held_out:
             return
         main = self.accelerator.is_main_process
-        mix_for_step(self.model, self.recipe, self.recipe.steps)  # the saved model uses the encoding alone
         self.model.eval()
 
         def measure(model: Any) -> PerplexityResult:

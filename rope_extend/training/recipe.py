@@ -91,10 +91,7 @@ _REPLACEMENT_DEFAULTS: dict[str, Any] = {
     "lora_targets": "all-linear",
     "train_norm_embed": True,
 }
-"""Defaults for encodings that replace RoPE: the model must relearn position.
-
-They do not anneal (`anneal_steps`): in the runs of docs/alternatives.md that did not pay.
-"""
+"""Defaults for encodings that replace RoPE: the model must relearn position."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +121,7 @@ class Recipe(Config):
     label: ClassVar[str] = "recipe"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "method": (
-            "method", "method_parameters", "start", "current_length", "trained_length", "anneal_steps",
+            "method", "method_parameters", "start", "current_length", "trained_length",
         ),
         "data and blocks": (
             "block_length", "curriculum", "positions", "packing", "mixed_windows", "short_share",
@@ -213,12 +210,6 @@ class Recipe(Config):
         float, number(0, above=True, below=1), "with mixed_windows, the share of blocks of short documents"
     ] = 0.3
     steps: Annotated[int, POSITIVE_COUNT, "optimizer steps"] = BY_METHOD
-    anneal_steps: Annotated[
-        int,
-        COUNT,
-        "first steps, over which the model's own RoPE is gradually blended into the encoding; evaluations "
-        "and the saved model use the encoding alone",
-    ] = 0
     batch_size: Annotated[int, POSITIVE_COUNT, "sequences per device in one forward pass"] = 1
     gradient_accumulation: Annotated[int, POSITIVE_COUNT, "forward passes per optimizer step"] = 8
     learning_rate: Annotated[
@@ -358,11 +349,6 @@ class Recipe(Config):
         self._check_method()
         self._check_trackers()
         self._check_positions()
-        if self.anneal_steps >= self.steps:
-            raise RopeExtendError(
-                f"recipe: anneal_steps {self.anneal_steps} leaves none of the {self.steps} steps for the "
-                "encoding alone, which is what is saved; lower anneal_steps, or raise steps"
-            )
 
     def check_early(self) -> None:
         """Check the name of the method, and fields that belong together; imports nothing.
@@ -456,7 +442,6 @@ class Recipe(Config):
             "shifted_sparse": (self.shifted_sparse is not None, "its groups ignore where documents end"),
             "streaming": (self.streaming, "a stream is one source in its own order"),
             "data_weights": (self.data_weights is not None, "short_share says how often each kind comes"),
-            "anneal_steps": (self.anneal_steps > 0, "a method with two tables cannot be annealed"),
         }
         for name, (given, reason) in reasons.items():
             if given:

@@ -7,8 +7,8 @@ import logging
 from rope_extend.data.choices import RESTART
 from rope_extend.data.sampled_positions import SAMPLERS, Coverage
 from rope_extend.patching import Patch
-from rope_extend.training.annealing import log_defaults
 from rope_extend.training.loop import TrainingRun
+from rope_extend.training.recipe import Recipe
 from rope_extend.training.training_data import source_names
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def log_run(run: TrainingRun, patch: Patch, share: float, coverage: Coverage | N
         "%s: %d -> %d tokens, factor %g", patch.encoding, window, patch.target_length,
         patch.target_length / window,
     )  # fmt: skip
-    log_defaults(run.recipe)
+    _log_defaults(run.recipe)
     logger.info(
         "trainable parameters: %s of %s (%.2f %%)", f"{trained:,}", f"{total:,}", 100 * trained / total
     )
@@ -75,3 +75,16 @@ def log_run(run: TrainingRun, patch: Patch, share: float, coverage: Coverage | N
             SAMPLERS[coverage.sampler].paper, 100 * coverage.pairs_beyond, 100 * coverage.seen_beyond,
             coverage.target_length,
         )  # fmt: skip
+
+
+def _log_defaults(recipe: Recipe) -> None:
+    """Log which fields have the method's default, and which the recipe sets itself."""
+    defaults = recipe.computed_defaults()
+    changed = {name: getattr(recipe, name) for name in defaults if getattr(recipe, name) != defaults[name]}
+    unchanged = {name: value for name, value in defaults.items() if name not in changed}
+    groups = [(f"defaults for {recipe.method}", unchanged), ("set by the recipe", changed)]
+    logger.info("%s", "; ".join(f"{title}: {_listed(values)}" for title, values in groups if values))
+
+
+def _listed(values: dict[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())

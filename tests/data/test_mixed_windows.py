@@ -263,7 +263,6 @@ def test_a_run_with_mixed_windows_trains_and_resumes(
         ({"shifted_sparse": 32}, "mixed_windows and shifted_sparse cannot be combined"),
         ({"streaming": True}, "mixed_windows and streaming cannot be combined"),
         ({"data": ["a", "b"], "data_weights": [1, 2]}, "mixed_windows and data_weights cannot be combined"),
-        ({"anneal_steps": 1}, "mixed_windows and anneal_steps cannot be combined"),
         ({"short_share": 1}, "short_share must be"),
         ({"mixed_windows": False, "short_share": 0.5}, "mixed_windows is off, got 0.5; set mixed_windows"),
     ],

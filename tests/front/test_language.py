@@ -44,7 +44,7 @@ BANNED = {
     "rehearsals": "dry runs",
     "lever": "memory option",
     "levers": "memory options",
-    "by degrees": "gradually, or anneal",
+    "by degrees": "gradually",
     "gone on with": "resumed",
     "goes on with": "resumes",
     "without a word": "silently",
