@@ -11,5 +11,6 @@ ADAPTER = FamilyAdapter(
     rotary_paths=("rotary_emb",),
     note="the first channels of a head; positions may have three parts",
     sections=True,
+    hides_positions=("qwen3_5_text", "qwen3_5_moe_text"),
 )
 """The config keeps `mrope_section` under every schedule."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -73,7 +73,7 @@ class AttentionCall:
     value: Tensor
     mask: Any
     kwargs: dict[str, Any]
-    given: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any]
 
     @property
     def is_causal(self) -> bool:
@@ -96,9 +96,7 @@ class AttentionCall:
 
     def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Call the model's own function on other tensors; gives `[batch, T, heads, head_dim]` and weights."""
-        if (
-            self.inner is sdpa_attention_forward
-        ):  # not a user's own under its name; to set a variable costs time
+        if self.inner is sdpa_attention_forward:  # not a user's own under its name; a variable costs time
             return self.inner(self.module, query, key, value, mask, **self.kwargs)
         _unnamed.discard(self.implementation)
         token = _in_own_function.set(True)

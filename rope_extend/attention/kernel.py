@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
@@ -228,7 +228,7 @@ class KernelHandler(AttentionHandler):
             value = call.kwargs.get(name)
             if isinstance(value, Tensor) or value:
                 raise PatchError(f"{self.encoding} has no softmax, so {name} has no meaning; turn it off")
-        forward, module = self.forward_of_call(call), call.module
+        forward = self.forward_of_call(call)
         query, key, value = call.query, call.key, call.value
         new, layer = query.shape[2], self._layer(call, forward)
         state = layer.state if isinstance(layer, StateLayer) else None
@@ -247,7 +247,7 @@ class KernelHandler(AttentionHandler):
         output, state = linear_attention(
             q, k, self._rotated(q, forward), self._rotated(k, forward), value, state
         )
-        self._keep(call, layer, tuple(each.detach() for each in state), new)
+        self._keep(call, layer, (state[0].detach(), state[1].detach()))
         return output.to(value.dtype).transpose(1, 2).contiguous(), None
 
     def _visible(self, mask: Tensor) -> Tensor:
@@ -305,8 +305,8 @@ class KernelHandler(AttentionHandler):
                 reason = f"its {type(layer).__name__} cannot hold a state"
         if reason:
             raise PatchError(
-                f"{self.encoding} cannot use this {type(past).__name__}: {reason}; start from an empty cache, "
-                f"in most models a DynamicCache, or use use_cache=False"
+                f"{self.encoding} cannot use this {type(past).__name__}: {reason}; start from an empty "
+                f"cache, in most models a DynamicCache, or use use_cache=False"
             )
         return layer
 
@@ -315,7 +315,7 @@ class KernelHandler(AttentionHandler):
         """Whether a layer got its latest tokens in the forward of a call."""
         return layer.positions is not None and layer.positions() is positions_of_call(call)
 
-    def _keep(self, call: AttentionCall, layer: Any, state: State, new: int) -> None:
+    def _keep(self, call: AttentionCall, layer: Any, state: State) -> None:
         """Store a state in the cache instead of keys."""
         if type(layer) is DynamicLayer:
             layer = StateLayer(state, layer.get_seq_length(), (self.encoding, self.shape))
@@ -326,7 +326,7 @@ class KernelHandler(AttentionHandler):
 
 
 def give_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of an attention module: give its handler the cache."""
     past = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)

@@ -174,15 +174,15 @@ class AttentionHandler:
             with torch.device("cpu"):
                 position_ids = torch.arange(cached, cached + position_ids.shape[-1])[None]
         if values is None:
-            return _rows(position_ids.cpu()), ()
+            return _rows(position_ids.cpu(), self.encoding), ()
         if values.is_meta:  # in a dry run, positions are beyond those that need less
-            return _rows(position_ids), (-1.0,) * len(values)
+            return _rows(position_ids, self.encoding), (-1.0,) * len(values)
         if not has_float64(position_ids.device):
-            return _rows(position_ids.cpu()), tuple(values.tolist())
+            return _rows(position_ids.cpu(), self.encoding), tuple(values.tolist())
         values = values.to(position_ids.device, torch.float64)
         both = torch.cat([position_ids.flatten().to(torch.float64), values]).cpu()  # it holds all positions
         count = position_ids.numel()
-        return _rows(both[:count].view(position_ids.shape)), tuple(both[count:].tolist())
+        return _rows(both[:count].view(position_ids.shape), self.encoding), tuple(both[count:].tolist())
 
     def keys_of_call(self, call: AttentionCall, forward: Forward) -> Tensor:
         """The positions `[1 or batch, K]` of the keys of a call, without the empty slots of a static cache.
@@ -218,7 +218,8 @@ class AttentionHandler:
             ends = [int(each.any(0).nonzero()[-1]) if bool(each.any()) else -1 for each in (last, first)]
             layouts += [past for past in (ends[0] - (new - 1), ends[1]) if 0 <= past <= columns - new]
         rows = max(len(queries), len(first))
-        for past in layouts if whole else layouts[:1] if layouts[0] in layouts[1:] else layouts[::-1]:
+        own_keys = [past for past in layouts if bool(first[:, past].any())]  # the first query sees its own
+        for past in own_keys or layouts[1:2] or layouts:
             # The number of visible keys from each one on, up to the first query.
             after = first[:, :past].to(torch.int64).flip(-1).cumsum(-1).flip(-1)
             begins = queries[:, 0] - (after[:, 0] if past else 0)
@@ -286,15 +287,15 @@ def find_positions(arguments: Any) -> Tensor | None:
     return next((positions for positions in found if positions is not None), None)
 
 
-def _rows(position_ids: Tensor) -> Tensor:
+def _rows(position_ids: Tensor, encoding: Encoding) -> Tensor:
     """Positions as `[1 or batch, T]` int64: one row if all rows are equal, one axis if all sections are."""
     if position_ids.numel() == 1 and position_ids.dtype == torch.int64:  # at once, for decoding
         return position_ids.view(1, 1)
     if position_ids.dim() == 3:
         if not bool((position_ids == position_ids[:1]).all()):
             raise PatchError(
-                "positions that differ between sections (images, video) do not give one length to choose "
-                "tables by; length-dependent encodings work for text only"
+                f"{encoding} needs one position for each token, but this input has tokens with several "
+                f"(time, height, width); use a static schedule, such as yarn"
             )
         position_ids = position_ids[0]
     if position_ids.dim() == 1:

@@ -108,7 +108,8 @@ class _Forward(Forward):
             return kept
         rows = max(len(positions), len(lengths))
         at = positions.expand(rows, -1).double()
-        lengths, regions = (each if len(each) == rows else each * rows for each in (lengths, regions))
+        if len(lengths) < rows:
+            lengths, regions = lengths * rows, regions * rows
         given = torch.stack([getattr(each, of)(at[row]) for row, each in enumerate(regions)])
         tables = torch.stack([self.table(*each) for each in zip(regions, lengths, strict=True)])
         device = like.device if has_float64(like.device) else torch.device("cpu")

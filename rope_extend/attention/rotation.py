@@ -309,7 +309,7 @@ def _part_of_mask(mask: Any, start: int, stop: int, keys: int) -> Any:
 
 
 def turned(states: Tensor, cos_sin: tuple[Tensor, Tensor], adapter: FamilyAdapter) -> Tensor:
-    """States `[batch, heads, n, head_dim]` turned by cos and sin `[1 or batch, 1, n, dim/2]`, rounded once."""
+    """States `[batch, heads, n, head_dim]`, turned by `[1 or batch, 1, n, dim/2]` and rounded once."""
     cos, sin = cos_sin
     sin = -sin if adapter.backwards else sin
     wide = states.to(cos.dtype)

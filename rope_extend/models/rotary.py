@@ -98,7 +98,7 @@ POSITIONS = "_rope_extend_positions"
 
 
 def marked_positions(table: Tensor) -> Tensor | None:
-    """The positions that cos or sin, or both as complex numbers, were computed for; None if it has no mark."""
+    """The positions that cos, or cos and sin as complex numbers, belong to; None without a mark."""
     return getattr(table, POSITIONS, None)
 
 
@@ -153,6 +153,7 @@ class ExtendedRotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
     original_inv_freq: Tensor
+    _plain: Any
 
     def __init__(self, encoding: RopeEncoding, shape: RopeShape, slot: RotarySlot) -> None:
         super().__init__()
@@ -166,7 +167,8 @@ class ExtendedRotaryEmbedding(nn.Module):
         self.dtype = slot.dtype
         self.marked = slot.marked
         # Not a submodule, so that no cast reaches it.
-        self.__dict__["_plain"] = slot.original if slot.plain and encoding.rotates_in_attention else None
+        plain = slot.original if slot.plain and encoding.rotates_in_attention else None
+        self.__dict__["_plain"] = plain
         if slot.layer_type is not None:
             self.original = slot.original
             self.layer_types = list(getattr(slot.original, "layer_types", ()))  # stock decoders loop over it
@@ -239,8 +241,8 @@ class ExtendedRotaryEmbedding(nn.Module):
         (time, height, width) are `[3, batch, T]`.
 
         Raises:
-            PatchError: positions with different parts, under an encoding that depends on the length; or a cache
-                whose keys belong to another table of their row.
+            PatchError: positions with different parts, under an encoding that depends on the length; or a
+                cache whose keys belong to another table of their row.
         """
         if layer_type != self.layer_type:
             assert self.original is not None
