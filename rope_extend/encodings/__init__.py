@@ -3,9 +3,17 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from rope_extend.encodings.abf import ABF
-from rope_extend.encodings.alibi import ALiBi
-from rope_extend.encodings.clipped import Clipped
+from rope_extend.encodings.absolute import Learned, Sinusoidal
+from rope_extend.encodings.composed import (
+    Clipped,
+    LogN,
+    Power,
+    PRoPE,
+    Resonance,
+    ShortOriginal,
+    Truncated,
+    XPos,
+)
 from rope_extend.encodings.core.alternatives import (
     AbsoluteEncoding,
     BiasEncoding,
@@ -36,41 +44,24 @@ from rope_extend.encodings.core.rope import (
     ScaledRope,
 )
 from rope_extend.encodings.core.shapes import ModelShape, RopeShape
-from rope_extend.encodings.drope import DroPE
-from rope_extend.encodings.dual_chunk import DualChunk
-from rope_extend.encodings.dynamic_linear import DynamicLinear
-from rope_extend.encodings.dynamic_ntk import DynamicNTK
-from rope_extend.encodings.dynamic_yarn import DynamicYaRN
-from rope_extend.encodings.fire import FIRE
-from rope_extend.encodings.jet_long import JetLong
-from rope_extend.encodings.kerple import Kerple
-from rope_extend.encodings.learned import Learned
-from rope_extend.encodings.linear import Linear
+from rope_extend.encodings.dynamic import DynamicLinear, DynamicNTK, DynamicYaRN
 from rope_extend.encodings.linear_attention import LinearAttention
-from rope_extend.encodings.llama3 import Llama3
-from rope_extend.encodings.logn import LogN
+from rope_extend.encodings.logit_biases import FIRE, ALiBi, Kerple, Sandwich, Shaw, T5Bias
 from rope_extend.encodings.longrope import LongRoPE
 from rope_extend.encodings.near_far import NearFar
-from rope_extend.encodings.none import PlainRope
-from rope_extend.encodings.nope import NoPE
-from rope_extend.encodings.ntk import NTK
-from rope_extend.encodings.ntk_by_parts import NTKByParts
-from rope_extend.encodings.ntk_mixed import NTKMixed
-from rope_extend.encodings.p_rope import PRoPE
-from rope_extend.encodings.power import Power
-from rope_extend.encodings.rerope import ReRoPE
-from rope_extend.encodings.resonance import Resonance
-from rope_extend.encodings.sandwich import Sandwich
-from rope_extend.encodings.self_extend import SelfExtend
-from rope_extend.encodings.shaw import Shaw
-from rope_extend.encodings.short_original import ShortOriginal
-from rope_extend.encodings.sinks import Sinks
-from rope_extend.encodings.sinusoidal import Sinusoidal
-from rope_extend.encodings.string import String
-from rope_extend.encodings.t5_bias import T5Bias
-from rope_extend.encodings.truncated import Truncated
-from rope_extend.encodings.xpos import XPos
-from rope_extend.encodings.yarn import YaRN
+from rope_extend.encodings.position_maps import DualChunk, JetLong, ReRoPE, SelfExtend, Sinks, String
+from rope_extend.encodings.static import (
+    ABF,
+    NTK,
+    DroPE,
+    Linear,
+    Llama3,
+    NoPE,
+    NTKByParts,
+    NTKMixed,
+    PlainRope,
+    YaRN,
+)
 
 for _module in iter_modules(__path__):  # registers a new method whose export line is still missing
     import_module(f"{__name__}.{_module.name}")

@@ -14,7 +14,7 @@ from rope_extend.encodings.core.methods import rotary_method
 from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
-from rope_extend.encodings.none import PlainRope
+from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
 
 _ANY_SHAPE = RopeShape(dim=128, theta=1e4, trained_length=4096)
