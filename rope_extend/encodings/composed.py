@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Integral
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from rope_extend.encodings.core.checks import MAX_DIM, flag, number, whole
 from rope_extend.encodings.core.rope import ComposedRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
@@ -49,14 +49,10 @@ class PRoPE(ComposedRope):
         fraction: p, above 0 and at most 1; `floor(p d/2)` channel pairs keep their frequency.
     """
 
-    fraction: float = 0.75
+    fraction: Annotated[float, number(0, 1, above=True)] = 0.75
 
     name: ClassVar[str] = "p_rope"
     paper: ClassVar[str] = "2410.06205"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("fraction", minimum=0, maximum=1, above=True)
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """The inner table with zeros from pair `floor(p d/2)` on, `[dim/2]` float64, radians per token."""
@@ -81,23 +77,11 @@ class Clipped(ComposedRope):
         hard: set all n to frequency zero, as in the paper's comparison.
     """
 
-    channels: int | None = None
-    hard: bool = False
+    channels: Annotated[int | None, whole(1, MAX_DIM)] = None
+    hard: Annotated[bool, flag] = False
 
     name: ClassVar[str] = "clipped"
     paper: ClassVar[str] = "2602.05258"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.channels is not None:
-            count = self.channels
-            if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-                raise RopeExtendError(
-                    f"clipped: channels must be a whole number of channel pairs, 1 or more, got {count!r}"
-                )
-            object.__setattr__(self, "channels", int(count))
-        if not isinstance(self.hard, bool):
-            raise RopeExtendError(f"clipped: hard must be true or false, got {self.hard!r}")
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """The inner table, its last n values times `(1 + cos(0 .. pi)) / 2`, or 0; `[dim/2]` float64.
@@ -128,14 +112,10 @@ class Power(ComposedRope):
         exponent: k; 0 changes nothing, 0.5 is Giraffe's reported value.
     """
 
-    exponent: float = 0.5
+    exponent: Annotated[float, number(0, 100)] = 0.5
 
     name: ClassVar[str] = "power"
     paper: ClassVar[str] = "2308.10882"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("exponent", minimum=0, maximum=100)
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`theta_i * (1 - i/(d/2))^k`, `[dim/2]` float64, radians per token."""
@@ -157,18 +137,15 @@ class Truncated(ComposedRope):
         between: rho: the frequency of channels from b up to a; `a / 16` by default.
     """
 
-    keep_above: float | None = None
-    zero_below: float | None = None
-    between: float | None = None
+    keep_above: Annotated[float | None, number(0, 2 * math.pi, above=True)] = None
+    zero_below: Annotated[float | None, number(0, 2 * math.pi)] = None
+    between: Annotated[float | None, number(0, 2 * math.pi)] = None
 
     name: ClassVar[str] = "truncated"
     paper: ClassVar[str] = "2308.10882"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("keep_above", "zero_below", "between"):
-            if getattr(self, field) is not None:
-                self._check(field, minimum=0, maximum=2 * math.pi, above=field == "keep_above")
         if self.keep_above is not None:
             self._limits(self.keep_above)
 
@@ -254,14 +231,13 @@ class XPos(ComposedRope):
         scale_base: tokens over which a channel decays by its `zeta_i`; the larger, the weaker the decay.
     """
 
-    scale_base: float = 512.0
+    scale_base: Annotated[float, number(1, 1e12)] = 512.0
 
     name: ClassVar[str] = "xpos"
     paper: ClassVar[str] = "2212.10554"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("scale_base", minimum=1, maximum=1e12)
         if self.inner.per_row:
             raise RopeExtendError(
                 f"xpos rotates keys for each query, but {self.inner} does not; give the inner schedule "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
+from rope_extend.encodings.core.checks import choice, flag
 from rope_extend.encodings.core.rope import GrowingRope, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
-from rope_extend.encodings.static import YaRN, ntk_theta
+from rope_extend.encodings.static import TURNS, YaRN, ntk_theta
 
 
 def needed_factor(shape: RopeShape, seq_len: int | None) -> float:
@@ -73,19 +74,17 @@ class DynamicYaRN(GrowingRope):
         step: with `per="query"`, the relative growth of the text from one table to the next.
     """
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    ramp: str = "index"
+    beta_fast: Annotated[float, TURNS] = 32.0
+    beta_slow: Annotated[float, TURNS] = 1.0
+    truncate: Annotated[bool, flag] = True
+    ramp: Annotated[str, choice("index", "turns")] = "index"
 
     name: ClassVar[str] = "dynamic_yarn"
     paper: ClassVar[str] = "2309.00071"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        checked = self._yarn(1.0)
-        object.__setattr__(self, "beta_fast", checked.beta_fast)
-        object.__setattr__(self, "beta_slow", checked.beta_slow)
+        self._yarn(1.0)  # checks that the parameters fit together
 
     def _yarn(self, factor: float) -> YaRN:
         return YaRN(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from rope_extend.encodings.core.alternatives import BiasEncoding, RelativeEncoding
-from rope_extend.encodings.core.checks import check_length
+from rope_extend.encodings.core.checks import check_length, choice, whole
 from rope_extend.encodings.core.shapes import ModelShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import RopeExtendError
@@ -60,28 +60,20 @@ class T5Bias(BiasEncoding):
             with which the model cannot tell distances apart until it has learned to.
     """
 
-    buckets: int = 32
-    max_distance: int = 128
-    start: str = "alibi"
+    buckets: Annotated[int, whole(2, 4096)] = 32
+    max_distance: Annotated[int, whole(2, 2**24)] = 128
+    start: Annotated[str, choice("alibi", "zeros")] = "alibi"
 
     name: ClassVar[str] = "t5_bias"
     paper: ClassVar[str] = "1910.10683"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("buckets", minimum=2, maximum=4096)
-        self._check("max_distance", minimum=2, maximum=2**24)
-        for field in ("buckets", "max_distance"):
-            if (value := getattr(self, field)) != int(value):
-                raise RopeExtendError(f"{self.name}: {field} must be a whole number, got {value!r}")
-            object.__setattr__(self, field, int(value))
         if self.max_distance <= self.buckets // 2:
             raise RopeExtendError(
                 f"{self.name}: max_distance must exceed half the buckets, {self.buckets // 2}, got "
                 f"{self.max_distance}"
             )
-        if self.start not in ("alibi", "zeros"):
-            raise RopeExtendError(f"{self.name}: start must be 'alibi' or 'zeros', got {self.start!r}")
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The range of each distance, int64 `[...]`.
@@ -121,16 +113,11 @@ class Kerple(BiasEncoding):
         per_layer: whether each layer has its own r1 and r2, as in the paper's code.
     """
 
-    kernel: str = "log"
+    kernel: Annotated[str, choice("log", "power")] = "log"
     per_layer: bool = True
 
     name: ClassVar[str] = "kerple"
     paper: ClassVar[str] = "2205.09921"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kernel not in ("log", "power"):
-            raise RopeExtendError(f"{self.name}: kernel must be 'log' or 'power', got {self.kernel!r}")
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
         """`r1` and `r2`, each `[heads]`, which `positive` maps to the kernel's r1 and r2.
@@ -176,18 +163,11 @@ class FIRE(BiasEncoding):
         per_layer: whether each layer learns its own f, c and L, as in the paper; False is its FIRE-S.
     """
 
-    width: int = 32
+    width: Annotated[int, whole(1, 4096)] = 32
     per_layer: bool = True
 
     name: ClassVar[str] = "fire"
     paper: ClassVar[str] = "2310.04418"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("width", minimum=1, maximum=4096)
-        if self.width != int(self.width):
-            raise RopeExtendError(f"{self.name}: width must be a whole number, got {self.width!r}")
-        object.__setattr__(self, "width", int(self.width))
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
         """The two layers of f, c, and L as a share of the trained window.
@@ -262,17 +242,15 @@ class Sandwich(BiasEncoding):
         dim: number of channels of the sinusoidal vectors, even.
     """
 
-    dim: int = 128
+    dim: Annotated[int, whole(2, 65_536)] = 128
 
     name: ClassVar[str] = "sandwich"
     paper: ClassVar[str] = "2212.10356"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("dim", minimum=2, maximum=65_536)
         if self.dim % 2:
             raise RopeExtendError(f"{self.name}: dim must be an even whole number, got {self.dim!r}")
-        object.__setattr__(self, "dim", int(self.dim))
 
     def bias(
         self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
@@ -304,16 +282,12 @@ class Shaw(RelativeEncoding):
         per_layer: whether each layer has its own vectors, as in the paper.
     """
 
-    reach: int = 16
+    reach: Annotated[int, check_length] = 16
     values: bool = False
     per_layer: bool = True
 
     name: ClassVar[str] = "shaw"
     paper: ClassVar[str] = "1803.02155"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "reach", check_length(self.name, "reach", self.reach))
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
         """`key_vectors` `[reach + 1, head_dim]` and `value_vectors` `[reach + 1, value_dim]`, by distance.

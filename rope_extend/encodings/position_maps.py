@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from rope_extend.encodings.composed import log_n_scale
+from rope_extend.encodings.core.checks import check_length, flag, number
 from rope_extend.encodings.core.remap import NEAR, Bands, Chunks, Region, RemapEncoding, StartAndWindow
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
@@ -31,17 +32,12 @@ class SelfExtend(RemapEncoding):
         log_n: whether the logits of queries beyond the trained window are multiplied by `ln(p+1) / ln L`.
     """
 
-    group: int
-    window: int
-    log_n: bool = False
+    group: Annotated[int, check_length]
+    window: Annotated[int, check_length]
+    log_n: Annotated[bool, flag] = False
 
     name: ClassVar[str] = "self_extend"
     paper: ClassVar[str] = "2401.01325"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_whole("group", "window")
-        self._check_flag("log_n")
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
@@ -105,19 +101,12 @@ class ReRoPE(RemapEncoding):
             as the author's code always does.
     """
 
-    window: int
-    leak: float | None = None
-    log_n: bool = True
+    window: Annotated[int, check_length]
+    leak: Annotated[float | None, number(1)] = None
+    log_n: Annotated[bool, flag] = True
 
     name: ClassVar[str] = "rerope"
     paper: ClassVar[str] = "Su 2023 (kexue.fm/archives/9708)"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_whole("window")
-        if self.leak is not None:
-            self._check("leak", minimum=1)
-        self._check_flag("log_n")
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
@@ -181,15 +170,14 @@ class String(RemapEncoding):
         local: W, the distance that it is changed to.
     """
 
-    shift: int
-    local: int
+    shift: Annotated[int, check_length]
+    local: Annotated[int, check_length]
 
     name: ClassVar[str] = "string"
     paper: ClassVar[str] = "2410.18745"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_whole("shift", "local")
         if self.local > self.shift:
             raise RopeExtendError(
                 f"string: local={self.local} exceeds shift={self.shift}, so distances would grow; use "
@@ -257,16 +245,12 @@ class JetLong(RemapEncoding):
         window: the length of text from which on positions are shared.
     """
 
-    near: int
-    window: int
+    near: Annotated[int, check_length]
+    window: Annotated[int, check_length]
 
     name: ClassVar[str] = "jet_long"
     paper: ClassVar[str] = "2607.07740"
     depends_on_length = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_whole("near", "window")
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
@@ -320,15 +304,11 @@ class Sinks(RemapEncoding):
         window: W, the last tokens that are seen, the token itself included.
     """
 
-    sinks: int
-    window: int
+    sinks: Annotated[int, check_length]
+    window: Annotated[int, check_length]
 
     name: ClassVar[str] = "sinks"
     paper: ClassVar[str] = "2309.17453"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_whole("sinks", "window")
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
@@ -368,15 +348,11 @@ class DualChunk(RemapEncoding):
         local: how many tokens the largest distance exceeds a chunk by.
     """
 
-    chunk: int
-    local: int
+    chunk: Annotated[int, check_length]
+    local: Annotated[int, check_length]
 
     name: ClassVar[str] = "dual_chunk"
     paper: ClassVar[str] = "2402.17463"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_whole("chunk", "local")
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:

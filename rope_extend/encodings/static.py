@@ -6,17 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import check_number
+from rope_extend.encodings.core.checks import choice, flag, number
 from rope_extend.encodings.core.critical import check_critical, critical_pair
 from rope_extend.encodings.core.encoding import check_parameters
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
+
+TURNS = number(0, 1e6, above=True)
+"""Turns of a channel pair within the trained window, where a ramp between two schedules starts or ends."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,10 @@ class NTK(ScaledRope):
             which is NTK-aware scaling as published.
     """
 
-    critical: int | str | None = None
+    critical: Annotated[int | str | None, check_critical] = None
 
     name: ClassVar[str] = "ntk"
     paper: ClassVar[str] = "bloc97 2023 (NTK-aware scaled RoPE); described in 2309.00071"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "critical", check_critical("ntk", self.critical))
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """Plain RoPE's table at `theta * s^(d/(d-2))`, `[dim/2]` float64, radians per token.
@@ -121,16 +120,14 @@ class NTKByParts(ScaledRope):
         beta: frequencies with more turns than this are kept.
     """
 
-    alpha: float = 1.0
-    beta: float = 32.0
+    alpha: Annotated[float, TURNS] = 1.0
+    beta: Annotated[float, TURNS] = 32.0
 
     name: ClassVar[str] = "ntk_by_parts"
     paper: ClassVar[str] = "2309.00071"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("alpha", "beta"):
-            self._check(field, minimum=0, maximum=1e6, above=True)
         if self.beta <= self.alpha:
             raise RopeExtendError(
                 f"ntk_by_parts: beta must exceed alpha, got {self.beta:g} and {self.alpha:g}"
@@ -150,14 +147,10 @@ class NTKMixed(ScaledRope):
         exponent: c; the larger it is, the less the early channels are slowed.
     """
 
-    exponent: float = 0.75
+    exponent: Annotated[float, number(0, 10, above=True)] = 0.75
 
     name: ClassVar[str] = "ntk_mixed"
     paper: ClassVar[str] = "Su 2023 (NTK-RoPE mixed)"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("exponent", minimum=0, maximum=10, above=True)
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`theta_i * exp(-a (i+1)^c)` with `a = ln s / (d/2)^c`, `[dim/2]` float64, radians per token."""
@@ -186,14 +179,14 @@ class YaRN(ScaledRope):
             first pair with at most one turn within the trained window. LongRoPE2 finds lower ones better.
     """
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_scale: float | None = None
-    truncate: bool = True
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    ramp: str = "index"
-    critical: int | str | None = None
+    beta_fast: Annotated[float, TURNS] = 32.0
+    beta_slow: Annotated[float, TURNS] = 1.0
+    attention_scale: Annotated[float | None, number(0, 100, above=True)] = None
+    truncate: Annotated[bool, flag] = True
+    mscale: Annotated[float | None, number(0, 100, above=True)] = None
+    mscale_all_dim: Annotated[float | None, number(0, 100, above=True)] = None
+    ramp: Annotated[str, choice("index", "turns")] = "index"
+    critical: Annotated[int | str | None, check_critical] = None
 
     name: ClassVar[str] = "yarn"
     paper: ClassVar[str] = "2309.00071"
@@ -202,26 +195,16 @@ class YaRN(ScaledRope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("beta_fast", "beta_slow"):
-            self._check(field, minimum=0, maximum=1e6, above=True)
         if self.beta_fast <= self.beta_slow:
             raise RopeExtendError(
                 f"yarn: beta_fast must exceed beta_slow, got {self.beta_fast:g} and {self.beta_slow:g}"
             )
-        for field in ("attention_scale", "mscale", "mscale_all_dim"):
-            if getattr(self, field) is not None:
-                self._check(field, minimum=0, maximum=100, above=True)
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise RopeExtendError("yarn: mscale and mscale_all_dim only act together; give both or neither")
-        if not isinstance(self.truncate, bool):
-            raise RopeExtendError(f"yarn: truncate must be true or false, got {self.truncate!r}")
-        if self.ramp not in ("index", "turns"):
-            raise RopeExtendError(f"yarn: ramp must be 'index' or 'turns', got {self.ramp!r}")
         if self.ramp == "turns" and not self.truncate:
             raise RopeExtendError(
                 "yarn: truncate=False has no effect with ramp='turns', whose ends are never rounded; omit it"
             )
-        object.__setattr__(self, "critical", check_critical("yarn", self.critical))
         if self.critical is not None and (self.ramp == "turns" or self.beta_slow != 1):
             raise RopeExtendError(
                 "yarn: critical sets the slow end of the ramp in channel pairs; leave out ramp='turns' and "
@@ -297,8 +280,8 @@ class Llama3(ScaledRope):
         high_freq_factor: frequencies with more turns than this are kept.
     """
 
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: Annotated[float, TURNS] = 1.0
+    high_freq_factor: Annotated[float, TURNS] = 4.0
 
     name: ClassVar[str] = "llama3"
     paper: ClassVar[str] = "2407.21783"
@@ -306,8 +289,6 @@ class Llama3(ScaledRope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("low_freq_factor", "high_freq_factor"):
-            self._check(field, minimum=0, maximum=1e6, above=True)
         if self.high_freq_factor <= self.low_freq_factor:
             raise RopeExtendError(
                 "llama3: high_freq_factor must exceed low_freq_factor, "
@@ -331,15 +312,10 @@ class ABF(RopeEncoding):
         theta: the new base.
     """
 
-    theta: float
+    theta: Annotated[float, number(1, 1e15, above=True)]
 
     name: ClassVar[str] = "abf"
     paper: ClassVar[str] = "2309.16039"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "theta", check_number("abf", "theta", self.theta, minimum=1, maximum=1e15, above=True)
-        )
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """Plain RoPE's table at the new base, `[dim/2]` float64, radians per token."""
@@ -407,18 +383,12 @@ class DroPE(ScaledRope):
             and no token depends on later ones. `target` uses s = factor for every query.
     """
 
-    coefficient: float = 0.103
-    per: str = "query"
+    coefficient: Annotated[float, number(0, 10)] = 0.103
+    per: Annotated[str, choice("query", "target")] = "query"
 
     name: ClassVar[str] = "drope"
     paper: ClassVar[str] = "2512.12167"
     replaces_rotation = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("coefficient", minimum=0, maximum=10)
-        if self.per not in ("query", "target"):
-            raise RopeExtendError(f"{self.name}: per must be 'query' or 'target', got {self.per!r}")
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """Zeros, `[dim/2]` float64, radians per token."""
