@@ -1,4 +1,4 @@
-"""The names of the position encodings, without importing them: each is the name of a file in `encodings/`.
+"""The names of the position encodings, without importing them.
 
 Where a method's name is asked for, the path of a saved encoding is taken too.
 """
@@ -9,9 +9,7 @@ import difflib
 import re
 import sys
 from collections.abc import Collection
-from functools import cache
 from pathlib import Path
-from pkgutil import iter_modules
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
@@ -21,13 +19,17 @@ ENCODING_FILE = "encoding.json"
 PRETRAINED, CURRENT = "pretrained", "current"
 STARTS = (PRETRAINED, CURRENT)
 """What an extension starts from: plain RoPE and the pretrained window, or the model's present ones."""
+_METHODS = """
+abf alibi clipped drope dual_chunk dynamic_linear dynamic_ntk dynamic_yarn fire jet_long kerple learned
+linear linear_attention llama3 logn longrope near_far none nope ntk ntk_by_parts ntk_mixed p_rope power
+rerope resonance sandwich self_extend shaw short_original sinks sinusoidal string t5_bias truncated xpos
+yarn
+"""
 
 
-@cache
 def method_names() -> tuple[str, ...]:
     """The names of all position encodings, sorted."""
-    folder = Path(__file__).parent / "encodings"
-    return tuple(sorted(module.name for module in iter_modules([str(folder)]) if not module.ispkg))
+    return tuple(_METHODS.split())
 
 
 def check_start(owner: str, start: object, current_length: int | None) -> None:

@@ -16,7 +16,7 @@ from results_says import by, has_parts, says
 from smollm2 import SOURCE
 
 from rope_extend.encodings.core.shapes import RopeShape
-from rope_extend.encodings.string import String
+from rope_extend.encodings.position_maps import String
 from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.controls import (
     against_cropped,

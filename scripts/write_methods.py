@@ -81,7 +81,7 @@ def page(name: str, by_hand: str) -> str:
         numbers="\n\n".join([markdown_table(numbers(name)).strip(), *factors(name)]),
         support=_support(name),
         source=linked(cls.paper),
-        file=f"rope_extend/encodings/{name}.py",
+        file=f"{cls.__module__.replace('.', '/')}.py",
     )
 
 

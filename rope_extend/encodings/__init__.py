@@ -1,140 +1,66 @@
-"""Position encodings, one small file each; importing the package registers them all."""
+"""Position encodings, grouped by kind; importing the package registers them all.
 
-from importlib import import_module
-from pkgutil import iter_modules
+Each method is a class and a name: `YaRN(factor=8.0)` or `encoding("yarn", factor=8.0)`.
+"""
 
-from rope_extend.encodings.abf import ABF
-from rope_extend.encodings.alibi import ALiBi
-from rope_extend.encodings.clipped import Clipped
-from rope_extend.encodings.core.alternatives import (
-    AbsoluteEncoding,
-    BiasEncoding,
-    KernelEncoding,
-    RelativeEncoding,
-)
-from rope_extend.encodings.core.effects import Effects
-from rope_extend.encodings.core.encoding import (
-    Encoding,
-    encoding,
-    encoding_class,
-    encoding_classes,
-    encoding_names,
-)
-from rope_extend.encodings.core.methods import (
-    Method,
-    composed_name,
-    method_named,
-    methods_from_length,
-    rotary_method,
-)
-from rope_extend.encodings.core.remap import RemapEncoding
-from rope_extend.encodings.core.rope import (
-    ComposedRope,
-    GrowingRope,
-    LengthDependent,
-    RopeEncoding,
-    ScaledRope,
-)
-from rope_extend.encodings.core.shapes import ModelShape, RopeShape
-from rope_extend.encodings.drope import DroPE
-from rope_extend.encodings.dual_chunk import DualChunk
-from rope_extend.encodings.dynamic_linear import DynamicLinear
-from rope_extend.encodings.dynamic_ntk import DynamicNTK
-from rope_extend.encodings.dynamic_yarn import DynamicYaRN
-from rope_extend.encodings.fire import FIRE
-from rope_extend.encodings.jet_long import JetLong
-from rope_extend.encodings.kerple import Kerple
-from rope_extend.encodings.learned import Learned
-from rope_extend.encodings.linear import Linear
-from rope_extend.encodings.linear_attention import LinearAttention
-from rope_extend.encodings.llama3 import Llama3
-from rope_extend.encodings.logn import LogN
-from rope_extend.encodings.longrope import LongRoPE
-from rope_extend.encodings.near_far import NearFar
-from rope_extend.encodings.none import PlainRope
-from rope_extend.encodings.nope import NoPE
-from rope_extend.encodings.ntk import NTK
-from rope_extend.encodings.ntk_by_parts import NTKByParts
-from rope_extend.encodings.ntk_mixed import NTKMixed
-from rope_extend.encodings.p_rope import PRoPE
-from rope_extend.encodings.power import Power
-from rope_extend.encodings.rerope import ReRoPE
-from rope_extend.encodings.resonance import Resonance
-from rope_extend.encodings.sandwich import Sandwich
-from rope_extend.encodings.self_extend import SelfExtend
-from rope_extend.encodings.shaw import Shaw
-from rope_extend.encodings.short_original import ShortOriginal
-from rope_extend.encodings.sinks import Sinks
-from rope_extend.encodings.sinusoidal import Sinusoidal
-from rope_extend.encodings.string import String
-from rope_extend.encodings.t5_bias import T5Bias
-from rope_extend.encodings.truncated import Truncated
-from rope_extend.encodings.xpos import XPos
-from rope_extend.encodings.yarn import YaRN
-
-for _module in iter_modules(__path__):  # registers a new method whose export line is still missing
-    import_module(f"{__name__}.{_module.name}")
-
-__all__ = [
-    "ABF",
-    "FIRE",
-    "NTK",
-    "ALiBi",
-    "AbsoluteEncoding",
-    "BiasEncoding",
-    "Clipped",
-    "ComposedRope",
-    "DroPE",
-    "DualChunk",
-    "DynamicLinear",
-    "DynamicNTK",
-    "DynamicYaRN",
-    "Effects",
-    "Encoding",
-    "GrowingRope",
-    "JetLong",
-    "KernelEncoding",
-    "Kerple",
-    "Learned",
-    "LengthDependent",
-    "Linear",
-    "LinearAttention",
-    "Llama3",
-    "LogN",
-    "LongRoPE",
-    "Method",
-    "ModelShape",
-    "NTKByParts",
-    "NTKMixed",
-    "NearFar",
-    "NoPE",
-    "PRoPE",
-    "PlainRope",
-    "Power",
-    "ReRoPE",
-    "RelativeEncoding",
-    "RemapEncoding",
-    "Resonance",
-    "RopeEncoding",
-    "RopeShape",
-    "Sandwich",
-    "ScaledRope",
-    "SelfExtend",
-    "Shaw",
-    "ShortOriginal",
-    "Sinks",
-    "Sinusoidal",
-    "String",
-    "T5Bias",
-    "Truncated",
-    "XPos",
-    "YaRN",
-    "composed_name",
-    "encoding",
-    "encoding_class",
-    "encoding_classes",
-    "encoding_names",
-    "method_named",
-    "methods_from_length",
-    "rotary_method",
-]
+from rope_extend.encodings.absolute import Learned as Learned
+from rope_extend.encodings.absolute import Sinusoidal as Sinusoidal
+from rope_extend.encodings.composed import Clipped as Clipped
+from rope_extend.encodings.composed import LogN as LogN
+from rope_extend.encodings.composed import Power as Power
+from rope_extend.encodings.composed import PRoPE as PRoPE
+from rope_extend.encodings.composed import Resonance as Resonance
+from rope_extend.encodings.composed import ShortOriginal as ShortOriginal
+from rope_extend.encodings.composed import Truncated as Truncated
+from rope_extend.encodings.composed import XPos as XPos
+from rope_extend.encodings.core.alternatives import AbsoluteEncoding as AbsoluteEncoding
+from rope_extend.encodings.core.alternatives import BiasEncoding as BiasEncoding
+from rope_extend.encodings.core.alternatives import KernelEncoding as KernelEncoding
+from rope_extend.encodings.core.alternatives import RelativeEncoding as RelativeEncoding
+from rope_extend.encodings.core.effects import Effects as Effects
+from rope_extend.encodings.core.encoding import Encoding as Encoding
+from rope_extend.encodings.core.encoding import encoding as encoding
+from rope_extend.encodings.core.encoding import encoding_class as encoding_class
+from rope_extend.encodings.core.encoding import encoding_classes as encoding_classes
+from rope_extend.encodings.core.encoding import encoding_names as encoding_names
+from rope_extend.encodings.core.methods import Method as Method
+from rope_extend.encodings.core.methods import composed_name as composed_name
+from rope_extend.encodings.core.methods import method_named as method_named
+from rope_extend.encodings.core.methods import methods_from_length as methods_from_length
+from rope_extend.encodings.core.methods import rotary_method as rotary_method
+from rope_extend.encodings.core.remap import RemapEncoding as RemapEncoding
+from rope_extend.encodings.core.rope import ComposedRope as ComposedRope
+from rope_extend.encodings.core.rope import GrowingRope as GrowingRope
+from rope_extend.encodings.core.rope import LengthDependent as LengthDependent
+from rope_extend.encodings.core.rope import RopeEncoding as RopeEncoding
+from rope_extend.encodings.core.rope import ScaledRope as ScaledRope
+from rope_extend.encodings.core.shapes import ModelShape as ModelShape
+from rope_extend.encodings.core.shapes import RopeShape as RopeShape
+from rope_extend.encodings.dynamic import DynamicLinear as DynamicLinear
+from rope_extend.encodings.dynamic import DynamicNTK as DynamicNTK
+from rope_extend.encodings.dynamic import DynamicYaRN as DynamicYaRN
+from rope_extend.encodings.linear_attention import LinearAttention as LinearAttention
+from rope_extend.encodings.logit_biases import FIRE as FIRE
+from rope_extend.encodings.logit_biases import ALiBi as ALiBi
+from rope_extend.encodings.logit_biases import Kerple as Kerple
+from rope_extend.encodings.logit_biases import Sandwich as Sandwich
+from rope_extend.encodings.logit_biases import Shaw as Shaw
+from rope_extend.encodings.logit_biases import T5Bias as T5Bias
+from rope_extend.encodings.longrope import LongRoPE as LongRoPE
+from rope_extend.encodings.near_far import NearFar as NearFar
+from rope_extend.encodings.position_maps import DualChunk as DualChunk
+from rope_extend.encodings.position_maps import JetLong as JetLong
+from rope_extend.encodings.position_maps import ReRoPE as ReRoPE
+from rope_extend.encodings.position_maps import SelfExtend as SelfExtend
+from rope_extend.encodings.position_maps import Sinks as Sinks
+from rope_extend.encodings.position_maps import String as String
+from rope_extend.encodings.static import ABF as ABF
+from rope_extend.encodings.static import NTK as NTK
+from rope_extend.encodings.static import DroPE as DroPE
+from rope_extend.encodings.static import Linear as Linear
+from rope_extend.encodings.static import Llama3 as Llama3
+from rope_extend.encodings.static import NoPE as NoPE
+from rope_extend.encodings.static import NTKByParts as NTKByParts
+from rope_extend.encodings.static import NTKMixed as NTKMixed
+from rope_extend.encodings.static import PlainRope as PlainRope
+from rope_extend.encodings.static import YaRN as YaRN

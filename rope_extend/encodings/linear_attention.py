@@ -13,7 +13,7 @@ from torch.nn import functional
 from rope_extend.encodings.core.alternatives import KernelEncoding
 from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule
 from rope_extend.encodings.core.shapes import RopeShape
-from rope_extend.encodings.none import PlainRope
+from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -18,11 +17,36 @@ from rope_extend.encodings.core.checks import (
     ZERO_FREQUENCY_DIVISOR,
     check_length,
     check_number,
+    number,
+    whole,
 )
 from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES, published_divisors
 from rope_extend.encodings.core.rope import LengthDependent, RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
+
+
+def _divisors(owner: str, field: str, values: Any) -> tuple[float, ...]:
+    """A list of divisors.
+
+    Raises:
+        RopeExtendError: it is no list of numbers, or a number is out of range.
+    """
+    if isinstance(values, str) and values in PUBLISHED_TABLES:
+        raise RopeExtendError(
+            f"{owner}: {field} is the name of a table, {values!r}, and no model is given to check it "
+            f"against; use extend(model, target_length, 'longrope', {field}={values!r})"
+        )
+    if not isinstance(values, list | tuple) or not values:
+        raise RopeExtendError(
+            f"{owner}: {field} must be a list of numbers, one for each channel pair, got {values!r}"
+        )
+    return tuple(
+        ZERO_FREQUENCY_DIVISOR
+        if value == ZERO_FREQUENCY_DIVISOR
+        else check_number(owner, f"{field}[{i}]", value, minimum=0, maximum=MAX_FACTOR, above=True)
+        for i, value in enumerate(values)
+    )
 
 
 @dataclass(frozen=True)
@@ -44,10 +68,10 @@ class LongRoPE(ScaledRope, LengthDependent):
         per: which length sets the table, `query` or `row`.
     """
 
-    long_factor: tuple[float, ...]
-    short_factor: tuple[float, ...] | None = None
-    start_tokens: int = 0
-    attention_scale: float | None = None
+    long_factor: Annotated[tuple[float, ...], _divisors]
+    short_factor: Annotated[tuple[float, ...] | None, _divisors] = None
+    start_tokens: Annotated[int, whole(0, MAX_LENGTH)] = 0
+    attention_scale: Annotated[float | None, number(0, 100, above=True)] = None
 
     name: ClassVar[str] = "longrope"
     paper: ClassVar[str] = "2402.13753"
@@ -56,9 +80,7 @@ class LongRoPE(ScaledRope, LengthDependent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "long_factor", self._divisors("long_factor"))
         if self.short_factor is not None:
-            object.__setattr__(self, "short_factor", self._divisors("short_factor"))
             if len(self.short_factor) != len(self.long_factor):
                 raise RopeExtendError(
                     f"longrope: short_factor and long_factor must have equal lengths, a value for each "
@@ -68,32 +90,6 @@ class LongRoPE(ScaledRope, LengthDependent):
                 object.__setattr__(self, "short_factor", None)  # so that equal encodings compare equal
         if self.long_factor == (self.short_factor or (1.0,) * len(self.long_factor)):
             object.__setattr__(self, "depends_on_length", False)  # how checkpoints store static schedules
-        start = self.start_tokens
-        if isinstance(start, bool) or not isinstance(start, Integral) or not 0 <= start <= MAX_LENGTH:
-            raise RopeExtendError(
-                f"longrope: start_tokens must be a whole number of positions, 0 or more, got {start!r}"
-            )
-        object.__setattr__(self, "start_tokens", int(start))
-        if self.attention_scale is not None:
-            self._check("attention_scale", minimum=0, maximum=100, above=True)
-
-    def _divisors(self, field: str) -> tuple[float, ...]:
-        values = getattr(self, field)
-        if isinstance(values, str) and values in PUBLISHED_TABLES:
-            raise RopeExtendError(
-                f"longrope: {field} is the name of a table, {values!r}, and no model is given to check it "
-                f"against; use extend(model, target_length, 'longrope', {field}={values!r})"
-            )
-        if not isinstance(values, list | tuple) or not values:
-            raise RopeExtendError(
-                f"longrope: {field} must be a list of numbers, one for each channel pair, got {values!r}"
-            )
-        return tuple(
-            ZERO_FREQUENCY_DIVISOR
-            if value == ZERO_FREQUENCY_DIVISOR
-            else check_number("longrope", f"{field}[{i}]", value, minimum=0, maximum=MAX_FACTOR, above=True)
-            for i, value in enumerate(values)
-        )
 
     @classmethod
     def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from rope_extend.encodings.core.checks import check_length
 from rope_extend.encodings.core.encoding import Encoding
 from rope_extend.encodings.core.methods import rotary_method
 from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
 from rope_extend.encodings.core.shapes import RopeShape
-from rope_extend.encodings.none import PlainRope
+from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
 
 _ANY_SHAPE = RopeShape(dim=128, theta=1e4, trained_length=4096)
@@ -45,7 +46,7 @@ class NearFar(RemapEncoding):
     """
 
     far: RopeEncoding
-    window: int
+    window: Annotated[int, check_length]
     near: RopeEncoding = field(default_factory=PlainRope)
 
     name: ClassVar[str] = "near_far"
@@ -54,7 +55,6 @@ class NearFar(RemapEncoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_whole("window")
         for name in ("near", "far"):
             object.__setattr__(self, name, self._schedule(name))
         effects = self.near.effects(_ANY_SHAPE)

@@ -36,7 +36,7 @@ import rope_extend as rx
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.export.write import export
 from rope_extend.encodings import GrowingRope, RopeShape
-from rope_extend.encodings.short_original import ShortOriginal
+from rope_extend.encodings.composed import ShortOriginal
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.loss import NextTokenLoss
 from rope_extend.models.families import adapter_for

@@ -1,9 +1,16 @@
-"""Limits and checks of the numbers that encodings are made from."""
+"""The values that the fields of encodings take, and their checks.
+
+A field states its values where it is declared: `factor: Annotated[float, number(1, MAX_FACTOR)]`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import Field, fields
+from functools import cache
 from numbers import Integral, Real
+from typing import Any, get_type_hints
 
 from rope_extend.errors import RopeExtendError
 
@@ -19,6 +26,71 @@ ZERO_FREQUENCY = 1e-20
 """Radians per token. A channel pair below this frequency does not rotate."""
 ZERO_FREQUENCY_DIVISOR = 1e28
 """The divisor that stands for frequency zero in `longrope` lists. No position makes the angle visible."""
+
+Check = Callable[[str, str, Any], Any]
+"""From the name of an owner, the name of a field and a value to the checked value; or raises."""
+
+
+class Checked:
+    """A frozen dataclass whose fields are checked when it is made.
+
+    A field with the default None may be None.
+    """
+
+    def __post_init__(self) -> None:
+        """Check each field by itself; subclasses add checks of several fields."""
+        owner = getattr(self, "name", type(self).__name__)
+        kind: Any = type(self)
+        for field, check in _checks(kind):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                object.__setattr__(self, field.name, check(owner, field.name, value))
+
+
+@cache
+def _checks(cls: Any) -> list[tuple[Field[Any], Check]]:
+    """The fields of a dataclass that state their values, with their checks."""
+    hints = get_type_hints(cls, include_extras=True)
+    stated = [(field, getattr(hints[field.name], "__metadata__", ())) for field in fields(cls)]
+    return [(field, check) for field, checks in stated for check in checks]
+
+
+def number(minimum: float, maximum: float = math.inf, *, above: bool = False) -> Check:
+    """Finite numbers within bounds; `above=True` excludes `minimum` itself."""
+    return lambda owner, field, value: check_number(
+        owner, field, value, minimum=minimum, maximum=maximum, above=above
+    )
+
+
+def whole(minimum: int, maximum: int) -> Check:
+    """Whole numbers within bounds, both included."""
+
+    def check(owner: str, field: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, Integral) or not minimum <= int(value) <= maximum:
+            raise RopeExtendError(
+                f"{owner}: {field} must be a whole number from {minimum} to {maximum}, got {value!r}"
+            )
+        return int(value)
+
+    return check
+
+
+def choice(*names: str) -> Check:
+    """One of some names."""
+
+    def check(owner: str, field: str, value: Any) -> str:
+        if value not in names:
+            raise RopeExtendError(f"{owner}: {field} must be {' or '.join(map(repr, names))}, got {value!r}")
+        return str(value)
+
+    return check
+
+
+def flag(owner: str, field: str, value: Any) -> bool:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise RopeExtendError(f"{owner}: {field} must be true or false, got {value!r}")
+    return value
 
 
 def check_number(

@@ -27,17 +27,17 @@ def critical_range(shape: RopeShape) -> tuple[int, int]:
     return ten, one
 
 
-def check_critical(name: str, critical: object) -> int | str | None:
-    """A critical pair as a parameter: None, `theoretical`, or an index of at least 1.
+def check_critical(name: str, field: str, critical: object) -> int | str:
+    """A critical pair as a parameter: `theoretical`, or an index of at least 1.
 
     Raises:
         RopeExtendError: anything else.
     """
-    if critical is None or critical == THEORETICAL:
-        return critical
+    if critical == THEORETICAL:
+        return THEORETICAL
     if isinstance(critical, bool) or not isinstance(critical, Integral) or critical < 1:
         raise RopeExtendError(
-            f"{name}: critical must be the index of a channel pair, 1 or more, or {THEORETICAL!r}; "
+            f"{name}: {field} must be the index of a channel pair, 1 or more, or {THEORETICAL!r}; "
             f"got {critical!r}"
         )
     return int(critical)

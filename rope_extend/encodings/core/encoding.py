@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import check_number, short_text
+from rope_extend.encodings.core.checks import Checked, short_text
 from rope_extend.encodings.core.effects import Effects
 from rope_extend.encodings.core.saved import read_encoding_file
 from rope_extend.encodings.core.shapes import ModelShape, RopeShape
@@ -21,7 +20,7 @@ from rope_extend.method_names import encoding_file, unknown_method
 _registry: dict[str, type[Encoding]] = {}
 
 
-class Encoding(ABC):
+class Encoding(Checked, ABC):
     """A position encoding: frozen, validated when it is made, hashable, and found by name.
 
     A subclass that sets `name` registers itself; abstract kinds have no name. `to_dict` and `from_dict`
@@ -40,15 +39,6 @@ class Encoding(ABC):
     """Whether every token of a row is encoded by the row's whole length, later tokens included."""
     per_layer: bool = False
     """Whether each layer has its own learned parameters, if the encoding learns any."""
-
-    def __post_init__(self) -> None:  # noqa: B027  the end of every subclass's chain of checks
-        """Check the parameters; each subclass adds its own to its parents'."""
-
-    def _check(self, field: str, *, minimum: float, maximum: float = math.inf, above: bool = False) -> None:
-        value = check_number(
-            self.name, field, getattr(self, field), minimum=minimum, maximum=maximum, above=above
-        )
-        object.__setattr__(self, field, value)
 
     def effects(self, shape: RopeShape) -> Effects:
         """What the encoding does to a model of this shape, beyond one static rotary table."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import check_length
 from rope_extend.encodings.core.rope import RopeEncoding
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
@@ -183,16 +182,6 @@ class RemapEncoding(RopeEncoding):
                 here = (region == index) & (lengths == length)
                 given[here] = each.query(query[here].double()) - each.key(key[here].double())
         return given
-
-    def _check_whole(self, *fields: str) -> None:
-        """Refuse parameters that are no whole number of tokens above 0."""
-        for field in fields:
-            object.__setattr__(self, field, check_length(self.name, field, getattr(self, field)))
-
-    def _check_flag(self, field: str) -> None:
-        value = getattr(self, field)
-        if not isinstance(value, bool):
-            raise RopeExtendError(f"{self.name}: {field} must be true or false, got {value!r}")
 
     @classmethod
     def _check_window(cls, shape: RopeShape, field: str, value: int) -> None:

@@ -7,12 +7,12 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import FINEST_STEP, MAX_FACTOR, ZERO_FREQUENCY_DIVISOR
+from rope_extend.encodings.core.checks import FINEST_STEP, MAX_FACTOR, ZERO_FREQUENCY_DIVISOR, choice, number
 from rope_extend.encodings.core.effects import Effects
 from rope_extend.encodings.core.encoding import Encoding, encoding, encoding_classes
 from rope_extend.encodings.core.shapes import RopeShape
@@ -173,11 +173,7 @@ class ScaledRope(RopeEncoding):
         factor: `s = target_length / trained_length`, at least 1.
     """
 
-    factor: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check("factor", minimum=1, maximum=MAX_FACTOR)
+    factor: Annotated[float, number(1, MAX_FACTOR)]
 
     def target_length(self, shape: RopeShape) -> int | None:
         """`factor * trained_length`, to the nearest token."""
@@ -218,14 +214,9 @@ class LengthDependent(RopeEncoding):
         per: which length sets the table, `query` or `row`.
     """
 
-    per: str = "query"
+    per: Annotated[str, choice("query", "row")] = "query"
 
     depends_on_length = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.per not in ("query", "row"):
-            raise RopeExtendError(f"{self.name}: per must be 'query' or 'row', got {self.per!r}")
 
     @property
     def per_row(self) -> bool:  # type: ignore[override]
@@ -253,11 +244,10 @@ class GrowingRope(LengthDependent):
             every token.
     """
 
-    step: float = 1 / 16
+    step: Annotated[float, number(0, 1)] = 1 / 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("step", minimum=0, maximum=1)
         if 0 < self.step < FINEST_STEP:
             raise RopeExtendError(
                 f"{self.name}: step must be 0 (a table for each token) or at least {FINEST_STEP}, "

@@ -5,17 +5,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from numbers import Integral
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import MAX_DIM, ZERO_FREQUENCY, check_length, check_number
+from rope_extend.encodings.core.checks import (
+    MAX_DIM,
+    MAX_LENGTH,
+    ZERO_FREQUENCY,
+    Checked,
+    check_length,
+    check_number,
+    number,
+    whole,
+)
 from rope_extend.errors import RopeExtendError
 
 
 @dataclass(frozen=True)
-class RopeShape:
+class RopeShape(Checked):
     """The numbers of a model that its rotary tables are computed from.
 
     Attributes:
@@ -24,23 +33,14 @@ class RopeShape:
         trained_length: the window the model was pretrained on, in tokens.
     """
 
-    dim: int
-    theta: float
-    trained_length: int
+    dim: Annotated[int, whole(2, MAX_DIM)]
+    theta: Annotated[float, number(1, above=True)]
+    trained_length: Annotated[int, check_length]
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.dim, Integral) and not isinstance(self.dim, bool)
-        if not whole or not 2 <= self.dim <= MAX_DIM or self.dim % 2:
-            raise RopeExtendError(
-                f"RopeShape: dim must be an even whole number of channels up to {MAX_DIM}, got {self.dim!r}"
-            )
-        object.__setattr__(self, "dim", int(self.dim))
-        object.__setattr__(
-            self, "theta", check_number("RopeShape", "theta", self.theta, minimum=1, above=True)
-        )
-        object.__setattr__(
-            self, "trained_length", check_length("RopeShape", "trained_length", self.trained_length)
-        )
+        super().__post_init__()
+        if self.dim % 2:
+            raise RopeExtendError(f"RopeShape: dim must be an even number of channels, got {self.dim}")
 
     @property
     def exponents(self) -> Tensor:
@@ -124,7 +124,7 @@ class ExtendedShape(RopeShape):
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Checked):
     """The numbers of a model that encodings other than rotary ones are computed from.
 
     Attributes:
@@ -135,18 +135,8 @@ class ModelShape:
         value_dim: channels of a value.
     """
 
-    heads: int
-    hidden_size: int
-    trained_length: int
-    head_dim: int = 64
-    value_dim: int = 64
-
-    def __post_init__(self) -> None:
-        for field in ("heads", "hidden_size", "head_dim", "value_dim"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-                raise RopeExtendError(f"ModelShape: {field} must be a whole number above 0, got {value!r}")
-            object.__setattr__(self, field, int(value))
-        object.__setattr__(
-            self, "trained_length", check_length("ModelShape", "trained_length", self.trained_length)
-        )
+    heads: Annotated[int, whole(1, MAX_LENGTH)]
+    hidden_size: Annotated[int, whole(1, MAX_LENGTH)]
+    trained_length: Annotated[int, check_length]
+    head_dim: Annotated[int, whole(1, MAX_LENGTH)] = 64
+    value_dim: Annotated[int, whole(1, MAX_LENGTH)] = 64

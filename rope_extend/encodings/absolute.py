@@ -1,20 +1,49 @@
-"""Learned absolute positions: a table of vectors, one for each position of the window."""
+"""Vectors added to the token embeddings by position, instead of RoPE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from rope_extend.encodings.core.alternatives import AbsoluteEncoding
-from rope_extend.encodings.core.checks import check_length
+from rope_extend.encodings.core.checks import check_length, choice, number
 from rope_extend.encodings.core.shapes import ModelShape, RopeShape
 from rope_extend.errors import RopeExtendError
 
-_RULES = ("refuse", "interpolate", "tile", "fresh")
+
+@dataclass(frozen=True)
+class Sinusoidal(AbsoluteEncoding):
+    """Sinusoidal vectors: sine and cosine of the position, with a different frequency for each channel pair.
+
+    Attributes:
+        scale: factor on the vectors, whose channels lie between -1 and 1. The first transformer multiplied
+            its embeddings by the square root of their width to match. Most models of today do not, and may
+            need a scale below 1.
+        base: base of the frequencies, `base^(-2i/D)` radians per token.
+    """
+
+    scale: Annotated[float, number(0, 1e6, above=True)] = 1.0
+    base: Annotated[float, number(1, 1e12, above=True)] = 10_000.0
+
+    name: ClassVar[str] = "sinusoidal"
+    paper: ClassVar[str] = "1706.03762"
+
+    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+        """`sin(p / base^(2i/D))` in channel 2i and `cos` of the same in channel 2i + 1, times `scale`.
+
+        `[..., hidden_size]` float32, D the hidden size; computed in float64 where the device has it.
+        """
+        dtype = torch.float32 if position_ids.device.type == "mps" else torch.float64
+        even = torch.arange(0, shape.hidden_size, 2, dtype=dtype, device=position_ids.device)
+        angles = position_ids[..., None].to(dtype) * self.base ** (-even / shape.hidden_size)
+        both = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
+        return (self.scale * both[..., : shape.hidden_size]).to(torch.float32)
+
+
 _STANDARD_DEVIATION = 0.02
 """The standard deviation of a new table, as in GPT-2."""
 
@@ -33,23 +62,16 @@ class Learned(AbsoluteEncoding):
             model starts without any positions.
     """
 
-    rows: int | None = None
-    beyond: str = "refuse"
-    length: int | None = None
-    start: str = "normal"
+    rows: Annotated[int | None, check_length] = None
+    beyond: Annotated[str, choice("refuse", "interpolate", "tile", "fresh")] = "refuse"
+    length: Annotated[int | None, check_length] = None
+    start: Annotated[str, choice("normal", "zeros")] = "normal"
 
     name: ClassVar[str] = "learned"
     paper: ClassVar[str] = "1705.03122"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beyond not in _RULES:
-            raise RopeExtendError(f"learned: beyond must be one of {', '.join(_RULES)}, got {self.beyond!r}")
-        if self.start not in ("normal", "zeros"):
-            raise RopeExtendError(f"learned: start must be 'normal' or 'zeros', got {self.start!r}")
-        for field in ("rows", "length"):
-            if (value := getattr(self, field)) is not None:
-                object.__setattr__(self, field, check_length(self.name, field, value))
         extends = self.beyond in ("interpolate", "fresh")
         if extends != (self.length is not None):
             rule = (
