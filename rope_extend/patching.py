@@ -69,10 +69,12 @@ def _no_rotation(shape: RopeShape) -> RopeEncoding:
     return rotary_method("nope").for_target(shape, shape.trained_length)
 
 
-def _is_plain(rotary: Any, layer_type: str | None) -> bool:
-    """Whether a stock rotary module rotates by plain RoPE."""
+def _plain_module(rotary: Any, layer_type: str | None) -> Any:
+    """The stock rotary module behind a module, if it rotates by plain RoPE; otherwise None."""
+    if isinstance(rotary, ExtendedRotaryEmbedding):
+        return rotary.plain
     kinds = rotary.rope_type
-    return bool((kinds if layer_type is None else kinds[layer_type]) == "default")
+    return rotary if (kinds if layer_type is None else kinds[layer_type]) == "default" else None
 
 
 def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
@@ -165,7 +167,7 @@ class Patch:
             device=table.device,
             layout=adapter.layout,
             original=original,
-            plain=not isinstance(original, ExtendedRotaryEmbedding) and _is_plain(original, layer_type),
+            plain=_plain_module(module, layer_type),
             marked=self._handler is not None,
             layer_type=layer_type,
             sections=tuple(sections),

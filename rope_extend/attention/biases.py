@@ -74,6 +74,7 @@ class BiasHandler(SizedHandler):
         Raises:
             PatchError: the positions in this call are not known, or the layer has other sizes than the bias.
         """
+        self.check_implementation(call.implementation)
         forward = self.forward_of_call(call)
         query, key, value = call.query, call.key, call.value
         positions = self.keys_of_call(call, forward)

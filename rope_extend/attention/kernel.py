@@ -224,13 +224,14 @@ class KernelHandler(AttentionHandler):
             PatchError: an option that has no meaning without softmax, a mask that shows later tokens or
                 hides earlier ones, or a cache that cannot be continued.
         """
+        self.check_implementation(call.implementation)
         for name in ("dropout", "softcap", "s_aux", "output_attentions"):
             value = call.kwargs.get(name)
             if isinstance(value, Tensor) or value:
                 raise PatchError(f"{self.encoding} has no softmax, so {name} has no meaning; turn it off")
         forward = self.forward_of_call(call)
         query, key, value = call.query, call.key, call.value
-        new, layer = query.shape[2], self._layer(call, forward)
+        new, layer = query.shape[2], self._layer(call)
         state = layer.state if isinstance(layer, StateLayer) else None
         key, value = key[:, :, :new], value[:, :, :new]  # the rest are empty slots
         q, k = self.encoding.features(query), self.encoding.features(key)
@@ -284,7 +285,7 @@ class KernelHandler(AttentionHandler):
         sin = -sin if self.adapter.backwards else sin
         return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
 
-    def _layer(self, call: AttentionCall, forward: Forward) -> Any:
+    def _layer(self, call: AttentionCall) -> Any:
         """The layer of the cache that a call uses; None if there is no cache.
 
         Raises:
@@ -293,13 +294,13 @@ class KernelHandler(AttentionHandler):
         past = call.given.get("cache")
         if past is None:
             return None
-        layer, new, reason = past.layers[call.module.layer_idx], call.query.shape[2], ""
+        layer, reason = past.layers[call.module.layer_idx], ""
         if isinstance(layer, StateLayer):
             if layer.made_by != (self.encoding, self.shape):
                 reason = f"it was filled under {layer.made_by[0]}, for {layer.made_by[1]}"
             elif layer.is_shared and not self._is_of(layer, call):
                 reason = "several modules use one layer of it, which can hold only one state"
-        elif int(forward.queries.amax()) + 1 > new:
+        elif layer.get_seq_length() > call.query.shape[2]:
             reason = "it was filled without the encoding"
             if type(layer) is not DynamicLayer:
                 reason = f"its {type(layer).__name__} cannot hold a state"

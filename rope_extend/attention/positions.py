@@ -167,6 +167,7 @@ class AttentionHandler:
         if self._latest is not None and self._latest[0] is reference:
             self._latest = None
 
+    @torch.no_grad()
     def _read(self, position_ids: Tensor, cached: int) -> tuple[Tensor, tuple[float, ...]]:
         """Positions `[1 or batch, T]` and the values of `on_the_device`, read from the device at once."""
         values = self.on_the_device()

@@ -212,10 +212,21 @@ class RemapHandler(AttentionHandler):
         """The call with a mask of the tokens that a layer of a `SinkCache` holds, and their positions.
 
         Raises:
-            PatchError: flex attention got a mask of the whole text.
+            PatchError: the cache was made for another patch, a new token may see dropped ones, or flex
+                attention got a mask of the whole text.
         """
+        if layer.encoding != self.encoding:
+            raise PatchError(
+                f"this SinkCache works in a model that is patched with {layer.encoding}, not with "
+                f"{self.encoding}; make one with rope_extend.sink_cache(model), or use a DynamicCache"
+            )
         if not layer.dropped:
             return call, self.keys_of_call(call, forward)
+        if bool((forward.queries.diff() < 0).any()):
+            raise PatchError(
+                f"this SinkCache dropped {layer.dropped} tokens, and the positions of the new tokens do not "
+                f"follow each other; start another text with another cache"
+            )
         if hasattr(call.mask, "mask_mod"):
             raise PatchError(
                 f"{self.encoding}: the block mask of flex_attention cannot leave out the {layer.dropped} "

@@ -8,6 +8,7 @@ rotations add. Within the trained window nothing is done at all.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +20,7 @@ from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler, Forward
-from rope_extend.attention.registry import causal_mask, is_dense, takes_suffix
+from rope_extend.attention.registry import causal_mask, is_dense, takes_suffix, without_cudnn
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
@@ -196,7 +197,8 @@ class RotationHandler(AttentionHandler):
         later = self._check_later(call, forward, keys.shape[1])
         if len(segments) > 1:
             call = self._for_parts(call, forward)
-        return self._by_segments(call, forward, keys, later=later)
+        with without_cudnn() if len(segments) > 1 else nullcontext():  # each has another number of keys
+            return self._by_segments(call, forward, keys, later=later)
 
     def _by_segments(
         self, call: AttentionCall, forward: _Forward, positions: Tensor, *, later: bool

@@ -14,9 +14,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from rope_extend.attention.functions import HANDLER, attention_modules
-from rope_extend.encodings import Sinks
+from rope_extend.encodings import Encoding, Sinks
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.view import unwrap
+from rope_extend.models.view import CONFIG_RECORD, unwrap
 
 _MORE = 16
 """Tokens are dropped when at least this many can be, and at least a quarter of the window."""
@@ -169,15 +169,15 @@ def sink_cache(model: nn.Module) -> SinkCache:
     base = unwrap(model)
     modules = attention_modules(base.base_model)
     handlers = [getattr(module, HANDLER, None) for module in modules]
-    handler = next((each for each in handlers if each is not None), None)
-    encoding = getattr(handler, "encoding", None)
+    record = getattr(base.config, CONFIG_RECORD, None)
+    encoding = Encoding.from_dict(record["encoding"]) if record else None
     if not isinstance(encoding, Sinks):
         raise PatchError(
             f"sink_cache: the model is not patched with sinks, but with {encoding or 'nothing'}; call "
             f"rope_extend.extend(model, target_length, 'sinks') first"
         )
     cache = SinkCache(encoding, base.config.get_text_config(decoder=True))
-    handled = {module.layer_idx for module, each in zip(modules, handlers, strict=True) if each is handler}
+    handled = {module.layer_idx for module, each in zip(modules, handlers, strict=True) if each is not None}
     others = [str(index) for index in range(len(cache.layers)) if index not in handled]
     if others:
         raise UnsupportedModelError(

@@ -112,7 +112,7 @@ class RotarySlot:
         device: the device of the tables.
         layout: how cos and sin of each pair are laid out.
         original: the stock module, or the one of an earlier patch.
-        plain: whether `original` computes plain RoPE. Then it goes on to do so under an encoding that rotates
+        plain: the stock module if it computes plain RoPE; it goes on to do so under an encoding that rotates
             inside attention.
         marked: whether cos and sin say which positions they belong to.
         layer_type: the type of the layers that use the encoding; None if all layers do.
@@ -125,7 +125,7 @@ class RotarySlot:
     device: torch.device | None = None
     layout: Layout = "halves"
     original: Any = None
-    plain: bool = False
+    plain: Any = None
     marked: bool = False
     layer_type: str | None = None
     sections: tuple[int, ...] = ()
@@ -153,7 +153,7 @@ class ExtendedRotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
     original_inv_freq: Tensor
-    _plain: Any
+    plain: Any
 
     def __init__(self, encoding: RopeEncoding, shape: RopeShape, slot: RotarySlot) -> None:
         super().__init__()
@@ -167,8 +167,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         self.dtype = slot.dtype
         self.marked = slot.marked
         # Not a submodule, so that no cast reaches it.
-        plain = slot.original if slot.plain and encoding.rotates_in_attention else None
-        self.__dict__["_plain"] = plain
+        self.__dict__["plain"] = slot.plain
         if slot.layer_type is not None:
             self.original = slot.original
             self.layer_types = list(getattr(slot.original, "layer_types", ()))  # stock decoders loop over it
@@ -215,13 +214,13 @@ class ExtendedRotaryEmbedding(nn.Module):
         self.inv_freq = self._buffer(table, device)
         self.original_inv_freq = self._buffer(table, device)
         self._table = self._for_device(computed, device)
-        if self._plain is not None and "meta" not in (device.type, self._plain_table().device.type):
-            self._plain.to(device)
+        if self.plain is not None and "meta" not in (device.type, self._table_of_plain().device.type):
+            self.plain.to(device)
         return self
 
-    def _plain_table(self) -> Tensor:
+    def _table_of_plain(self) -> Tensor:
         name = "inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"
-        table: Tensor = getattr(self._plain, name)
+        table: Tensor = getattr(self.plain, name)
         return table
 
     def _angles(self, position_ids: Tensor, table: Tensor) -> Tensor:
@@ -250,7 +249,7 @@ class ExtendedRotaryEmbedding(nn.Module):
             return other
         if self.encoding.rotates_in_attention:
             return self._rotated_plainly(x, position_ids)
-        parts = None
+        parts, given = None, position_ids
         if position_ids.dim() == 3:
             parts, position_ids = position_ids, position_ids[0]
             if self.encoding.depends_on_length:
@@ -262,7 +261,7 @@ class ExtendedRotaryEmbedding(nn.Module):
             angles, factor = self._static(x, position_ids if parts is None else parts), self.attention_scaling
             if parts is not None:
                 angles = self._in_sections(angles)
-        return self._laid_out(angles, factor, x, position_ids)
+        return self._laid_out(angles, factor, x, given)
 
     def _laid_out(
         self, angles: Tensor, factor: Tensor | float, x: Tensor, position_ids: Tensor
@@ -278,14 +277,14 @@ class ExtendedRotaryEmbedding(nn.Module):
         """cos and sin of plain RoPE, by the model's own module if it computes that."""
         if position_ids.dim() == 3:
             self._check_one_position(position_ids)
-        if self._plain is not None:
-            table = self._plain_table()
+        if self.plain is not None:
+            table = self._table_of_plain()
             if table.device == x.device and table.dtype.itemsize >= 4:
                 layer_type = () if self.layer_type is None else (self.layer_type,)
-                cos_sin: tuple[Tensor, Tensor] | Tensor = self._plain(x, position_ids, *layer_type)
+                cos_sin: tuple[Tensor, Tensor] | Tensor = self.plain(x, position_ids, *layer_type)
                 return self._mark(cos_sin, position_ids)
         positions = position_ids[0] if position_ids.dim() == 3 else position_ids
-        return self._laid_out(self._angles_of_table(positions, x.device), 1.0, x, positions)
+        return self._laid_out(self._angles_of_table(positions, x.device), 1.0, x, position_ids)
 
     def _mark(
         self, cos_sin: tuple[Tensor, Tensor] | Tensor, position_ids: Tensor
