@@ -1,1 +1,1 @@
-"""The family shapes, each a module with one `ADAPTER` or `ADAPTERS`."""
+"""The family shapes: each module has records of families, `ADAPTERS`."""

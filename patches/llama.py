@@ -1,8 +1,17 @@
-"""Llama's shape: one rotary module in the decoder, every channel of a head rotated in halves.
+"""Llama's shape: one rotary module in the decoder, the channels of a head rotated in halves.
 
-Gemma 2, Mistral, Qwen 2 and Starcoder 2 have layers or options with a sliding window. The window limits the
-keys that a query sees, not their rotation, so the tables are the same. Ministral 3 also scales queries by
-their position, which does not change their rotation.
+- Gemma 2, Mistral, Qwen 2 and Starcoder 2 have layers or options with a sliding window. The window limits the
+  keys that a query sees, not their rotation, so the tables are the same. Ministral 3 also scales queries by
+  their position.
+- Partial rotary: only the first channels of each head rotate, a share of `partial_rotary_factor`. The
+  frequencies are computed from the rotated width, which is that of the model's own table.
+- Hybrids: attention in some layers, or in parallel with a recurrence, which has the order from the sequence
+  itself.
+- Qwen 3.5: positions with three parts (time, height, width), each for some of the pairs; for text all are
+  equal. Pairs go to the parts in turn, as many as `mrope_section` says, which the config keeps under every
+  schedule.
+- Moshi has a module in each layer. Its config has a `sliding_window`, which transformers applies in the cache
+  but not in the mask: with a cache, a model sees no further than that, patched or not.
 """
 
 from torch import nn
@@ -14,8 +23,6 @@ def always(attention: nn.Module) -> bool:
     """NanoChat normalises queries and keys after the rotation in every layer, without weights."""
     return True
 
-
-_NOTE = "all channels of a head"
 
 ADAPTERS = (
     FamilyAdapter(
@@ -56,21 +63,45 @@ ADAPTERS = (
             "starcoder2",
             "vaultgemma",
         ),
-        rotary_paths=("rotary_emb",),
-        note=_NOTE,
+        note="all channels of a head",
         in_float32=("flex_olmo", "olmo", "olmo2"),
     ),
     FamilyAdapter(
         model_types=("falcon", "gpt_neox_japanese"),
-        rotary_paths=("rotary_emb",),
-        note=_NOTE,
+        note="all channels of a head",
         unreachable="it computes attention itself, not by one of transformers' attention functions",
     ),
     FamilyAdapter(
         model_types=("nanochat",),
-        rotary_paths=("rotary_emb",),
-        note=f"{_NOTE}, rotated backwards",
+        note="all channels of a head, rotated backwards",
         backwards=True,
         normalises=always,
+    ),
+    FamilyAdapter(
+        model_types=("glm4_moe", "gpt_neox", "minimax_m2", "persimmon", "phi", "stablelm"),
+        hides_positions=("persimmon",),
+        note="the first channels of a head",
+    ),
+    FamilyAdapter(
+        model_types=("minimax_m3_vl_text",),
+        note="the first channels of a head",
+        unreachable="its indexer rotates its own queries to choose keys, outside the attention function",
+    ),
+    FamilyAdapter(
+        model_types=("bamba", "falcon_h1", "lfm2", "minimax", "olmo_hybrid", "qwen3_next"),
+        note="all or the first channels of a head, in the attention layers",
+        in_float32=("olmo_hybrid",),
+    ),
+    FamilyAdapter(
+        model_types=("qwen3_5_text", "qwen3_5_moe_text"),
+        hides_positions=("qwen3_5_text", "qwen3_5_moe_text"),
+        note="the first channels of a head; positions may have three parts",
+        sections=True,
+    ),
+    FamilyAdapter(
+        model_types=("moshi",),
+        hides_positions=("moshi",),
+        rotary_paths=("layers.*.self_attn.rotary_emb",),
+        note="all channels of a head, a module in each layer",
     ),
 )

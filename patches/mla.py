@@ -6,7 +6,6 @@ halves, for any layout in the weights. In some families an indexer chooses the k
 
 from rope_extend.models.families import FamilyAdapter
 
-_PATHS = ("rotary_emb",)
 _NOTE = "the channels next to the latent ones"
 
 ADAPTERS = (
@@ -20,13 +19,11 @@ ADAPTERS = (
             "minicpm3",
             "youtu",
         ),
-        rotary_paths=_PATHS,
         note=_NOTE,
         rotated="last",
     ),
     FamilyAdapter(
         model_types=("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"),
-        rotary_paths=_PATHS,
         note=f"{_NOTE}, and an indexer's",
         rotated="last",
         unreachable="its indexer rotates its own queries to choose keys, outside the attention function",

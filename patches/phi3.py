@@ -30,27 +30,23 @@ def with_mscale(parameters: dict[str, Any]) -> dict[str, Any] | None:
     return parameters | {"short_mscale": factor, "long_mscale": factor}
 
 
-_PATHS = ("rotary_emb",)
 _NOTE = "all or the first channels of a head"
 _ROPE_TYPES = ("default", "longrope")
 
 ADAPTERS = (
     FamilyAdapter(
         model_types=("phi3",),
-        rotary_paths=_PATHS,
         note=_NOTE,
         stock_rope_types=_ROPE_TYPES,
     ),
     FamilyAdapter(
         model_types=("phi4_multimodal",),
-        rotary_paths=_PATHS,
         note=_NOTE,
         stock_rope_types=_ROPE_TYPES,
         rotates=of_text,
     ),
     FamilyAdapter(
         model_types=("phimoe",),
-        rotary_paths=_PATHS,
         note="all channels of a head",
         stock_rope_types=_ROPE_TYPES,
         completes=with_mscale,

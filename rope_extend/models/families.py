@@ -25,9 +25,9 @@ class FamilyAdapter:
 
     Attributes:
         model_types: the `config.model_type`s that share the shape.
+        note: a description of the shape in a few words, for `rope-extend families`.
         rotary_paths: paths of the rotary modules below the decoder (transformers' `model.base_model`); `*`
             stands for any one name, as in `layers.*.self_attn.rotary_emb`.
-        note: a description of the shape in a few words, for `rope-extend families`.
         stock_rope_types: the `rope_type`s that the family's config accepts; None for all of them.
         layout: the order of the values that the rotary module returns: the whole table twice (`halves`), each
             value twice (`neighbours`), once (`once`), or as complex numbers (`complex`).
@@ -54,8 +54,8 @@ class FamilyAdapter:
     """
 
     model_types: tuple[str, ...]
-    rotary_paths: tuple[str, ...]
     note: str
+    rotary_paths: tuple[str, ...] = ("rotary_emb",)
     stock_rope_types: tuple[str, ...] | None = None
     layout: Layout = "halves"
     in_float32: tuple[str, ...] = ()
@@ -179,8 +179,7 @@ def _adapters() -> dict[str, FamilyAdapter]:
     package = "rope_extend.patches"
     for module in iter_modules(import_module(package).__path__):
         shapes = import_module(f"{package}.{module.name}")
-        records: tuple[FamilyAdapter, ...] = getattr(shapes, "ADAPTERS", None) or (shapes.ADAPTER,)
-        for adapter in records:
+        for adapter in getattr(shapes, "ADAPTERS", ()):
             for model_type in adapter.model_types:
                 if model_type in adapters:
                     raise TypeError(f"two adapters in patches/ claim model_type {model_type!r}")

@@ -1,0 +1,104 @@
+"""Other layouts of pairs: two neighbouring channels, complex numbers, or one value for each pair.
+
+- The choice of channels does not change a pair's frequency, so the tables are the same. ERNIE, GLM and Helium
+  take cos and sin in halves and spread them over neighbours themselves; Cohere's rotary module returns them
+  spread. GLM rotates only the first half of each head. From Command R7B on, Cohere rotates only in layers
+  with a sliding window.
+- Complex: one number, `cos + i sin`, for each pair. DeepSeek-V2 rotates the last channels of a head. Llama 4
+  leaves every fourth layer unrotated; where it normalises queries and keys after the rotation
+  (`use_qk_norm`), a factor on cos and sin has no effect.
+- BLT has local layers over bytes with a sliding window, and a global transformer over patches of bytes. Only
+  the table of the latter is extended: `trained_length` and `target_length` count patches, and
+  `config.global_config` has them.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from rope_extend.models.families import FamilyAdapter
+
+
+def slides(attention: nn.Module) -> bool:
+    """Cohere 2 rotates in layers with a sliding window."""
+    return attention.sliding_window is not None
+
+
+def slides_or_dense(attention: nn.Module) -> bool:
+    """Cohere 2 MoE also rotates in the dense layers at the beginning."""
+    return attention.sliding_window is not None or bool(attention.force_rope)
+
+
+def has_rotary(attention: Any) -> bool:
+    """Whether an attention module of Llama 4 rotates."""
+    return bool(attention.use_rope)
+
+
+def normalises(attention: Any) -> bool:
+    """Whether an attention module of Llama 4 normalises queries and keys after the rotation."""
+    return hasattr(attention, "qk_norm")
+
+
+ADAPTERS = (
+    FamilyAdapter(
+        model_types=("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"),
+        note="neighbouring channels as pairs",
+        in_float32=("ernie4_5", "ernie4_5_moe"),
+        pairs="neighbours",
+    ),
+    FamilyAdapter(
+        model_types=("cohere",),
+        note="neighbouring channels as pairs",
+        layout="neighbours",
+        pairs="neighbours",
+    ),
+    FamilyAdapter(
+        model_types=("cohere2",),
+        note="neighbouring channels as pairs, in some of the layers",
+        layout="neighbours",
+        pairs="neighbours",
+        rotates=slides,
+    ),
+    FamilyAdapter(
+        model_types=("cohere2_moe",),
+        note="neighbouring channels as pairs, in some of the layers",
+        layout="neighbours",
+        pairs="neighbours",
+        rotates=slides_or_dense,
+    ),
+    FamilyAdapter(
+        model_types=("deepseek_v2",),
+        note="the last channels of a head, as complex numbers",
+        in_float32=("deepseek_v2",),
+        layout="complex",
+        pairs="neighbours",
+        rotated="last",
+    ),
+    FamilyAdapter(
+        model_types=("llama4_text",),
+        rotary_paths=("model.rotary_emb",),
+        note="all channels of a head, as complex numbers, in three of four layers",
+        in_float32=("llama4_text",),
+        hides_positions=("llama4_text",),
+        layout="complex",
+        pairs="neighbours",
+        rotates=has_rotary,
+        normalises=normalises,
+        counts="its layers without rotation scale queries by the number of tokens before them",
+    ),
+    FamilyAdapter(
+        model_types=("gpt_oss",),
+        note="all channels of a head, one value for each pair",
+        layout="once",
+    ),
+    FamilyAdapter(
+        model_types=("blt",),
+        rotary_paths=("global_transformer.rotary_emb",),
+        note="the global transformer only; lengths count patches of bytes",
+        layout="neighbours",
+        pairs="neighbours",
+        unreachable="its global transformer sees patches, whose positions differ from those of its cache",
+        counts="its global transformer counts patches of bytes",
+        config_path="global_config",
+    ),
+)
