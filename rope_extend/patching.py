@@ -175,6 +175,8 @@ class Patch:
         )
         extended = ExtendedRotaryEmbedding(self.rotary, self.shape, slot)
         extended.train(module.training)
+        if self._handler is not None:
+            self._handler.rotary = extended
         self._undo.set(base.base_model.get_submodule(parent_path), name, extended)
 
     def _update_config(self, base: Any, adapter: FamilyAdapter) -> None:

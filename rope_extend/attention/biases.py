@@ -90,7 +90,7 @@ class BiasHandler(SizedHandler):
         shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
         slopes = self.encoding.slopes(shape)
         alone = query.shape[2] == 1 or kwargs.get("softcap") is not None
-        if slopes is not None and (alone or sees_later_keys(call, forward, end)):
+        if slopes is not None and (alone or sees_later_keys(call, forward.tables, end)):
             slopes = None  # channels would reward a key after its query
         if slopes is not None:
             output, weights = self._by_channels(positioned, slopes, forward)

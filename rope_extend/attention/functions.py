@@ -112,6 +112,9 @@ class Handler(Protocol):
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Attention for one call."""
 
+    def attended(self, module: Any) -> None:
+        """Free what no later layer needs."""
+
 
 class HandlerConfig:
     """A model's config as an attention module with a handler sees it.
@@ -194,7 +197,9 @@ def _call_handler(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     handler: Handler | None = getattr(call.module, HANDLER, None)
     if handler is None:
         return call.own(call.query, call.key, call.value, call.mask)
-    return handler.attend(call.with_full_mask())
+    result = handler.attend(call.with_full_mask())
+    handler.attended(call.module)
+    return result
 
 
 def handing_over(

@@ -235,7 +235,7 @@ class KernelHandler(AttentionHandler):
         state = layer.state if isinstance(layer, StateLayer) else None
         key, value = key[:, :, :new], value[:, :, :new]  # the rest are empty slots
         q, k = self.encoding.features(query), self.encoding.features(key)
-        if sees_later_keys(call, forward, new):
+        if sees_later_keys(call, forward.tables, new):
             raise PatchError(
                 f"{self.encoding} adds up earlier tokens, but this input lets tokens attend to later ones "
                 f"(an image, a prefix or is_causal=False); use causal attention"

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from rope_extend.attention.functions import AttentionCall
-
-if TYPE_CHECKING:
-    from rope_extend.attention.positions import Forward
 
 MASK_ROWS = 512
 """The largest number of queries for which a mask is computed at a time."""
@@ -44,11 +41,11 @@ def visible_to(call: AttentionCall, query: int, columns: int) -> Tensor | None:
     return shown.cpu()
 
 
-def sees_later_keys(call: AttentionCall, forward: Forward, keys: int) -> bool:
+def sees_later_keys(call: AttentionCall, tables: dict[tuple[Any, ...], Any], keys: int) -> bool:
     """Whether a query of a call sees keys after its own, as images, prefixes and encoders do.
 
-    Computed once for all layers of a forward that share a mask. In a dry run, masks are causal. `keys` is the
-    number of keys without the empty slots of a static cache.
+    Computed once for all layers of a forward that share a mask, and kept in its `tables`. In a dry run, masks
+    are causal. `keys` is the number of keys without the empty slots of a static cache.
     """
     mask, new = call.mask, call.query.shape[2]
     if new == 1:
@@ -59,7 +56,7 @@ def sees_later_keys(call: AttentionCall, forward: Forward, keys: int) -> bool:
     if isinstance(mask, Tensor) and mask.is_meta:
         return False
     name = ("sees later", id(mask))
-    if name not in forward.tables:
+    if name not in tables:
 
         def shown(start: int, stop: int) -> Tensor:
             """Which keys the queries from `start` to `stop` see, bool `[batch, heads, queries, keys]`."""
@@ -68,8 +65,8 @@ def sees_later_keys(call: AttentionCall, forward: Forward, keys: int) -> bool:
             return visible(mask[:, :, start:stop, :keys])
 
         # The mask is kept with the result, so that no other mask gets its id.
-        forward.tables[name] = mask, _shows_later(shown, new, keys - new)
-    found: bool = forward.tables[name][1]
+        tables[name] = mask, _shows_later(shown, new, keys - new)
+    found: bool = tables[name][1]
     return found
 
 

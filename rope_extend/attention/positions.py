@@ -3,7 +3,8 @@
 The positions of the queries come with the call. Those of the keys follow from them:
 
 - without a cache, keys are at the positions of the queries;
-- with one, a cached key is as many positions before the first query as there are visible keys after it.
+- with one, a cached key is as many positions before the first query as there are visible keys after it. Or
+  its position is its column, where positions count padding too.
 
 That holds for padding on the left and on the right, for beams, and for caches that were cropped, reordered or
 have empty slots. It does not hold if cached positions have gaps: then it is refused.
@@ -75,16 +76,19 @@ class AttentionHandler:
     Attributes:
         shape: the sizes of the model that the encoding follows from; subclasses set it.
         learned: the parameters that the encoding learns; None if it learns none.
+        rotary: the rotary module of the patch; one of them, if there are several.
     """
 
     encoding: Encoding
     shape: RopeShape | ModelShape
     learned: LearnedParameters | None = None
+    rotary: Any = None
 
     def __init__(self, encoding: Encoding, adapter: FamilyAdapter) -> None:
         self.encoding = encoding
         self.adapter = adapter
         self._latest: tuple[Any, int, Forward] | None = None
+        self._last_layer = -1
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_latest": None}
@@ -96,6 +100,11 @@ class AttentionHandler:
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Attention for one call; in this class, by the model's own function."""
         return call.own(call.query, call.key, call.value, call.mask)
+
+    def attended(self, module: Any) -> None:
+        """After the last layer, free the tables that all of them share."""
+        if self._latest is not None and module.layer_idx == self._last_layer:
+            self._latest[2].tables.clear()
 
     def check_implementation(self, implementation: str) -> None:
         """Refuse an attention implementation under which this handler is not exact.
@@ -113,6 +122,7 @@ class AttentionHandler:
                 implementation.
         """
         modules = extended_modules(self.encoding, decoder, self.adapter)
+        self._last_layer = max((int(module.layer_idx) for module in modules), default=-1)
         for config in add_handler(self, modules, undo):
             self.check_implementation(config._attn_implementation)
         if decoder.config.model_type in self.adapter.hides_positions:
@@ -223,10 +233,14 @@ class AttentionHandler:
         for past in own_keys or layouts[1:2] or layouts:
             # The number of visible keys from each one on, up to the first query.
             after = first[:, :past].to(torch.int64).flip(-1).cumsum(-1).flip(-1)
-            begins = queries[:, 0] - (after[:, 0] if past else 0)
-            if not whole or bool((begins == 0)[first[:, past].expand(len(begins))].all()):
-                before = (queries[:, :1] - after).clamp(min=0).expand(rows, -1)
-                return torch.cat([before, queries.expand(rows, -1)], dim=1)
+            before = (queries[:, :1] - after).expand(rows, -1)
+            if whole and past:
+                by_column = (queries[:, :1] == past).expand(rows, -1)  # padding has positions too
+                known = (before[:, :1] == 0) | by_column
+                if not bool(known[first[:, past].expand(rows)].all()):
+                    continue
+                before = torch.where(before[:, :1] == 0, before, torch.arange(past))
+            return torch.cat([before.clamp(min=0), queries.expand(rows, -1)], dim=1)
         raise PatchError(
             f"{self.encoding} counts the positions of cached tokens back from the next one, but the token at "
             f"position {int(queries[0, 0])} sees {int(first[0, :past].sum())} cached tokens: their positions "

@@ -58,7 +58,7 @@ class _Forward(Forward):
 
     def __init__(self, queries: Tensor, handler: RemapHandler) -> None:
         super().__init__(queries)
-        self.encoding, self.shape = handler.encoding, handler.shape
+        self.encoding, self.shape, self.rotary = handler.encoding, handler.shape, handler.rotary
         self.lengths = self.encoding.table_length(self.shape, queries + 1)
         self.scale = self.encoding.logit_scale(self.shape, queries)
         factor = self.encoding.factor_of_queries(self.shape, queries)
@@ -114,7 +114,7 @@ class _Forward(Forward):
         tables = torch.stack([self.table(*each) for each in zip(regions, lengths, strict=True)])
         device = like.device if has_float64(like.device) else torch.device("cpu")
         at, given, tables = (to_device(each, device) for each in (at, given, tables))
-        angles = given[..., None] * tables[:, None] - at[..., None] * to_device(self.shape.inv_freq(), device)
+        angles = given[..., None] * tables[:, None] - self.rotary.plain_angles(at)
         found = _cos_sin(angles, like)
         size = sum(each.numel() * each.element_size() for each in found)
         if size * (1 + len(self.changes)) <= (
@@ -275,7 +275,7 @@ class RemapHandler(AttentionHandler):
     @staticmethod
     def _by_distance(forward: _Forward, keys: Tensor, like: Tensor) -> tuple[Rotation, Tensor | None]:
         """What turns each key by its distance, and which keys are seen, `[rows, K]`; None for all."""
-        encoding, shape, own = forward.encoding, forward.shape, forward.shape.inv_freq()
+        encoding, shape = forward.encoding, forward.shape
         query = forward.queries.expand(len(keys), -1)
         region = encoding.borders.region(query, keys)
         distance = encoding.distance(shape, query, keys).nan_to_num(0)
@@ -289,7 +289,9 @@ class RemapHandler(AttentionHandler):
                 if each is NEAR or not bool(here.any()):
                     continue
                 # The query and the key are at their own angles, and their difference shall be the distance's.
-                turns = (query - keys)[here][:, None].double() * own
+                turns = forward.rotary.plain_angles(
+                    query.expand_as(keys)[here]
+                ) - forward.rotary.plain_angles(keys[here])
                 turns = turns - distance[here][:, None] * forward.table(each, length)
                 cos[here], sin[here] = turns.cos().to(dtype), turns.sin().to(dtype)
         hidden = region == DROPPED
@@ -375,7 +377,7 @@ class RemapHandler(AttentionHandler):
         self, call: AttentionCall, forward: _Forward, keys: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Attention by the model's own function, with the keys of all regions side by side."""
-        if isinstance(self.encoding.borders, Chunks) and sees_later_keys(call, forward, keys.shape[1]):
+        if isinstance(self.encoding.borders, Chunks) and sees_later_keys(call, forward.tables, keys.shape[1]):
             raise PatchError(
                 f"{self.encoding} counts chunks back from a token, but this input lets tokens attend to "
                 f"later ones (an image, a prefix or is_causal=False); use causal attention, or self_extend"

@@ -277,14 +277,31 @@ class ExtendedRotaryEmbedding(nn.Module):
         """cos and sin of plain RoPE, by the model's own module if it computes that."""
         if position_ids.dim() == 3:
             self._check_one_position(position_ids)
-        if self.plain is not None:
-            table = self._table_of_plain()
-            if table.device == x.device and table.dtype.itemsize >= 4:
-                layer_type = () if self.layer_type is None else (self.layer_type,)
-                cos_sin: tuple[Tensor, Tensor] | Tensor = self.plain(x, position_ids, *layer_type)
-                return self._mark(cos_sin, position_ids)
+        if self._plain_serves(x.device):
+            layer_type = () if self.layer_type is None else (self.layer_type,)
+            cos_sin: tuple[Tensor, Tensor] | Tensor = self.plain(x, position_ids, *layer_type)
+            return self._mark(cos_sin, position_ids)
         positions = position_ids[0] if position_ids.dim() == 3 else position_ids
         return self._laid_out(self._angles_of_table(positions, x.device), 1.0, x, position_ids)
+
+    def _plain_serves(self, device: torch.device) -> bool:
+        """Whether plain RoPE comes from the model's own module: not if that is elsewhere, or was cast."""
+        if self.plain is None:
+            return False
+        table = self._table_of_plain()
+        return table.device == device and table.dtype.itemsize >= 4
+
+    def plain_angles(self, position_ids: Tensor) -> Tensor:
+        """The angles of plain RoPE by which this module rotates, `[..., dim/2]` float64, with their rounding.
+
+        `position_ids` `[...]` are on any device; so is the result.
+        """
+        if not self._plain_serves(self.inv_freq.device):
+            return position_ids[..., None].to(torch.float64) * to_device(
+                self.shape.inv_freq(), position_ids.device
+            )
+        table = self._table_of_plain()[: self.shape.dim // 2].float()
+        return (position_ids[..., None].float() * to_device(table, position_ids.device)).to(torch.float64)
 
     def _mark(
         self, cos_sin: tuple[Tensor, Tensor] | Tensor, position_ids: Tensor
