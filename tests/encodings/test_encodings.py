@@ -166,6 +166,7 @@ def test_every_parameter_states_its_values(cls: type[Encoding]) -> None:
             lambda: rotary("longrope", factor=8.0, long_factor=[2.0]).attention_factor(RopeShape(2, 1e4, 1)),
             "trained window of 1 token",
         ),
+        (lambda: rx.encoding("clipped", channels=True), "channels must be a whole number .* got True"),
         (lambda: rotary("clipped", channels=40).inv_freq(SHAPE), "channels is 40, but .* rotates 32"),
         (lambda: rx.encoding("truncated", keep_above=0.1, between=0.2), "must not exceed keep_above"),
         (lambda: rotary("truncated", zero_below=0.1).inv_freq(SHAPE), "must not exceed keep_above"),
