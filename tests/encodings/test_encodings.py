@@ -292,6 +292,8 @@ def test_lists_of_ones_and_equal_lists_are_static() -> None:
     ones = rotary("longrope", factor=2.0, long_factor=[2.0, 3.0], short_factor=(1, 1))
     assert ones == rotary("longrope", factor=2.0, long_factor=(2.0, 3.0))
     assert "short_factor" not in ones.to_dict()
+    stock_form = ones.rope_parameters(RopeShape(4, 10_000.0, 64))  # stock transformers requires both lists
+    assert (stock_form["short_factor"], stock_form["long_factor"]) == ([1.0, 1.0], [2.0, 3.0])
     for lists in ({"long_factor": [1.0, 1.0]}, {"long_factor": [2.0, 3.0], "short_factor": [2.0, 3.0]}):
         made = rotary("longrope", factor=2.0, **lists)
         assert not made.depends_on_length
