@@ -189,29 +189,6 @@ def test_what_is_saved_is_what_stock_saves(
     assert torch.equal(logits(again), logits(patched))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"device_map": {"": "cpu"}},
-        {"device_map": "cpu"},
-        {"low_cpu_mem_usage": True},
-        {"use_safetensors": True},
-    ],
-    ids=["device-map", "device-name", "low-memory", "safetensors"],
-)
-def test_loading_through_meta_and_patching(
-    setup: Setup, tmp_path: Path, options: dict[str, Any], dtype: torch.dtype
-) -> None:
-    """Loading goes through the meta device. All that a patch uses must be defined afterwards."""
-    plain = tiny_model(setup.family).to(dtype)
-    plain.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **options).eval()
-    setup.patch(model)
-    expected = setup.patched().to(dtype)
-    assert torch.equal(logits(model), logits(expected))
-
-
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "cpu": lambda: torch.device("cpu"),
     "meta": lambda: torch.device("meta"),
@@ -418,20 +395,6 @@ def test_inputs_embeds_equal_input_ids(stock: PreTrainedModel, patched: PreTrain
         torch.testing.assert_close(patched(inputs_embeds=embeds).logits, logits(stock), **CLOSE)
 
 
-def test_hidden_states_and_attentions(setup: Setup) -> None:
-    stock, patched = setup.stock(), setup.patched()
-    for model in (stock, patched):
-        model.set_attn_implementation("eager")
-    outputs = [model(IDS, output_hidden_states=True, output_attentions=True) for model in (patched, stock)]
-    for kind, count in (("hidden_states", 3), ("attentions", 2)):
-        ours, theirs = (getattr(output, kind) for output in outputs)
-        assert len(ours) == len(theirs) == count
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, **CLOSE)
-    assert outputs[0].attentions[0].shape == (2, 2, 60, 60)
-    torch.testing.assert_close(outputs[0].attentions[0].sum(-1), torch.ones(2, 2, 60))
-
-
 def test_eager_and_sdpa_agree(setup: Setup, stock: PreTrainedModel) -> None:
     model = setup.patched()
     mask = torch.ones_like(IDS)
@@ -630,46 +593,6 @@ def test_assisted_generation(setup: Setup, helper: str) -> None:
     assert_generated_alike(ours, generate(stock, prompt))
     if helper == "model":  # an assistant that is always right, too
         assert_generated_alike(generate(patched, prompt, assistant_model=setup.patched()), ours)
-
-
-def test_generate_with_left_padding(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    padded, mask = PROMPT.clone(), torch.ones_like(PROMPT)
-    padded[1, :9], mask[1, :9] = 0, 0
-    ours = generate(patched, padded, attention_mask=mask)
-    assert_generated_alike(ours, generate(stock, padded, attention_mask=mask))
-    alone = generate(stock, PROMPT[1:, 9:])
-    assert torch.equal(ours.sequences[1, 20:], alone.sequences[0, 11:])
-
-
-def test_generate_from_inputs_embeds(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    expected = generate(stock)
-    with torch.no_grad():
-        embeds = patched.get_input_embeddings()(PROMPT)
-    for options in ({}, {"cache_implementation": "static"}):
-        mask = torch.ones_like(PROMPT)
-        both = generate(patched, PROMPT, inputs_embeds=embeds, attention_mask=mask, **options)
-        assert torch.equal(both.sequences, expected.sequences)
-        alone = generate(patched, None, inputs_embeds=embeds, attention_mask=mask, **options)
-        assert torch.equal(alone.sequences, expected.sequences[:, 20:])
-        torch.testing.assert_close(torch.stack(alone.logits), torch.stack(expected.logits), **CLOSE)
-
-
-def test_generate_continues_from_a_cache(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    expected = generate(stock)
-
-    @torch.no_grad()
-    def past() -> Any:
-        """The cache after a forward of the prompt without its last token."""
-        return patched(PROMPT[:, :-1], use_cache=True).past_key_values
-
-    first = generate(patched, new=8)
-    rest = generate(patched, first.sequences, new=NEW - 8, past_key_values=first.past_key_values)
-    assert torch.equal(rest.sequences, expected.sequences)
-    assert_generated_alike(generate(patched, past_key_values=past()), expected)
-    shared = past()
-    for _ in range(2):  # several continuations of one past
-        branch = generate(patched, past_key_values=copy.deepcopy(shared))
-        assert torch.equal(branch.sequences, expected.sequences)
 
 
 @pytest.fixture
