@@ -339,7 +339,8 @@ def rotate(states: Tensor, cos: Tensor, sin: Tensor, *, pairs: str, rotated: str
         rotated_part, rest = (left, right) if rotated == "first" else (right, left)
     if pairs == "halves":
         a, b = rotated_part.chunk(2, dim=-1)
-        result = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        # The same operations as in `turned`, so that both round alike.
+        result = torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), dim=-1)
     else:
         a, b = rotated_part[..., 0::2], rotated_part[..., 1::2]
         result = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
