@@ -36,6 +36,8 @@ from results_recorded import (
     restore_table,
 )
 from results_rows import Results, results_of
+from rope_extend.study.cells import Cell, CellStore
+from rope_extend.study.run_study import Share, Study
 from script_run import run
 from smollm2 import MODEL, SOURCE, checkpoint
 
@@ -51,8 +53,6 @@ from rope_extend.plots.curves import plot_perplexity, plot_ratio
 from rope_extend.searching.run_search import search
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import LOG
-from rope_extend.study.cells import Cell, CellStore
-from rope_extend.study.run_study import Share, Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length

@@ -18,6 +18,7 @@ from typing import Any
 
 from page_parts import with_part
 from results_lines import lines_of, read_lines, write_lines
+from rope_extend.study.run_study import Study
 from script_run import run
 from search_page import draw, section
 
@@ -33,7 +34,6 @@ from rope_extend.searching.run_search import search
 from rope_extend.searching.search_config import GENETIC, GENETIC_2, GRADIENT, RACE, SearchConfig
 from rope_extend.searching.search_log import LOG
 from rope_extend.searching.search_result import SUMMARY
-from rope_extend.study.run_study import Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
 

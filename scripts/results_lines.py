@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import yaml
+from rope_extend.study.cells import FOLDER, PERPLEXITY, RETRIEVAL, row_of_cell
 
 from rope_extend.checkpoint.manifest import adapter_digests
 from rope_extend.encodings.core.encoding import encoding_classes
@@ -20,7 +21,6 @@ from rope_extend.files import write_text
 from rope_extend.method_names import ENCODING_FILE, encoding_file
 from rope_extend.report.tables import public_name
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.study.cells import FOLDER, PERPLEXITY, RETRIEVAL, row_of_cell
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import MAY_CHANGE, checkpoints, read_state
 

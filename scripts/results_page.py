@@ -13,6 +13,7 @@ from page_parts import filled
 from results_lines import SEARCH, TRAINING, is_last_step
 from results_rows import Results, books_text, longest_of, machines, rank, results_of, seconds
 from results_says import by, has_parts, says
+from rope_extend.study.cells import PERPLEXITY, RETRIEVAL
 from smollm2 import SOURCE
 
 from rope_extend.encodings.core.shapes import RopeShape
@@ -28,7 +29,6 @@ from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import ppl
 from rope_extend.evaluation.tasks import TASKS
 from rope_extend.report.tables import markdown_table, number
-from rope_extend.study.cells import PERPLEXITY, RETRIEVAL
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length

@@ -19,6 +19,8 @@ from results_lines import (
     search_settings,
     torch_dtype,
 )
+from rope_extend.study.cells import PERPLEXITY, Cell, CellStore
+from rope_extend.study.run_study import Study
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint.info import info
@@ -32,8 +34,6 @@ from rope_extend.method_names import ENCODING_FILE
 from rope_extend.models.loading import pretrained
 from rope_extend.searching.run_search import search_documents
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.study.cells import PERPLEXITY, Cell, CellStore
-from rope_extend.study.run_study import Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.training_data import load_training_data

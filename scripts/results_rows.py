@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from results_lines import SEARCH, TRAINING, Line, is_measured_line
+from rope_extend.study.cells import PERPLEXITY, RETRIEVAL
+from rope_extend.study.collecting import Collected, collect
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.controls import against_cropped
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.plots.curves import MOST_RATIO
-from rope_extend.study.cells import PERPLEXITY, RETRIEVAL
-from rope_extend.study.collecting import Collected, collect
 
 
 @dataclass(frozen=True)

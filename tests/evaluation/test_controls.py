@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rope_extend.evaluation.work_plan import whole_extent
 from test_perplexity import measure, naive_losses, texts, tiny
 from test_report_and_plots import result, row
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -29,7 +30,6 @@ from rope_extend.evaluation.prompts import PromptOptions
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts
 from rope_extend.evaluation.tasks import Passkey
-from rope_extend.evaluation.work_plan import whole_extent
 
 TRAINED = 32
 

@@ -22,13 +22,13 @@ from covering import OPTIONS
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from rope_extend.evaluation.finished_documents import FinishedDocuments
 from test_report_and_plots import result
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as evaluate_module
 from rope_extend.evaluation import retrieve as retrieve_module
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
-from rope_extend.evaluation.finished_documents import FinishedDocuments
 from rope_extend.evaluation.output_directory import FILES
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.evaluation.prompts import Prompt

@@ -11,6 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rope_extend.evaluation.finished_documents import FinishedDocuments
+from rope_extend.evaluation.work_plan import (
+    Costs,
+    Extent,
+    Finished,
+    asked_for,
+    decided_extent,
+    default_trials,
+    read_extent,
+    whole_extent,
+    write_extent,
+)
 from scaled_models import counted_tokens, scaled_copy
 
 import rope_extend as rx
@@ -23,19 +35,7 @@ from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.evaluate import evaluate, plan_work
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
-from rope_extend.evaluation.finished_documents import FinishedDocuments
 from rope_extend.evaluation.perplexity_report import read_results
-from rope_extend.evaluation.work_plan import (
-    Costs,
-    Extent,
-    Finished,
-    asked_for,
-    decided_extent,
-    default_trials,
-    read_extent,
-    whole_extent,
-    write_extent,
-)
 from rope_extend.units import format_duration
 
 COSTS = Costs(

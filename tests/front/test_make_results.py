@@ -21,6 +21,8 @@ import script_run
 import smollm2
 import yaml
 from filelock import FileLock
+from rope_extend.study.cells import Cell, StudyRow, binned
+from rope_extend.study.run_study import Study
 from test_report_and_plots import result
 
 from rope_extend.data.bundled import MODEL_DIR
@@ -31,8 +33,6 @@ from rope_extend.plots.contents import written
 from rope_extend.plots.curves import plot_ratio
 from rope_extend.report.tables import number
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.study.cells import Cell, StudyRow, binned
-from rope_extend.study.run_study import Study
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
 

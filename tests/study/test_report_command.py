@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rope_extend.study.run_study import Study
 
 from rope_extend.cli.main import main
 from rope_extend.evaluation.output_directory import FILES, RESULTS
 from rope_extend.evaluation.perplexity_report import read_results
-from rope_extend.study.run_study import Study
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 COMMAND = "report {model} --target-length 64 --lengths 16 --methods none,yarn --tasks none --documents 2"

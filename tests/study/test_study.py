@@ -14,6 +14,18 @@ import pytest
 import torch
 from cases import llama, tiny_llama
 from peft import LoraConfig, get_peft_model
+from rope_extend.study.cells import (
+    BIN,
+    Cell,
+    CellStore,
+    StudyRow,
+    binned,
+    perplexity_values,
+    row_of_cell,
+    unbinned,
+)
+from rope_extend.study.collecting import Collected, collect, merged
+from rope_extend.study.run_study import Share, Study
 from scaled_models import counted_tokens, scaled_copy
 from test_report_and_plots import result, row
 
@@ -27,20 +39,8 @@ from rope_extend.evaluation.results import Cell as Trials
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.study import run_study
-from rope_extend.study.cells import (
-    BIN,
-    Cell,
-    CellStore,
-    StudyRow,
-    binned,
-    perplexity_values,
-    row_of_cell,
-    unbinned,
-)
-from rope_extend.study.collecting import Collected, collect, merged
 from rope_extend.study.deciding import decision
 from rope_extend.study.reporting import comparison, holds_cells, not_measured
-from rope_extend.study.run_study import Share, Study
 from rope_extend.study.study_config import METHODS, StudyConfig
 from rope_extend.units import format_duration, parse_duration
 
