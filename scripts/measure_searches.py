@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from page_parts import with_part
 from results_lines import lines_of, read_lines, write_lines
@@ -31,7 +30,7 @@ from rope_extend.files import write_text
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.view import shape_of
 from rope_extend.searching.run_search import search
-from rope_extend.searching.search_config import GENETIC, GENETIC_2, GRADIENT, RACE, SearchConfig
+from rope_extend.searching.search_config import GENETIC, RACE, SearchConfig
 from rope_extend.searching.search_log import LOG
 from rope_extend.searching.search_result import SUMMARY
 from rope_extend.study.study_config import StudyConfig
@@ -41,8 +40,7 @@ ROOT = Path(__file__).parent.parent
 PAGE, FOLDER = ROOT / "docs" / "search.md", ROOT / "docs" / "search"
 BEGIN, END = "<!-- measure_searches: begin -->", "<!-- measure_searches: end -->"
 """Marks around what this script writes."""
-SEARCHES: dict[str, dict[str, Any]] = {RACE: {}, GRADIENT: {"iterations": 20}, GENETIC: {}, GENETIC_2: {}}
-"""The strategies, and what differs from the settings of the file."""
+SEARCHES = (RACE, GENETIC)
 CLOSED_FORMS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
 DOCUMENTS, TRIALS = 24, 4
 """Documents of the perplexity, and passkeys at each of 5 depths."""
@@ -69,9 +67,9 @@ class Setting:
     def searches(self) -> list[str]:
         """Search with each strategy what is missing; the directories."""
         found = []
-        for strategy, changes in SEARCHES.items():
+        for strategy in SEARCHES:
             output = self.directory / strategy
-            values = {**self.search.to_dict(), "strategy": strategy, "output": str(output), **changes}
+            values = {**self.search.to_dict(), "strategy": strategy, "output": str(output)}
             if not (output / SUMMARY).exists():
                 print(f"\n{self.name}: search, {strategy}", flush=True)
                 search(SearchConfig.from_dict(values), resume=(output / LOG).exists())

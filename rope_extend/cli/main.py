@@ -57,16 +57,18 @@ class Command(NamedTuple):
 
 
 def _completion(arguments: argparse.Namespace) -> None:
-    """Print a completion script for bash, zsh or fish: of commands, flags and their values.
+    """Print a completion script for bash, zsh, fish or tcsh: of commands, flags and their values.
 
     bash, in ~/.bashrc:  eval "$(rope-extend completion bash)"
     zsh, in ~/.zshrc:    eval "$(rope-extend completion zsh)"
     fish:                rope-extend completion fish > ~/.config/fish/completions/rope-extend.fish
     """
-    words = {
-        name: completion.words_of(command_parser(name), command.summary) for name, command in COMMANDS.items()
-    }
-    print(completion.completion_script(arguments.shell, words), end="")
+    parser = argparse.ArgumentParser("rope-extend")
+    parser.add_argument("--version", action="version", version=__version__, help="print the version")
+    below = parser.add_subparsers()
+    for name, command in COMMANDS.items():
+        command.add_arguments(below.add_parser(name, help=command.summary))
+    print(completion.completion_script(arguments.shell, parser))
 
 
 _8B = "meta-llama/Meta-Llama-3-8B"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_extend.encodings.core.alternatives import BiasEncoding, RelativeEncoding
-from rope_extend.encodings.core.checks import check_length, choice, whole
+from rope_extend.encodings.core.checks import check_length, choice, flag, whole
 from rope_extend.encodings.core.shapes import ModelShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import RopeExtendError
@@ -114,7 +114,7 @@ class Kerple(BiasEncoding):
     """
 
     kernel: Annotated[str, choice("log", "power")] = "log"
-    per_layer: bool = True
+    per_layer: Annotated[bool, flag] = True
 
     name: ClassVar[str] = "kerple"
     paper: ClassVar[str] = "2205.09921"
@@ -164,7 +164,7 @@ class FIRE(BiasEncoding):
     """
 
     width: Annotated[int, whole(1, 4096)] = 32
-    per_layer: bool = True
+    per_layer: Annotated[bool, flag] = True
 
     name: ClassVar[str] = "fire"
     paper: ClassVar[str] = "2310.04418"
@@ -283,8 +283,8 @@ class Shaw(RelativeEncoding):
     """
 
     reach: Annotated[int, check_length] = 16
-    values: bool = False
-    per_layer: bool = True
+    values: Annotated[bool, flag] = False
+    per_layer: Annotated[bool, flag] = True
 
     name: ClassVar[str] = "shaw"
     paper: ClassVar[str] = "1803.02155"

@@ -55,18 +55,7 @@ class SelfExtend(RemapEncoding):
             parameters["group"] = max(2, math.ceil((target_length - window) / room))
         built = cls._build(parameters)
         cls._check_window(shape, "window", built.window)
-        reach = built.target_length(shape)
-        if reach < target_length:
-            if built.window == trained:
-                raise RopeExtendError(
-                    f"self_extend: with window={trained}, as long as the trained window, no distance is left "
-                    f"for tokens beyond it; use a smaller one, such as window={max(1, trained // 4)}"
-                )
-            needed = math.ceil((target_length - built.window) / (trained - built.window))
-            raise RopeExtendError(
-                f"self_extend: group={built.group} with window={built.window} reaches {reach} tokens, not "
-                f"{target_length}; use group={needed} or more"
-            )
+        _check_reach(built, shape, target_length, "group", built.group)
         return built
 
     @property
@@ -118,18 +107,8 @@ class ReRoPE(RemapEncoding):
         trained = shape.trained_length
         built = cls._build({"window": max(1, trained // 4), **parameters})
         cls._check_window(shape, "window", built.window)
-        reach = built.target_length(shape)
-        if reach is not None and reach < target_length:
-            if built.window == trained:
-                raise RopeExtendError(
-                    f"rerope: with window={trained}, as long as the trained window, no distance is left for "
-                    f"a leak; use leak=None, or a smaller window"
-                )
-            needed = math.ceil((target_length - built.window) / (trained - built.window))
-            raise RopeExtendError(
-                f"rerope: leak={built.leak:g} with window={built.window} reaches {reach} tokens, not "
-                f"{target_length}; use leak={needed} or more, or leak=None"
-            )
+        if built.leak is not None:
+            _check_reach(built, shape, target_length, "leak", built.leak)
         return built
 
     @property
@@ -153,6 +132,28 @@ class ReRoPE(RemapEncoding):
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """`max(1, ln(p+1) / ln L)` with `log_n`."""
         return log_n_scale(shape, position_ids) if self.log_n else None
+
+
+def _check_reach(
+    built: SelfExtend | ReRoPE, shape: RopeShape, target_length: int, field: str, value: float
+) -> None:
+    """Refuse a group or a leak with which distances exceed the trained window.
+
+    Raises:
+        RopeExtendError: `field`, which has `value`, does not reach the target.
+    """
+    reach, trained, window = built.target_length(shape), shape.trained_length, built.window
+    if reach is None or reach >= target_length:
+        return
+    if window == trained:
+        raise RopeExtendError(
+            f"{built.name}: with window={trained}, as long as the trained window, no distance is left for "
+            f"tokens beyond it; use a smaller one, such as window={max(1, trained // 4)}"
+        )
+    raise RopeExtendError(
+        f"{built.name}: {field}={value:g} with window={window} reaches {reach} tokens, not {target_length}; "
+        f"use {field}={math.ceil((target_length - window) / (trained - window))} or more"
+    )
 
 
 @dataclass(frozen=True)

@@ -108,15 +108,6 @@ class Evaluator:
         count = self.documents if documents is None else min(documents, self.documents)
         return [score(self._losses(space, table, SEARCH, range(count)), self.weights) for table in tables]
 
-    def by_document(self, space: Space, table: Table, numbers: Sequence[int]) -> list[float]:
-        """The fitness of a candidate on each of these documents to search on.
-
-        Raises:
-            RopeExtendError: the candidate is outside the space.
-        """
-        space.check(table)
-        return [score([losses], self.weights) for losses in self._losses(space, table, SEARCH, numbers)]
-
     def held_out(self, space: Space, table: Table) -> list[Losses]:
         """The losses of a candidate on each of the documents that are not searched on.
 

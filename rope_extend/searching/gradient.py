@@ -1,8 +1,7 @@
-"""Gradient steps on the divisors of the upper pairs and on the attention factor, with frozen weights.
+"""Gradient steps on the logarithms of all divisors and of the attention factor, with frozen weights.
 
-The loss is smooth only in pairs with few turns within the target. So the pairs from the one with ten periods
-in the trained window on are moved, and faster pairs stay as in the closed form that the steps start from.
-The logarithm of a divisor is a sum of softplus terms, which keeps the divisors in order.
+The divisors are put in order again after each step. The loss is smooth only in pairs with few turns within
+the target, so faster pairs move less.
 
 No paper has measured whether this works for a longer window without training; docs/search.md has ours.
 """
@@ -15,14 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 from torch.utils.checkpoint import checkpoint
 
-from rope_extend.encodings.core.critical import critical_range
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
 from rope_extend.loss import next_token_loss
@@ -32,63 +29,63 @@ from rope_extend.models.families import adapter_for
 from rope_extend.models.rotary import ExtendedRotaryEmbedding, expand_cos_sin, has_float64
 from rope_extend.models.view import decoder_layers, unwrap
 from rope_extend.patching import patch_model
-from rope_extend.searching.closed_forms import closed_forms, seeds
 from rope_extend.searching.fitness import NEEDLE
-from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import Cost
 from rope_extend.searching.space import Space, Table
-from rope_extend.searching.strategies import FINALISTS, Context, Strategy
+from rope_extend.searching.strategies import Context
 
-HEAD_ROOM = 2.0
-"""The largest divisor, divided by the factor."""
-RATE = 0.08
-"""Learning rate of Adam at the first step; it falls to zero on a line."""
-LEAST_RISE = 1e-2
-"""The smallest difference of two logarithms of divisors at the start: a smaller one has no gradient."""
-EVERY = 5
-"""Steps between two candidates that are measured on all documents."""
-CLOSED_FORMS = 12
-"""The largest number of closed forms that are compared first."""
+RATE, ATTENTION_RATE = 0.1, 0.015
+"""Adam's rates at the first step, of the logarithms of divisors and of the attention factor."""
+BETAS = (0.8, 0.95)
+"""Adam's decay rates: there are few steps, so both averages are short."""
+SMOOTH_PERIODS = 1
+"""Pairs with more periods within the trained window move less, so that no phase changes by more than others.
+
+The loss is not smooth in the divisors of fast pairs.
+"""
+AVERAGED = 1 / 3
+"""The share of the last steps whose mean is a candidate too."""
 PASSES_OF_A_STEP = 3
 """A backward pass counts as two forward passes."""
 
 
-class Movable(Protocol):
-    """A table as numbers that gradient steps move."""
-
-    numbers: Tensor
-    """A leaf, float64, from which the divisors are computed."""
-    attention: Tensor
-    """The logarithm of the attention factor, a leaf."""
-
-    def divisors(self) -> Tensor:
-        """The divisor of each pair, float64 `[dim/2]`."""
-
-
-class Point:
-    """The numbers that are moved: one for each upper pair, and the logarithm of the attention factor.
+class OrderedPoint:
+    """The numbers that are moved: the logarithm of each divisor but the first, and of the attention factor.
 
     Args:
         start: the table that the steps start from.
-        first: the first pair that is moved.
+        space: where the search looks.
     """
 
-    def __init__(self, start: Table, first: int) -> None:
+    def __init__(self, start: Table, space: Space) -> None:
         logs = torch.tensor(start.divisors, dtype=torch.float64).log()
-        self.lower = logs[:first]
-        rises = logs[first:].diff(prepend=logs[first - 1 : first]).clamp(min=LEAST_RISE)
-        self.numbers = rises.expm1().log().requires_grad_()  # inverse of softplus
+        self.lower = logs[:1]
+        self.numbers = logs[1:].clone().requires_grad_()
         self.attention = torch.tensor(start.attention_factor, dtype=torch.float64).log().requires_grad_()
+        self.largest = math.log(space.head_room * space.factor)
+        periods = space.shape.trained_length * space.shape.inv_freq()[1:] / (2 * math.pi)
+        self.share = (SMOOTH_PERIODS / periods).clamp(max=1)
 
     def divisors(self) -> Tensor:
-        """The divisor of each pair, float64 `[dim/2]`, non-decreasing."""
-        upper = self.lower[-1] + softplus(self.numbers).cumsum(0)
-        return torch.cat((self.lower, upper)).exp()
+        """The divisor of each pair, float64 `[dim/2]`."""
+        return torch.cat((self.lower, self.numbers)).exp()
 
     def table(self, space: Space) -> Table:
         """The nearest candidate."""
         with torch.no_grad():
             return space.table(self.divisors().tolist(), float(self.attention.exp()))
+
+    @torch.no_grad()
+    def settle(self, before: Tensor) -> None:
+        """After a step: shorten the moves of fast pairs, and put the divisors in order and into their range.
+
+        The ordered values are the mean of the least that is above all earlier ones and the largest that is
+        below all later ones.
+        """
+        moved = before + (self.numbers - before) * self.share
+        rising = moved.cummax(0).values
+        falling = moved.flip(0).cummin(0).values.flip(0)
+        self.numbers.copy_(((rising + falling) / 2).clamp(float(self.lower[0]), self.largest))
 
 
 @contextmanager
@@ -114,8 +111,7 @@ def differentiable_rotation(model: nn.Module, inv_freq: Tensor, attention_factor
             return module.original(x, position_ids, layer_type)
         if not has_float64(x.device):
             raise RopeExtendError(
-                f"gradient steps need float64, which {x.device} does not have; use race with gradient_steps "
-                "false"
+                f"gradient steps need float64, which {x.device} does not have; use gradient_steps=False"
             )
         positions = position_ids[0] if position_ids.dim() == 3 else position_ids  # text has equal parts
         angles = module.pad_unrotated(positions[..., None].to(torch.float64) * inv_freq.to(x.device))
@@ -159,8 +155,8 @@ def _one_memory_error() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise RopeExtendError(
-            "out of memory in a gradient step, which needs a backward pass over a whole document; use the "
-            "strategy race with gradient_steps=False. With resume=True, a race keeps what it has measured"
+            "out of memory in a gradient step, which needs a backward pass over a whole document; use "
+            "gradient_steps=False. With resume=True, the search keeps what it has measured"
         ) from error
 
 
@@ -213,7 +209,7 @@ def differentiable(
         yield device
 
 
-def gradient_of_document(context: Context, point: Movable, start: Table, number: int) -> list[float]:
+def gradient_of_document(context: Context, point: OrderedPoint, start: Table, number: int) -> list[float]:
     """The gradient of a document's fitness: for each number of the point, and last for the attention factor.
 
     It is read from the log, if an earlier run has computed it.
@@ -261,66 +257,43 @@ def gradient_of_document(context: Context, point: Movable, start: Table, number:
     return values
 
 
-def run(context: Context) -> list[Table]:
-    """Search, and return the best candidates.
+def descend(context: Context, start: Table, passes: int) -> list[Table]:
+    """The best tables of gradient steps from a table, the best first; measured on all documents.
 
-    Raises:
-        RopeExtendError: the model rotates a single pair, or the device has no float64.
-    """
-    config, space = context.config, context.space
-    if space.pairs < 2:
-        raise RopeExtendError("gradient needs 2 or more rotated channel pairs; use linear")
-    if space.long is not None:
-        closed = seeds(space, space.long.attention_factor)
-    else:
-        closed = closed_forms(config, space)
-    start = context.ranked(context.ranked(closed, 1)[:FINALISTS])[0]
-    point = Point(start, critical_range(space.shape)[0])
-    optimizer = torch.optim.Adam([point.numbers, point.attention], lr=RATE)
-    found = [start, point.table(space)]
-    for step in range(config.iterations):
-        take_step(context, point, start, optimizer, step, config.iterations)
-        if step % EVERY == EVERY - 1 or step == config.iterations - 1:
-            found.append(point.table(space))
-            context.scores(found[-1:])
-    return context.ranked(found)[:FINALISTS]
-
-
-def take_step(
-    context: Context, point: Movable, start: Table, optimizer: torch.optim.Optimizer, step: int, steps: int
-) -> None:
-    """Move a point by the gradient of one document, with a rate that falls to zero on a line.
-
-    A gradient that is not finite moves nothing. A fixed attention factor does not move.
+    The rates fall to zero on a line. The documents are used in turn. A gradient that is not finite moves
+    nothing, and a fixed attention factor does not move.
 
     Args:
         context: the search.
-        point: what is moved.
-        start: the table that the point began with.
-        optimizer: of the point's numbers; the rate of each group begins with its `initial_lr`, or else RATE.
-        step: the number of the step, from 0; the documents are used in turn.
-        steps: the number of all steps.
+        start: the table to start from, which is measured already.
+        passes: documents that may be measured; a step counts as three for each part of the fitness.
 
     Raises:
         RopeExtendError: as `gradient_of_document`.
     """
     config, space = context.config, context.space
-    values = gradient_of_document(context, point, start, step % config.documents)
-    if not all(map(math.isfinite, values)):
-        return
-    point.numbers.grad = torch.tensor(values[:-1], dtype=torch.float64)
+    steps = (passes - 2 * config.documents) // (PASSES_OF_A_STEP * len(config.weights()))
+    if steps < 1 or space.pairs < 2:
+        return [start]
+    point = OrderedPoint(start, space)
+    optimizer = torch.optim.Adam(
+        [{"params": [point.numbers], "lr": RATE}, {"params": [point.attention], "lr": ATTENTION_RATE}],
+        betas=BETAS,
+    )
+    falling = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
     fixed = config.attention_factor is not None or space.long is not None
-    point.attention.grad = None if fixed else torch.tensor(values[-1], dtype=torch.float64)
-    for group in optimizer.param_groups:
-        group["lr"] = group.get("initial_lr", RATE) * (1 - step / steps)
-    optimizer.step()
-
-
-def passes(config: SearchConfig) -> int:
-    """The closed forms, the steps with their backward passes, and the candidates between them."""
-    candidates = 2 + config.iterations // EVERY + 1
-    steps = PASSES_OF_A_STEP * config.iterations * len(config.weights())
-    return CLOSED_FORMS + (FINALISTS + candidates) * config.documents + steps
-
-
-STRATEGY = Strategy(HEAD_ROOM, passes, run)
+    last: list[tuple[Tensor, float]] = []
+    for step in range(steps):
+        before = point.numbers.detach().clone()
+        values = gradient_of_document(context, point, start, step % config.documents)
+        if all(map(math.isfinite, values)):
+            point.numbers.grad = torch.tensor(values[:-1], dtype=torch.float64)
+            point.attention.grad = None if fixed else torch.tensor(values[-1], dtype=torch.float64)
+            optimizer.step()
+        falling.step()
+        point.settle(before)
+        if step >= steps - max(1, round(AVERAGED * steps)):
+            last.append((point.divisors().detach().log(), float(point.attention.detach())))
+    mean = torch.stack([logs for logs, _ in last]).mean(0).exp()
+    factor = math.exp(math.fsum(value for _, value in last) / len(last))
+    return context.ranked([start, point.table(space), space.table(mean.tolist(), factor)])

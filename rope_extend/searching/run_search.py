@@ -34,14 +34,13 @@ from rope_extend.models.processes import process_count
 from rope_extend.models.rotary import has_float64
 from rope_extend.models.view import shape_of
 from rope_extend.progress import progress_bar
-from rope_extend.searching import critical_genetic, genetic, gradient, race
+from rope_extend.searching import genetic, race
 from rope_extend.searching.closed_forms import AS_IT_IS, published
 from rope_extend.searching.evaluations import Evaluator, score
 from rope_extend.searching.fitness import Fitness, needle_windows
 from rope_extend.searching.gradient_memory import gradient_bytes
 from rope_extend.searching.search_config import (
     GENETIC,
-    GENETIC_2,
     GRADIENT,
     HELD_OUT_TABLES,
     LOAD_FIELDS,
@@ -62,8 +61,7 @@ logger = logging.getLogger(__name__)
 STRATEGIES: dict[str, Strategy] = {
     RACE: race.STRATEGY,
     GENETIC: genetic.STRATEGY,
-    GENETIC_2: critical_genetic.STRATEGY,
-    GRADIENT: gradient.STRATEGY,
+    GRADIENT: race.STRATEGY,
 }
 """The strategies by name."""
 
@@ -162,8 +160,7 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
 
 
 def _takes_gradient_steps(config: SearchConfig, device: torch.device) -> bool:
-    race_does = config.strategy == RACE and config.gradient_steps and has_float64(device)
-    return race_does or config.strategy == GRADIENT
+    return config.strategy in (RACE, GRADIENT) and config.gradient_steps and has_float64(device)
 
 
 def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:

@@ -36,9 +36,9 @@ from rope_extend.models.locating import check_path
 if TYPE_CHECKING:
     from rope_extend.models.load_options import LoadOptions
 
-RACE, GENETIC, GENETIC_2, GRADIENT = "race", "longrope", "longrope2", "gradient"
-STRATEGIES = (RACE, GENETIC, GENETIC_2, GRADIENT)
-"""The strategies by name, the default first."""
+RACE, GENETIC, GRADIENT = "race", "longrope", "gradient"
+STRATEGIES = (RACE, GENETIC, GRADIENT)
+"""The strategies by name, the default first; `gradient` is another name of `race`."""
 
 LONG_TEXTS, SHORT_TEXTS = "long", "short"
 """Which texts the table is searched for; LongRoPE ends with a search for short ones."""
@@ -66,8 +66,8 @@ _DEPTHS = Kind("a number of depths, or a list of depths between 0 and 1", depths
 class SearchConfig(Config):
     """Settings of a search for frequency divisors: `rope_extend.search` and `rope-extend search`.
 
-    The values of `population` to `probability` are LongRoPE's (2402.13753, table 8). Only `longrope` and
-    `longrope2` use them, and `gradient` takes as many steps as there are `iterations`.
+    The values of `population` to `probability` are LongRoPE's (2402.13753, table 8), and only `longrope` uses
+    them.
 
     Raises:
         RopeExtendError: a value of the wrong type or outside its range, or two fields that contradict each
@@ -126,7 +126,7 @@ class SearchConfig(Config):
         str,
         choice(LONG_TEXTS, SHORT_TEXTS),
         "the table of long texts; or, with start current, that of texts of target_length within the "
-        "pretrained window, while long texts keep the checkpoint's table (longrope and gradient only)",
+        "pretrained window, while long texts keep the checkpoint's table",
     ] = LONG_TEXTS
     start_tokens: Annotated[
         bool,
@@ -137,12 +137,12 @@ class SearchConfig(Config):
     gradient_steps: Annotated[
         bool,
         FLAG,
-        "race: take gradient steps, which need the memory of a backward pass; otherwise random steps",
+        "race: take gradient steps, which need the memory of a backward pass; otherwise random mutants",
     ] = True
     attention_factor: Annotated[
         float | None,
         optional(number(0.01, below=100)),
-        "fixed factor on cos and sin (default: race and gradient search it, the others use LongRoPE's)",
+        "fixed factor on cos and sin (default: race searches it, longrope uses that of its paper)",
     ] = None
     seed: Annotated[int, COUNT, "random seed; the same seed gives the same result"] = 0
     population: Annotated[int | None, optional(whole(4)), "first candidates (default: 64)"] = None
@@ -151,7 +151,7 @@ class SearchConfig(Config):
         int | None, optional(POSITIVE_COUNT), "crossovers of an iteration (default: 16)"
     ] = None
     parents: Annotated[int | None, optional(whole(2)), "best candidates that are kept (default: 32)"] = None
-    iterations: Annotated[int, COUNT, "iterations of longrope and longrope2, steps of gradient"] = 40
+    iterations: Annotated[int, COUNT, "iterations"] = 40
     probability: Annotated[float, number(0, above=True, below=1), "probability that a gene mutates"] = 0.3
     trained_length: Annotated[
         int | None, optional(LENGTH), "pretrained window in tokens, if the config has none or a wrong one"
@@ -212,7 +212,7 @@ class SearchConfig(Config):
         if self.search_for == SHORT_TEXTS:
             self._check_short()
         least = max(SMALLEST_RACE, SMALLEST_FOR_EACH * self.documents)
-        if self.strategy == RACE and self.race_passes < least:
+        if self.strategy != GENETIC and self.race_passes < least:
             raise RopeExtendError(
                 f"search: with {self.documents} documents and {self.holdout} held out, nothing is left of "
                 f"the race's budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller "
@@ -220,11 +220,6 @@ class SearchConfig(Config):
             )
 
     def _check_short(self) -> None:
-        if self.strategy not in (GENETIC, GRADIENT):
-            raise RopeExtendError(
-                f"search: search_for {SHORT_TEXTS} needs the strategy {GENETIC} or {GRADIENT}, because the "
-                f"others look for larger divisors only; got {self.strategy}"
-            )
         if self.start != CURRENT:
             raise RopeExtendError(
                 f"search: search_for {SHORT_TEXTS} keeps the table that the checkpoint has for long texts; "

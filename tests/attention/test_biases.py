@@ -101,43 +101,6 @@ def test_t5_buckets_are_those_of_stock_t5(buckets: int, beyond: int) -> None:
     assert torch.equal(made.bucket(distance), stock)
 
 
-def test_learned_numbers_start_the_same_each_time(encoding: BiasEncoding) -> None:
-    first, again = encoding.initial(SHAPE), encoding.initial(SHAPE)
-    assert list(first) == list(again)
-    for name, value in first.items():
-        assert value.dtype == torch.float32
-        assert torch.equal(value, again[name])
-        assert value.isfinite().all()
-
-
-def test_t5_starts_as_alibi_or_flat() -> None:
-    distance = torch.tensor([0, 1, 2, 7, 15, 16])
-    t5: Any = rx.encoding("t5_bias")
-    alibi: Any = rx.encoding("alibi")
-    expected = alibi.bias(SHAPE, distance, distance, {})
-    torch.testing.assert_close(t5.bias(SHAPE, distance, distance, t5.initial(SHAPE)), expected)
-    assert not rx.encoding("t5_bias", start="zeros").initial(SHAPE)["table"].any()
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("t5_bias", {"buckets": 1}),
-        ("t5_bias", {"buckets": 7.5}),
-        ("t5_bias", {"max_distance": 16}),
-        ("t5_bias", {"start": "random"}),
-        ("kerple", {"kernel": "exp"}),
-        ("fire", {"width": 0}),
-        ("fire", {"width": 2.5}),
-        ("sandwich", {"dim": 7}),
-        ("alibi", {"factor": 8}),
-    ],
-)
-def test_bad_parameters_are_refused(name: str, parameters: dict[str, Any]) -> None:
-    with pytest.raises(rx.RopeExtendError, match=next(iter(parameters))):
-        rx.encoding(name, **parameters)
-
-
 @given(
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.integers(1, 40),
@@ -356,17 +319,6 @@ def test_every_cache_equals_one_forward(family: FamilyCase, encoding: BiasEncodi
             same(whole[row : row + 1, width:], logits(model, data["input_ids"][row : row + 1, width:]))
 
 
-def test_sliding_windows_are_honoured(encoding: BiasEncoding) -> None:
-    """A token beyond the window has no effect; with one layer, none passes through other tokens."""
-    model = tiny_model(FamilyCase("mistral", {"sliding_window": 24, "num_hidden_layers": 1}))
-    one, other = tokens(1, LENGTH), tokens(1, LENGTH)
-    other[0, 30] = (other[0, 30] + 1) % 61 + 3
-    with rx.patch_model(model, encoding):
-        change = (logits(model, one) - logits(model, other)).abs().amax(dim=-1)[0]
-    assert change[30:54].min() > 0
-    assert change[54:].max() == 0
-
-
 def test_eager_equals_sdpa_and_gives_weights(encoding: BiasEncoding) -> None:
     sdpa, eager, data = grouped(), grouped(), batch()
     eager.set_attn_implementation("eager")
@@ -407,15 +359,6 @@ def test_generate_equals_generate_without_a_cache(encoding: BiasEncoding, how: d
         cached = model.generate(**prompt, **limits, **how)
         expected = model.generate(**prompt, **limits, **plain, use_cache=False)
     assert torch.equal(cached, expected)
-
-
-def test_packed_rows_equal_separate_rows(encoding: BiasEncoding) -> None:
-    model = grouped()
-    rows = [tokens(1, 50), tokens(1, 40, seed=2)]
-    positions = torch.cat([torch.arange(50), torch.arange(40)])[None]
-    with rx.patch_model(model, encoding):
-        together = logits(model, torch.cat(rows, dim=1), position_ids=positions)
-        same(together, torch.cat([logits(model, row) for row in rows], dim=1))
 
 
 def test_a_foreign_cache_is_refused() -> None:

@@ -267,9 +267,3 @@ def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
 def test_schedules_that_cannot_be_summed_are_refused(inner: Any) -> None:
     with pytest.raises(rx.RopeExtendError, match="linear_attention: "):
         rx.encoding("linear_attention", inner=inner)
-
-
-def test_it_travels_as_a_dictionary() -> None:
-    made = rx.encoding("linear_attention", inner=YARN)
-    assert rx.Encoding.from_dict(made.to_dict()) == made
-    assert str(made) == "linear_attention(yarn(factor=8))"

@@ -130,15 +130,6 @@ def test_a_trained_table_is_extended_by_each_rule() -> None:
                 assert torch.equal(whole, table["shared.table"][[0, -1]])
 
 
-def test_a_table_for_a_target_has_a_row_for_each_of_its_positions() -> None:
-    model = llama()
-    with rx.extend(model, TARGET, "learned") as patch:
-        assert patch.encoding.to_dict()["rows"] == TARGET
-        assert logits(model, tokens(1, TARGET)).isfinite().all()
-    with rx.extend(model, TARGET, "learned", rows=TARGET + 5) as patch:
-        assert patch.encoding.to_dict()["rows"] == TARGET + 5
-
-
 def test_values_that_do_not_fit_are_refused() -> None:
     model = llama()
     before = logits(model, tokens(1, 20))
@@ -160,49 +151,14 @@ def test_values_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"beyond": "repeat"}, "beyond must be .*'tile'.* got 'repeat'"),
         ({"beyond": "interpolate"}, "the window to extend to; got length=None"),
         ({"length": 64}, "takes no length, which is for beyond='interpolate' and 'fresh'; got length=64"),
         ({"rows": 64, "beyond": "fresh", "length": 64}, "length must exceed the 64 rows"),
-        ({"rows": 0}, "rows must be between 1"),
-        ({"rows": 2.5}, "rows must be a whole number"),
-        ({"start": "ones"}, "start must be 'normal' or 'zeros'"),
     ],
 )
 def test_bad_parameters_are_refused(parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(rx.RopeExtendError, match=message):
         rx.encoding("learned", **parameters)
-
-
-def test_a_length_within_the_trained_window_is_refused() -> None:
-    model = llama()
-    with pytest.raises(rx.RopeExtendError, match="must exceed the trained window of 32 tokens, got 16"):
-        rx.patch_model(model, rx.encoding("learned", beyond="interpolate", length=16))
-    assert "rope_extend_learned" not in dict(model.model.named_children())
-
-
-@pytest.mark.parametrize(("name", "value"), [("scale", 0), ("scale", True), ("base", 1)])
-def test_bad_numbers_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(rx.RopeExtendError, match=f"sinusoidal: {name} must be a finite number above"):
-        rx.encoding("sinusoidal", **{name: value})
-
-
-def test_patches_nest_and_come_off_in_order(encoding: AbsoluteEncoding) -> None:
-    model, input_ids = llama(), tokens(1, LENGTH)
-    before = logits(model, input_ids)
-    with rx.extend(model, TARGET, "dynamic_ntk"):
-        inside = logits(model, input_ids)
-        with rx.patch_model(model, encoding):
-            summed = logits(model, input_ids)
-            with rx.extend(model, TARGET, "dynamic_ntk"):
-                assert torch.equal(logits(model, input_ids), inside)
-            with rx.patch_model(model, rx.encoding("alibi")):
-                assert not torch.equal(logits(model, input_ids), summed)
-            assert torch.equal(logits(model, input_ids), summed)
-        assert torch.equal(logits(model, input_ids), inside)
-    assert torch.equal(logits(model, input_ids), before)
-    assert not model.model.layers[0]._forward_pre_hooks
-    assert not model.base_model._forward_hooks
 
 
 def test_layers_that_read_something_else_are_refused() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_extend as rx
-from rope_extend.cli.main import main
 from rope_extend.encodings import NTK, YaRN
 from rope_extend.encodings.core.critical import critical_range
 
@@ -102,24 +99,9 @@ def test_stock_yarn_computes_the_same_table(truncate: bool) -> None:
     torch.testing.assert_close(read.inv_freq(LLAMA3), encoding.inv_freq(LLAMA3), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "ten"])
-def test_other_values_are_refused(value: object) -> None:
-    for method in ("yarn", "ntk"):
-        with pytest.raises(rx.RopeExtendError, match=f"{method}: critical must be the index"):
-            rx.encoding(method, factor=4.0, critical=value)
-
-
 def test_a_critical_pair_excludes_the_other_ends_of_the_ramp() -> None:
     for options in ({"ramp": "turns"}, {"beta_slow": 2.0}):
         with pytest.raises(rx.RopeExtendError, match="leave out ramp='turns' and beta_slow"):
             rx.encoding("yarn", factor=4.0, critical=30, **options)
     with pytest.raises(rx.RopeExtendError, match=r"0 to 63; the theoretical critical pair is 35"):
         NTK(4.0, critical=64).inv_freq(LLAMA3)
-
-
-def test_info_prints_both_ends_of_the_range(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """32 tokens and base 10,000: pair 1.41 has one turn, and no pair has ten."""
-    main(["info", str(work / "model")])
-    assert "critical pair   2 in theory; LongRoPE2 searches from 1 to 2" in capsys.readouterr().out
-    main(["info", str(work / "model"), "--json"])
-    assert json.loads(capsys.readouterr().out)["critical_pairs"] == [1, 2]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from cases import tiny_llama
 
 import rope_extend as rx
 from rope_extend.cli.main import parse
@@ -48,15 +46,6 @@ def test_a_name_is_split_from_its_parameters(text: str, name: str, parameters: d
 def test_the_encoding_has_them(text: str, expected: rx.Encoding) -> None:
     check_method_name(text)
     assert method_named(text).for_target(SHAPE, 16_384) == expected
-
-
-def test_a_model_is_extended_with_them() -> None:
-    one, other = tiny_llama(), tiny_llama()
-    rx.extend(one, 128, "yarn(beta_fast=16)")
-    rx.extend(other, 128, "yarn", beta_fast=16)
-    ids = torch.arange(100)[None] % 50
-    with torch.no_grad():
-        assert torch.equal(one(ids).logits, other(ids).logits)
 
 
 @pytest.mark.parametrize(

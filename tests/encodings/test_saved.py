@@ -33,11 +33,6 @@ def test_directory_and_file_give_the_encoding(saved: Path) -> None:
         check_method_name(f"short_original({name})")
 
 
-def test_a_method_around_a_saved_encoding(saved: Path) -> None:
-    composed = rotary_method(f"resonance({saved})").for_target(SHAPE, TARGET)
-    assert composed == rx.encoding("resonance", inner=TABLE)
-
-
 def test_extend_and_recipes_take_the_directory(saved: Path) -> None:
     model = tiny_llama()
     shape = rx.extend(model, TARGET, "yarn").shape
@@ -73,7 +68,16 @@ def test_the_dict_of_an_encoding_alone_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[1]", "{}", '{"encoding": {"name": "yarn", "factor": 2}}', '{"encoding": 1, "shape": 2}', "\udcff"],
+    [
+        "",
+        "[1]",
+        '["name"]',
+        "null",
+        "{}",
+        '{"encoding": {"name": "yarn", "factor": 2}}',
+        '{"encoding": 1, "shape": 2}',
+        "\udcff",
+    ],
 )
 def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     file = tmp_path / "encoding.json"
@@ -81,22 +85,6 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
     for make in (rx.encoding, method_named, rotary_method):
         with pytest.raises(rx.RopeExtendError, match="is not the file of a saved encoding"):
             make(str(tmp_path))
-
-
-def test_a_file_that_is_no_object_is_said(tmp_path: Path) -> None:
-    for content in ('["name"]', '"name"', "null", "3"):
-        (tmp_path / "encoding.json").write_text(content)
-        with pytest.raises(rx.RopeExtendError, match="not an object with keys"):
-            rx.encoding(str(tmp_path))
-
-
-@pytest.mark.parametrize("value", [None, 3, "linear", [], {"a": 1}])
-def test_divisors_that_are_no_list_are_refused(value: object, saved: Path) -> None:
-    values = json.loads((saved / "encoding.json").read_text())
-    values["encoding"]["long_factor"] = value
-    (saved / "encoding.json").write_text(json.dumps(values))
-    with pytest.raises(rx.RopeExtendError, match="long_factor must be a list of numbers"):
-        method_named(str(saved))
 
 
 def test_a_path_may_have_spaces(saved: Path) -> None:

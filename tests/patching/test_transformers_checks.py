@@ -26,9 +26,7 @@ from covering import few
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
-    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     DynamicCache,
     PreTrainedModel,
     StaticCache,
@@ -191,45 +189,6 @@ def test_what_is_saved_is_what_stock_saves(
     assert torch.equal(logits(again), logits(patched))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"device_map": {"": "cpu"}},
-        {"device_map": "cpu"},
-        {"low_cpu_mem_usage": True},
-        {"use_safetensors": True},
-    ],
-    ids=["device-map", "device-name", "low-memory", "safetensors"],
-)
-def test_loading_through_meta_and_patching(
-    setup: Setup, tmp_path: Path, options: dict[str, Any], dtype: torch.dtype
-) -> None:
-    """Loading goes through the meta device. All that a patch uses must be defined afterwards."""
-    plain = tiny_model(setup.family).to(dtype)
-    plain.save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **options).eval()
-    setup.patch(model)
-    expected = setup.patched().to(dtype)
-    assert torch.equal(logits(model), logits(expected))
-
-
-def test_loading_under_a_device_context_and_a_default_device(setup: Setup, tmp_path: Path) -> None:
-    tiny_model(setup.family).save_pretrained(tmp_path)
-    expected = logits(setup.patched())
-    with torch.device("cpu"):
-        under_context = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-        setup.patch(under_context)
-    assert torch.equal(logits(under_context), expected)
-    torch.set_default_device("cpu")
-    try:
-        under_default = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-        setup.patch(under_default)
-    finally:
-        torch.set_default_device(None)
-    assert torch.equal(logits(under_default), expected)
-
-
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "cpu": lambda: torch.device("cpu"),
     "meta": lambda: torch.device("meta"),
@@ -258,32 +217,6 @@ def test_patching_under_another_default_dtype(setup: Setup, patched: PreTrainedM
         torch.set_default_dtype(torch.float32)
     assert torch.equal(logits(model), logits(patched))
     assert_same_buffers(model, patched)
-
-
-def test_made_and_patched_under_meta(setup: Setup, patched: PreTrainedModel) -> None:
-    """As a large model is prepared: built and patched without memory, filled afterwards."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config(setup.family)).eval()
-        setup.patch(model)
-    model.to_empty(device="cpu")
-    model.load_state_dict(patched.state_dict())
-    assert torch.equal(logits(model), logits(patched))
-
-
-def test_a_mismatched_head_is_reinitialised_and_the_rest_loaded(
-    setup: Setup, patched: PreTrainedModel, tmp_path: Path
-) -> None:
-    """Loading a patched checkpoint into another head, with the classes that share the decoder."""
-    patched.save_pretrained(tmp_path)
-    head = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=5)
-    decoder = AutoModel.from_pretrained(tmp_path).eval()
-    body = patched.base_model
-    rx.patch_model(decoder, stand_in(patched).encoding)
-    with torch.no_grad():
-        assert torch.equal(decoder(IDS).last_hidden_state, body(IDS).last_hidden_state)
-    assert head(IDS[:1]).logits.shape == (1, 5)
-    grown = AutoModelForCausalLM.from_pretrained(tmp_path, vocab_size=70, ignore_mismatched_sizes=True).eval()
-    assert logits(grown).shape[-1] == 70
 
 
 def test_the_state_dict_is_the_stock_one(
@@ -376,17 +309,6 @@ def test_init_weights_fills_every_buffer_and_changes_nothing_else(
     assert torch.equal(logits(model), logits(patched))
 
 
-def test_initialising_draws_the_same_weights(setup: Setup) -> None:
-    """The patched rotary module draws no random numbers, and every weight is still initialised."""
-    states = []
-    for model in (setup.stock(), setup.patched()):
-        torch.manual_seed(3)
-        model.init_weights()
-        states.append(model.state_dict())
-    for name, ours in states[1].items():
-        assert torch.equal(ours, states[0][name]), name
-
-
 def test_copies_and_pickles(setup: Setup, stock: PreTrainedModel, patched: PreTrainedModel) -> None:
     whole = io.BytesIO()
     torch.save(patched, whole)
@@ -473,34 +395,6 @@ def test_inputs_embeds_equal_input_ids(stock: PreTrainedModel, patched: PreTrain
         torch.testing.assert_close(patched(inputs_embeds=embeds).logits, logits(stock), **CLOSE)
 
 
-def test_hidden_states_and_attentions(setup: Setup) -> None:
-    stock, patched = setup.stock(), setup.patched()
-    for model in (stock, patched):
-        model.set_attn_implementation("eager")
-    outputs = [model(IDS, output_hidden_states=True, output_attentions=True) for model in (patched, stock)]
-    for kind, count in (("hidden_states", 3), ("attentions", 2)):
-        ours, theirs = (getattr(output, kind) for output in outputs)
-        assert len(ours) == len(theirs) == count
-        for one, other in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(one, other, **CLOSE)
-    assert outputs[0].attentions[0].shape == (2, 2, 60, 60)
-    torch.testing.assert_close(outputs[0].attentions[0].sum(-1), torch.ones(2, 2, 60))
-
-
-def test_gradients_reach_hidden_states_and_attentions(setup: Setup) -> None:
-    gradients = []
-    for model in (setup.patched(), setup.stock()):
-        model.set_attn_implementation("eager")
-        output = model(IDS, output_hidden_states=True, output_attentions=True)
-        kept = [output.hidden_states[0], output.hidden_states[1], output.attentions[0]]
-        for tensor in kept:
-            tensor.retain_grad()
-        output.logits.flatten()[7].backward(retain_graph=True)
-        gradients.append([tensor.grad for tensor in kept])
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, **CLOSE)
-
-
 def test_eager_and_sdpa_agree(setup: Setup, stock: PreTrainedModel) -> None:
     model = setup.patched()
     mask = torch.ones_like(IDS)
@@ -559,56 +453,6 @@ def test_longer_than_the_config_says(stock: PreTrainedModel, patched: PreTrained
     assert torch.equal(logits(patched, short), before)  # a long text leaves nothing behind
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_scaling_from_a_config(family: FamilyCase) -> None:
-    """As transformers checks its rope types: static scaling changes every text, dynamic only long ones."""
-    short, long = tokens(1, 10), tokens(1, int(1.5 * TRAINED))
-    plain = tiny_model(family)
-    for method in ("linear", "yarn", "dynamic_ntk"):
-        scaled = tiny_model(family)
-        with rx.extend(scaled, 10 * TRAINED, method):
-            changed = (logits(scaled, short) - logits(plain, short)).abs().max() > 1e-3
-            assert changed == (method != "dynamic_ntk")
-            assert (logits(scaled, long) - logits(plain, long)).abs().max() > 1e-3
-        assert torch.equal(logits(scaled, long), logits(plain, long))
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
-def test_frequencies_of_the_stand_in(family: FamilyCase) -> None:
-    """transformers' check of its rotary modules, on ours."""
-    model, x = tiny_model(family), torch.zeros(1)
-    original = model.base_model.rotary_emb
-    short, long = torch.arange(10)[None], torch.arange(48)[None]
-
-    def table(positions: Tensor) -> tuple[Tensor, Tensor]:
-        return model.base_model.rotary_emb(x, positions)
-
-    with rx.patch_model(model, rx.encoding("none")):
-        torch.testing.assert_close(table(long), original(x, long), rtol=0, atol=1e-5)
-    for method in ("linear", "yarn"):
-        with rx.extend(model, 10 * TRAINED, method):
-            for one, other in zip(table(short), table(long), strict=True):
-                assert torch.equal(one, other[:, :10])
-            assert not torch.allclose(table(short)[0], original(x, short)[0])
-            if method == "linear":  # every tenth position is an original one
-                for one, other in zip(table(long[:, ::10]), original(x, long[:, :5]), strict=True):
-                    torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
-
-
-def test_another_patch_at_run_time(setup: Setup, stock: PreTrainedModel) -> None:
-    """Scaling is changed on a live model, and changed back; nothing of it is cached anywhere."""
-    model = setup.patched()
-    plain = logits(model)
-    with rx.patch_model(model, rx.encoding("linear", factor=4.0)):
-        assert (logits(model) - plain).abs().max() > 1e-2
-        linear = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
-        config = {**setup.family.config, "rope_parameters": linear}
-        expected = tiny_model(FamilyCase(setup.family.model_type, config))
-        torch.testing.assert_close(logits(model), logits(expected), **CLOSE)
-    assert torch.equal(logits(model), plain)
-    assert_alike(model, stock)
-
-
 def loss_and_gradients(model: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
     model.zero_grad()
     loss = model(IDS, labels=IDS, use_cache=False).loss
@@ -640,39 +484,6 @@ def test_gradient_checkpointing(setup: Setup, use_reentrant: bool) -> None:
     assert torch.equal(again, loss)
     for name, gradient in gradients.items():
         torch.testing.assert_close(checkpointed[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_one_step_of_an_optimiser(setup: Setup) -> None:
-    weights = []
-    for model in (setup.patched().train(), setup.stock().train()):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss_and_gradients(model)
-        optimizer.step()
-        weights.append(dict(model.named_parameters()))
-    for name, ours in weights[0].items():
-        torch.testing.assert_close(ours, weights[1][name], rtol=0, atol=1e-4, msg=name)
-
-
-@pytest.mark.parametrize("tie_word_embeddings", [False, True], ids=["untied", "tied"])
-def test_embeddings_tie_and_resize(setup: Setup, tie_word_embeddings: bool, tmp_path: Path) -> None:
-    setup = setup.with_config(tie_word_embeddings=tie_word_embeddings)
-    stock, model = setup.stock(), setup.patched()
-    for each in (stock, model):
-        assert (each.lm_head.weight is each.get_input_embeddings().weight) == tie_word_embeddings
-        each.resize_token_embeddings(70, mean_resizing=False)
-        assert (each.lm_head.weight is each.get_input_embeddings().weight) == tie_word_embeddings
-        with torch.no_grad():  # new rows are random
-            for weight in (each.get_input_embeddings().weight, each.lm_head.weight):
-                weight[64:] = 0.01
-    assert model.config.vocab_size == 70
-    assert_alike(model, stock)
-    assert list(model.state_dict()) == list(stock.state_dict())
-    model.save_pretrained(tmp_path)
-    stock.save_pretrained(tmp_path / "stock")
-    assert saved_keys(tmp_path) == saved_keys(tmp_path / "stock")
-    assert_alike(reload(tmp_path), stock)
-    model.resize_token_embeddings(64)
-    assert_alike(model, setup.stock())
 
 
 def test_a_past_and_its_attention_mask(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
@@ -767,13 +578,6 @@ def test_generate_gives_the_stock_tokens(stock: PreTrainedModel, patched: PreTra
     assert ours.sequences.shape[1] == 40
 
 
-def test_every_way_to_decode_greedily_gives_the_same_tokens(patched: PreTrainedModel) -> None:
-    """No cache, a static cache and a prompt in chunks give the tokens of the default cache."""
-    expected = generate(patched)
-    for mode in ("no-cache", "static-cache", "chunked-prefill"):
-        assert_generated_alike(generate(patched, **MODES[mode]), expected)
-
-
 @pytest.mark.parametrize("helper", ["model", "prompt-lookup"])
 def test_assisted_generation(setup: Setup, helper: str) -> None:
     """Rejected drafts are cut from the cache, which needs a full cache: no sliding window."""
@@ -789,73 +593,6 @@ def test_assisted_generation(setup: Setup, helper: str) -> None:
     assert_generated_alike(ours, generate(stock, prompt))
     if helper == "model":  # an assistant that is always right, too
         assert_generated_alike(generate(patched, prompt, assistant_model=setup.patched()), ours)
-
-
-def test_generate_with_left_padding(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    padded, mask = PROMPT.clone(), torch.ones_like(PROMPT)
-    padded[1, :9], mask[1, :9] = 0, 0
-    ours = generate(patched, padded, attention_mask=mask)
-    assert_generated_alike(ours, generate(stock, padded, attention_mask=mask))
-    alone = generate(stock, PROMPT[1:, 9:])
-    assert torch.equal(ours.sequences[1, 20:], alone.sequences[0, 11:])
-
-
-def test_generate_from_inputs_embeds(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    expected = generate(stock)
-    with torch.no_grad():
-        embeds = patched.get_input_embeddings()(PROMPT)
-    for options in ({}, {"cache_implementation": "static"}):
-        mask = torch.ones_like(PROMPT)
-        both = generate(patched, PROMPT, inputs_embeds=embeds, attention_mask=mask, **options)
-        assert torch.equal(both.sequences, expected.sequences)
-        alone = generate(patched, None, inputs_embeds=embeds, attention_mask=mask, **options)
-        assert torch.equal(alone.sequences, expected.sequences[:, 20:])
-        torch.testing.assert_close(torch.stack(alone.logits), torch.stack(expected.logits), **CLOSE)
-
-
-def test_generate_continues_from_a_cache(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    expected = generate(stock)
-
-    @torch.no_grad()
-    def past() -> Any:
-        """The cache after a forward of the prompt without its last token."""
-        return patched(PROMPT[:, :-1], use_cache=True).past_key_values
-
-    first = generate(patched, new=8)
-    rest = generate(patched, first.sequences, new=NEW - 8, past_key_values=first.past_key_values)
-    assert torch.equal(rest.sequences, expected.sequences)
-    assert_generated_alike(generate(patched, past_key_values=past()), expected)
-    shared = past()
-    for _ in range(2):  # several continuations of one past
-        branch = generate(patched, past_key_values=copy.deepcopy(shared))
-        assert torch.equal(branch.sequences, expected.sequences)
-
-
-def test_generate_with_given_positions(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    positions = torch.arange(20).expand(2, -1)
-    assert_generated_alike(generate(patched, position_ids=positions), generate(stock))
-    moved = generate(patched, position_ids=positions + 5)
-    assert_generated_alike(moved, generate(stock, position_ids=positions + 5))
-
-
-def test_generate_shows_its_states(setup: Setup) -> None:
-    stock, patched = setup.stock(), setup.patched()
-    options = {"output_hidden_states": True, "output_attentions": True, "output_scores": True}
-    for model in (stock, patched):
-        model.set_attn_implementation("eager")
-    ours, theirs = (generate(model, new=6, **options) for model in (patched, stock))
-    assert_generated_alike(ours, theirs)
-    for kind in ("hidden_states", "attentions"):
-        for one, other in zip(getattr(ours, kind), getattr(theirs, kind), strict=True):
-            for tensor, expected in zip(one, other, strict=True):
-                torch.testing.assert_close(tensor, expected, **CLOSE)
-
-
-def test_logits_to_keep(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
-    for keep in (1, 7, torch.tensor([0, 30, 59])):
-        torch.testing.assert_close(
-            logits(patched, logits_to_keep=keep), logits(stock, logits_to_keep=keep), **CLOSE
-        )
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The gradient strategy: derivatives against differences, candidates in their space, resuming, descent."""
+"""The gradient steps of the race: derivatives, order and range, memory, cost, descent and resuming."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from cases import TRAINED, tiny_llama
+from fakes import SHAPE
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tolerances import assert_same_but_rounding, logit_tolerance
 
 import rope_extend as rx
-from rope_extend.encodings.core.critical import critical_range
 from rope_extend.loss import next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.searching import gradient
+from rope_extend.searching import gradient, race
 from rope_extend.searching.closed_forms import published
 from rope_extend.searching.evaluations import Evaluator
 from rope_extend.searching.fitness import Fitness, NeedleWindow
@@ -32,29 +34,29 @@ TARGET = 4 * TRAINED
 def context(log: SearchLog | None = None, dtype: torch.dtype = torch.float32, **values: Any) -> Context:
     generator = torch.Generator().manual_seed(0)
     texts = [rx.Document(f"d{n}", torch.randint(1, 90, (TARGET,), generator=generator)) for n in range(3)]
-    settings = rx.SearchConfig(
+    config = rx.SearchConfig(
         **{
-            "model": "m/m", "target_length": TARGET, "strategy": "gradient", "documents": 2, "holdout": 1,
-            "lengths": (40, TARGET), "needle_weight": 0.25, "iterations": 6, **values,
+            "model": "m/m", "target_length": TARGET, "documents": 2, "holdout": 1,
+            "lengths": (40, TARGET), "needle_weight": 0.25, **values,
         }
     )  # fmt: skip
     model = tiny_llama().eval().to(dtype)
     needles = [NeedleWindow(document.input_ids.flip(0), 5, slice(0, 0)) for document in texts]
-    space = Space(rx.info(model).shape, TARGET, gradient.HEAD_ROOM)
+    space = Space(rx.info(model).shape, TARGET, race.HEAD_ROOM)
     fitness = Fitness(texts, [40, TARGET], needles)
-    evaluator = Evaluator(model, fitness, settings.weights(), 2, log=log or SearchLog(None, {}))
-    return Context(settings, space, evaluator, random.Random(0))
+    evaluator = Evaluator(model, fitness, config.weights(), 2, log=log or SearchLog(None, {}))
+    return Context(config, space, evaluator, random.Random(0))
 
 
 def start_of(space: Space) -> Table:
     return space.table([1 + 3 * pair / (space.pairs - 1) for pair in range(space.pairs)], 1.1)
 
 
-def table_of(point: gradient.Point, space: Space) -> torch.Tensor:
+def table_of(point: gradient.OrderedPoint, space: Space) -> torch.Tensor:
     return space.shape.inv_freq() / point.divisors()
 
 
-def encoding_of(point: gradient.Point) -> rx.Encoding:
+def encoding_of(point: gradient.OrderedPoint) -> rx.Encoding:
     divisors = point.divisors().tolist()
     return rx.encoding(
         "longrope", factor=4.0, long_factor=divisors, short_factor=divisors,
@@ -67,7 +69,7 @@ def test_the_rotation_with_gradients_is_that_of_the_encoding() -> None:
     found = context()
     model, ids = found.evaluator.model, found.evaluator.fitness.documents[0].input_ids[None]
     start = start_of(found.space)
-    point = gradient.Point(start, 1)
+    point = gradient.OrderedPoint(start, found.space)
     with torch.no_grad():
         point.numbers += torch.randn(len(point.numbers), generator=torch.Generator().manual_seed(1))
         point.attention += 0.1
@@ -88,8 +90,8 @@ def test_the_gradient_is_that_of_the_naive_loss() -> None:
     Not by differences of losses: norms are float32 in a float64 model, and their noise is too large.
     """
     found = context(dtype=torch.float64)
-    start, first = start_of(found.space), critical_range(found.space.shape)[0]
-    point = gradient.Point(start, first)
+    start = start_of(found.space)
+    point = gradient.OrderedPoint(start, found.space)
     values = gradient.gradient_of_document(found, point, start, 1)
     model, fitness = found.evaluator.model, found.evaluator.fitness
     with (
@@ -115,7 +117,7 @@ def test_weights_and_rotation_are_left_as_they_were() -> None:
         logits = model(before).logits
     frozen = next(model.parameters())
     frozen.requires_grad_(False)
-    gradient.gradient_of_document(found, gradient.Point(start, 1), start, 0)
+    gradient.gradient_of_document(found, gradient.OrderedPoint(start, found.space), start, 0)
     assert [p for p in model.parameters() if not p.requires_grad] == [frozen]
     assert all(p.grad is None for p in model.parameters())
     assert rx.current_patch(model) is None
@@ -132,7 +134,7 @@ def test_layers_are_recomputed_and_left_as_they_were() -> None:
     layers[1].forward = bound
     for number, layer in enumerate(layers):
         layer.mlp.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
-    gradient.gradient_of_document(found, gradient.Point(start, 1), start, 0)
+    gradient.gradient_of_document(found, gradient.OrderedPoint(start, found.space), start, 0)
     assert sorted(calls) == [0, 0, 1, 1]
     assert "forward" not in vars(layers[0])
     assert vars(layers[1])["forward"] is bound
@@ -144,8 +146,8 @@ def test_a_lack_of_memory_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) ->
 
     found = context()
     monkeypatch.setattr(gradient, "next_token_loss", allocate)
-    with pytest.raises(rx.RopeExtendError, match="use the strategy race with gradient_steps=False"):
-        gradient.run(found)
+    with pytest.raises(rx.RopeExtendError, match="use gradient_steps=False"):
+        race.run(found)
     assert rx.current_patch(found.evaluator.model) is None
 
 
@@ -158,7 +160,7 @@ def test_planned_bytes_are_those_of_a_step() -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         counter.add(tensor)
     weights, space = counter.live, found.space
-    point = gradient.Point(start_of(space), 1)
+    point = gradient.OrderedPoint(start_of(space), space)
     table = table_of(point, space).detach().requires_grad_()
     with gradient.differentiable(model, space, start_of(space), table, point.attention.exp()), counter:
         torch.autograd.grad(next_token_loss(model, ids, ids), (table, point.attention))
@@ -188,37 +190,65 @@ def test_a_plan_refuses_gradient_steps_that_do_not_fit(strategy: str, tmp_path: 
         assert plan_search(settings).gradient_step is None
 
 
-def test_a_point_begins_near_its_table_and_stays_in_order() -> None:
-    space = context().space
-    start = start_of(space)
-    point = gradient.Point(start, 1)
-    for old, new in zip(start.divisors, point.table(space).divisors, strict=True):
-        assert old <= new + 0.005 <= old * 1.011**space.pairs + 0.01
+@given(seed=st.integers(0, 10_000), width=st.floats(0, 8))
+@settings(max_examples=12)
+def test_divisors_are_in_order_and_range_after_any_step(seed: int, width: float) -> None:
+    space = Space(SHAPE, 2048, race.HEAD_ROOM)
+    point = gradient.OrderedPoint(published(space)["yarn"], space)
+    before = point.numbers.detach().clone()
+    noise = torch.randn(len(before), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     with torch.no_grad():
-        point.numbers.copy_(torch.randn(len(point.numbers), generator=torch.Generator().manual_seed(0)) * 9)
+        point.numbers += width * noise
+    point.settle(before)
+    logs = point.divisors().detach().log()
+    assert bool((logs.diff() >= 0).all())
+    assert logs[0] == 0
+    assert float(logs[-1]) <= point.largest + 1e-12
     space.check(point.table(space))
 
 
-def test_the_search_descends_and_resumes_to_the_same_table(tmp_path: Path) -> None:
+def test_what_is_in_order_stays_and_fast_pairs_move_less() -> None:
+    """Against the formula in plain floats: pairs with a period or less move in full, with 2 by half."""
+    space = Space(SHAPE, 2048, race.HEAD_ROOM)
+    point = gradient.OrderedPoint(published(space)["yarn"], space)
+    before = point.numbers.detach().clone()
+    moves = torch.linspace(0.01, 0.15, len(before), dtype=torch.float64)
+    with torch.no_grad():
+        point.numbers += moves
+    point.settle(before)
+    for pair, (old, new, move) in enumerate(
+        zip(before.tolist(), point.numbers.tolist(), moves.tolist(), strict=True), start=1
+    ):
+        periods = 256 * 1e4 ** (-pair / 16) / (2 * torch.pi)
+        assert new - old == pytest.approx(move * min(1.0, 1 / periods), rel=1e-9)
+
+
+def test_the_race_descends_within_its_budget_and_resumes_to_the_same_table(tmp_path: Path) -> None:
     whole = context(SearchLog(tmp_path / "whole.jsonl", {}))
-    finalists = gradient.run(whole)
+    finalists = race.run(whole)
+    assert len(whole.evaluator.log.gradients) >= 2
+    assert whole.evaluator.passes <= race.budget(whole.config)
+    scores = whole.scores(finalists)
+    assert scores == sorted(scores)
+    assert scores[0] < min(whole.evaluator.scores(whole.space, list(published(whole.space).values())))
     for table in finalists:
         whole.space.check(table)
-    assert whole.evaluator.passes <= gradient.passes(whole.config)
-    content, curve = (tmp_path / "whole.jsonl").read_bytes(), list(whole.evaluator.curve)
-    scores = whole.scores(finalists)
-    closed = whole.evaluator.scores(whole.space, list(published(whole.space).values()))
-    assert scores == sorted(scores)
-    assert scores[0] <= min(closed)
-    assert whole.evaluator.log.cost.passes >= 6 * 3 * 3
+    content = (tmp_path / "whole.jsonl").read_bytes()
     for cut in (len(content) // 3, 2 * len(content) // 3):
         file = tmp_path / f"{cut}.jsonl"
         file.write_bytes(content[:cut])
-        again = context(SearchLog(file, {}))
-        assert gradient.run(again) == finalists
-        assert again.evaluator.curve == curve
+        assert race.run(context(SearchLog(file, {}))) == finalists
 
 
+@pytest.mark.slow
+def test_without_gradient_steps_none_is_computed() -> None:
+    found = context(gradient_steps=False)
+    race.run(found)
+    assert not found.evaluator.log.gradients
+    assert found.evaluator.passes <= race.budget(found.config)
+
+
+@pytest.mark.slow
 def test_a_fixed_attention_factor_does_not_move() -> None:
-    found = context(attention_factor=1.05, iterations=5)
-    assert {table.attention_factor for table in gradient.run(found)} == {1.05}
+    found = context(attention_factor=1.05)
+    assert {table.attention_factor for table in race.run(found)} == {1.05}

@@ -302,7 +302,7 @@ def test_a_held_out_document_is_no_copy_of_a_searched_one(work: Path, tmp_path: 
         ({"lengths": 128}, "lengths must be between 2 and target_length, 64"),
         ({"length_weights": [1, 2]}, "length_weights needs a number for each of lengths; got 2 for 1"),
         ({"start_tokens": True, "strategy": "race"}, "searched by the strategy longrope only; got race"),
-        ({"strategy": "random"}, "strategy must be one of race, longrope, longrope2"),
+        ({"strategy": "random"}, "strategy must be one of race, longrope, gradient"),
         ({"needle_weight": 2}, "needle_weight must be a number from 0 to 1; got 2"),
         ({"needle_weight": 1}, "a needle and its question take"),
         ({"holdout": 5, "strategy": "race"}, "nothing is left of the race's budget"),

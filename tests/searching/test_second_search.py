@@ -60,7 +60,7 @@ def plain(shape: rx.RopeShape) -> list[float]:
     return [shape.theta ** (-2 * i / shape.dim) for i in range(shape.dim // 2)]
 
 
-@pytest.mark.parametrize("strategy", ["longrope", pytest.param("gradient", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["longrope", pytest.param("race", marks=pytest.mark.slow)])
 def test_the_second_search_multiplies_the_table_that_the_model_has(
     strategy: str, extended: Path, work: Path, tmp_path: Path
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_saved_table_is_no_method_on_top(extended: Path, work: Path, tmp_path:
         rx.extend(model, TARGET, str(output), start="current")
 
 
-@pytest.mark.parametrize("strategy", ["longrope", pytest.param("gradient", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["longrope", pytest.param("race", marks=pytest.mark.slow)])
 def test_the_search_for_short_texts_ends_in_two_lists(
     strategy: str, extended: Path, work: Path, tmp_path: Path
 ) -> None:
@@ -187,7 +187,6 @@ def test_as_it_is_means_exactly_the_list_that_the_model_has() -> None:
         ({"strategy": "longrope", "start_tokens": True}, "leave one of the two out"),
         ({"start": "pretrained", "current_length": 64}, "leave current_length out"),
         ({"search_for": "short"}, "target_length must be at most the 32 tokens of pretraining"),
-        ({"search_for": "short", "target_length": 32, "strategy": "race"}, "longrope or gradient"),
         ({"search_for": "short", "target_length": 32, "start": "pretrained"}, "set start to current"),
     ],
 )
