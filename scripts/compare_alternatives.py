@@ -32,15 +32,15 @@ from alternatives_page import (
     write,
 )
 from pretrain_corpus import pretraining_corpus
-from results_lines import recipe_settings
 from script_run import run
 
 from rope_extend.data.bundled import read_text
 from rope_extend.demo.run import finetune_once
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import sha256, write_text
-from rope_extend.report.tables import markdown_table
+from rope_extend.report.tables import markdown_table, public_name
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import MAY_CHANGE
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "demo_alternatives.yaml"
@@ -71,6 +71,14 @@ ROWS = (
     Row(NARROW, {"method": "alibi", "lora_targets": "attention", "train_norm_embed": False}),
 )
 """The controls first. DroPE follows its paper, with blocks of the trained window."""
+
+
+def recipe_settings(recipe: Recipe) -> dict[str, Any]:
+    """The fields of a recipe that decide what a run computes, without the names of files, as JSON."""
+    left_out = (MAY_CHANGE - {"steps"}) | {"model", "data"}
+    values = {name: value for name, value in recipe.to_dict().items() if name not in left_out}
+    found: dict[str, Any] = json.loads(json.dumps(values))
+    return found | {"method": public_name(recipe.method)}
 
 
 def recipe_of(row: Row, config: Path, runs: Path, steps: int | None = None) -> Recipe:

@@ -105,14 +105,17 @@ def retrieve(arguments: argparse.Namespace) -> None:
 
     from rope_extend.evaluation.retrieval_report import retrieval_table
     from rope_extend.evaluation.retrieve import retrieve as run
-    from rope_extend.models.processes import process_count
+    from rope_extend.models.processes import is_main_process, process_count, processes
+    from rope_extend.training.launch import check_launch
 
-    if process_count() > 1:
-        raise RopeExtendError("retrieve runs in one process; start it without torchrun or accelerate launch")
+    check_launch(process_count())
     with says_how_to_resume(config.output):
         results = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
-    print(retrieval_table(results))
-    print("written:", config.output)
+    if connected := processes(config.load_options().torch_device):
+        connected.destroy_process_group()
+    if is_main_process():
+        print(retrieval_table(results))
+        print("written:", config.output)
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from rope_extend.evaluation import statistics
 from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, SAMPLE, row_of_cell
 from rope_extend.evaluation.results import Cell as RetrievalCell
 from rope_extend.evaluation.results import EvaluationRow, Losses, PerplexityResult, RetrievalResult, Sample
+from rope_extend.evaluation.retrieval import joined_fingerprint
 
 Values = Mapping[str, Any]
 """The values of a finished cell."""
@@ -144,12 +144,6 @@ def sum_of(result: PerplexityResult, length: int) -> float:
     """The sum of the losses of a result on one document, in nats."""
     assert result.document_nll is not None
     return result.document_nll[length][0]
-
-
-def joined_fingerprint(fingerprints: Iterable[str]) -> str:
-    """Sixteen hex digits for several fingerprints in this order; a single one stays as it is."""
-    several = list(fingerprints)
-    return several[0] if len(several) == 1 else hashlib.sha256("".join(several).encode()).hexdigest()[:16]
 
 
 def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> list[RetrievalResult]:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -181,10 +181,16 @@ def _cells(prompts: Sequence[Prompt], trials: dict[TrialKey, Trial]) -> tuple[Ce
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     """Sixteen hex digits that identify these prompts and their expected answers, in this order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.text, prompt.answers, prompt.tokens]).encode())
-    return digest.hexdigest()[:16]
+    return joined_fingerprint(
+        hashlib.sha256(json.dumps([each.text, each.answers, each.tokens]).encode()).hexdigest()[:16]
+        for each in prompts
+    )
+
+
+def joined_fingerprint(fingerprints: Iterable[str]) -> str:
+    """Sixteen hex digits for several fingerprints in this order; a single one stays as it is."""
+    several = list(fingerprints)
+    return several[0] if len(several) == 1 else hashlib.sha256("".join(several).encode()).hexdigest()[:16]
 
 
 def _key(trial: Prompt | Trial) -> TrialKey:

@@ -147,5 +147,4 @@ class StudyConfig(ModelConfig):
         if self.tasks:
             assert self.task_lengths is not None
             prompts = Prompts(self.tasks, self.task_lengths, self.prompt_options)
-        has_data = self.data is not None
-        return Wanted(prompts, documents=has_data, cropped=self.cropped, planned_maps=False)
+        return Wanted(prompts, cropped=self.cropped, planned_maps=False)
