@@ -10,7 +10,7 @@ from rope_extend.evaluation.output_directory import FILES, check_measurement
 from rope_extend.evaluation.perplexity_report import write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.running import run
-from rope_extend.models.processes import is_main_process, processes
+from rope_extend.models.processes import is_main_process
 
 
 def evaluate(
@@ -52,8 +52,6 @@ def evaluate(
     output = None
     if config.output is not None:
         output = check_measurement(config.output, FILES, overwrite=overwrite, resume=resume)
-        if connected := processes(config.load_options().torch_device):
-            connected.wait_for_everyone()  # no process changes the directory before all have checked it
     measurement = Measurement(config)
     found = run(measurement, output, resume=resume, overwrite=overwrite, progress=progress)
     rows = found.collected.rows

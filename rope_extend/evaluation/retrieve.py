@@ -13,7 +13,7 @@ from rope_extend.evaluation.results import RetrievalResult
 from rope_extend.evaluation.retrieval_report import PAGE, PICTURES, TABLE, write_retrieval
 from rope_extend.evaluation.running import run
 from rope_extend.files import write_text
-from rope_extend.models.processes import is_main_process, processes
+from rope_extend.models.processes import is_main_process
 
 PROMPTS = "prompts.jsonl"
 
@@ -52,8 +52,6 @@ def retrieve(
         pictures = [path.name for name in PICTURES for path in check_folders(config.output).glob(name)]
         names = (PROMPTS, RESULTS, TABLE, PAGE, *sorted(pictures))
         directory = check_measurement(config.output, names, resume=resume, overwrite=overwrite)
-        if connected := processes(config.load_options().torch_device):
-            connected.wait_for_everyone()  # no process changes the directory before all have checked it
     measurement = Measurement(config)
     found = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
     results = found.collected.retrieval

@@ -98,6 +98,8 @@ def run(
     where = None if directory is None else Path(directory)
     said = measurement.work_text(None if where is None or not resume else measurement.missing(where))
     connected = processes(measurement.candidates.load_options.torch_device)
+    if connected:  # no process changes the directory before all have checked it
+        connected.wait_for_everyone()
     with ExitStack() as stack:
         if where is not None and is_main_process():
             stack.enter_context(only_writer(where, "measurement"))

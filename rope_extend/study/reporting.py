@@ -14,7 +14,7 @@ from rope_extend.evaluation.output_directory import FILES, check_measurement
 from rope_extend.evaluation.perplexity_report import markdown_report, write_report
 from rope_extend.evaluation.retrieval_report import retrieval_table
 from rope_extend.evaluation.running import Found, run
-from rope_extend.models.processes import process_count
+from rope_extend.models.processes import is_main_process
 from rope_extend.report.tables import Sentences
 from rope_extend.study.deciding import decision
 from rope_extend.study.study_config import METHODS, StudyConfig
@@ -67,12 +67,10 @@ def compare_methods(config: StudyConfig, *, resume: bool = False, overwrite: boo
     """
     if config.output is None or (config.data is None and not config.tasks):
         raise RopeExtendError("a report needs data and output; give long documents, and a directory")
-    if process_count() > 1:
-        raise RopeExtendError("report runs in one process; start it without torchrun or accelerate launch")
     directory = check_measurement(config.output, FILES, resume=resume, overwrite=overwrite)
     measurement = Measurement(without_needless_methods(config))
     found = comparison(measurement, run(measurement, directory, resume=resume, overwrite=overwrite))
-    if found.collected.rows:
+    if found.collected.rows and is_main_process():
         lead = [found.verdict, *([] if found.missing is None else [found.missing])]
         write_report(
             found.collected.rows, directory, trained_length=measurement.trained, overwrite=True, lead=lead,

@@ -61,10 +61,8 @@ def test_two_processes_give_the_results_of_one(work: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.usefixtures("private_cache")
 def test_processes_keep_finished_cells_and_resume_together(work: Path, tmp_path: Path) -> None:
-    command = (
-        f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,64 --methods linear"
+    command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,64 --methods linear"
     command += " --no-cropped"
-    )
     main(shlex.split(f"{command} --device cpu --output {tmp_path / 'whole'}"))
     output = tmp_path / "report"
     shutil.copytree(tmp_path / "whole", output)

@@ -132,7 +132,7 @@ def test_a_resumed_plan_counts_what_is_missing(
     ]  # fmt: skip
     run(f"{more}{rest} --plan --budget 8s", work, tmp_path)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "perplexity: 6 rows, 7 documents in all, about 15 s"
+    assert shown[0] == "perplexity: 5 rows, 7 documents in all, about 15 s"
     assert shown[2].startswith("within the budget of 8 s: 4 of 7 measurements; left for --resume: ")
     monkeypatch.setattr(running, "_measure", interrupt_after(7))
     run(more + rest, work, tmp_path)
@@ -175,8 +175,8 @@ def test_the_plan_keeps_to_the_budget(
     assert "left for --resume" not in shown
     run(f"{command} --budget 7s", work, tmp_path)  # a document of each row, 5 s, and two of three prompts
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "within the budget of 7 s: 5 of 9 measurements; left for --resume: yarn: 1 prompts, none: 1 "
-        "documents, none, cropped to 32: 1 documents, yarn: 1 documents"
+        "within the budget of 7 s: 5 of 9 measurements; left for --resume: yarn: 1 batches of "
+        "prompts, none: 1 documents, none, cropped to 32: 1 documents, yarn: 1 documents"
     )
     with pytest.raises(SystemExit):
         run(f"{command} --budget 0.5s", work, tmp_path)
