@@ -230,10 +230,14 @@ def demo(arguments: argparse.Namespace) -> None:
     """
     from rope_extend.demo.run import METHODS, TUNED, run_demo
 
-    run_demo(
-        arguments.output,
-        methods=arguments.methods or METHODS,
-        tuned=arguments.tune or TUNED,
-        steps=arguments.steps,
-        overwrite=arguments.overwrite,
-    )
+    try:
+        run_demo(
+            arguments.output,
+            methods=arguments.methods or METHODS,
+            tuned=arguments.tune or TUNED,
+            steps=arguments.steps,
+            overwrite=arguments.overwrite,
+        )
+    except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal in a run of finetune
+        print("\nThe same command resumes from here; leave --overwrite out if you gave it.")
+        raise

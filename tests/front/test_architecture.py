@@ -123,8 +123,6 @@ def names_bound(module: ast.Module) -> set[str]:
             bound |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign):
             bound |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-            if any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
-                bound |= set(ast.literal_eval(node.value))
     return bound
 
 

@@ -4,80 +4,71 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rope_extend.checkpoint.info import info
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.demo import run as demo
-from rope_extend.demo.run import DOCUMENTS, RECIPE, finetune_once, run_demo
+from rope_extend.demo.run import DOCUMENTS, RECIPE, run_demo
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.resume import checkpoints, read_state
+
+ADAPTER = "adapter_model.safetensors"
 
 
 def interrupted(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_results_of_another_demonstration_are_not_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "results.jsonl").touch()
-    (tmp_path / "runs" / "yarn" / "checkpoints" / "step-2").mkdir(parents=True)
-    rows = [SimpleNamespace(label=label) for label in ("none", "yarn", "yarn + LoRA", "resonance(yarn)")]
-    monkeypatch.setattr(demo, "read_results", lambda _: rows)
-    monkeypatch.setattr(demo, "read_state", lambda path: SimpleNamespace(step=int(path.name[5:])))
-    monkeypatch.setattr(demo, "_show", lambda *_: None)
-    assert run_demo(tmp_path, methods=["yarn"], tuned=["yarn"], steps=2) == rows
-    assert run_demo(tmp_path, methods=["none", "resonance(yarn)"], tuned=["yarn"], steps=2) == rows
-    with pytest.raises(RopeExtendError, match=r"with no linear\. .*--overwrite"):
-        run_demo(tmp_path, methods=["yarn", "linear"], tuned=["yarn"])
-    with pytest.raises(RopeExtendError, match=r"with no LoRA run of short_original\(yarn\)\. "):
-        run_demo(tmp_path, methods=["yarn"], steps=2)
-    with pytest.raises(RopeExtendError, match=r"with runs of 2 steps \(yarn\)"):
-        run_demo(tmp_path, methods=["yarn"], tuned=["yarn"], steps=3)
-    with pytest.raises(RopeExtendError, match=r"with runs of 2 steps \(yarn\)"):
-        run_demo(tmp_path, methods=["yarn"], tuned=["yarn"])  # the recipe has more
-
-
 def test_old_results_are_gone_once_a_demonstration_starts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the command that resumes would show them as those of the new runs."""
     (tmp_path / "results.jsonl").touch()
     (tmp_path / "runs" / "yarn").mkdir(parents=True)
     recipes: list[Recipe] = []
     monkeypatch.setattr(demo, "finetune_once", lambda recipe, *_: recipes.append(recipe))
-    monkeypatch.setattr(demo, "pretrained", lambda *_, **__: None)
     monkeypatch.setattr(demo, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_demo(tmp_path, tuned=["yarn"], steps=5, overwrite=True)
     assert [*tmp_path.iterdir()] == []
     assert [(recipe.method, recipe.steps) for recipe in recipes] == [("yarn", 5), ("none", 5)]
-    assert "The same command resumes from here; leave --overwrite out" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("private_cache")
-def test_a_run_of_fewer_steps_is_not_taken_for_done(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_interrupted_demonstration_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = Recipe(
-        model=str(work / "model"), data=str(work / "data"), output_dir=str(tmp_path), target_length=64,
-        steps=1, lora_rank=2,
-    )  # fmt: skip
-    finetune_once(recipe)
-    for steps in (2, 2):
-        finetune_once(replace(recipe, steps=steps))
-    assert capsys.readouterr().out.count("already done") == 1
-    assert read_state(checkpoints(tmp_path)[-1]).step == 2
+    """A finished run is not trained again, and the evaluation is told to use what it finds."""
+    monkeypatch.setattr(demo, "evaluate", interrupted)
+    arguments = ["demo", "--output", str(tmp_path), "--tune", "yarn", "--steps", "1"]
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "The same command resumes from here; leave --overwrite out" in capsys.readouterr().out
+    weights = {run: load_file(tmp_path / "runs" / run / ADAPTER) for run in ("yarn", "control")}
+    resumed: list[bool] = []
+
+    def evaluate(_: object, *, resume: bool, overwrite: bool) -> None:
+        resumed.append(resume and not overwrite)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "evaluate", evaluate)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert resumed == [True]
+    for run, before in weights.items():
+        assert (tmp_path / "runs" / run / "metrics.jsonl").read_text().count('"step"') == 1
+        after = load_file(tmp_path / "runs" / run / ADAPTER)
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_the_recipe_matches_the_bundled_model() -> None:
@@ -99,9 +90,7 @@ def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("private_cache")
-def test_the_demo_shows_what_it_claims_and_resumes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_shows_what_it_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The project's promise, on the whole demonstration, and the files that it writes."""
     arguments = ["demo", "--output", str(tmp_path)]
     main(arguments)
@@ -114,18 +103,6 @@ def test_the_demo_shows_what_it_claims_and_resumes(
     ]  # fmt: skip
     check_claims(measured)
     check_files(tmp_path, shown)
-    adapter = (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns
-    main([*arguments, "--methods", "yarn", "--tune", "yarn", "--steps", "18"])
-    assert "already in" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main([*arguments, "--steps", "3"])
-    assert "with runs of 18 steps" in capsys.readouterr().err
-    (tmp_path / "results.jsonl").unlink()
-    monkeypatch.setattr(demo, "evaluate", lambda _: measured)  # what it measures is not asked again
-    main(arguments)
-    assert capsys.readouterr().out.count("already done") == 3
-    assert [row.to_dict() for row in read_results(tmp_path)] == [row.to_dict() for row in measured]
-    assert (tmp_path / "runs" / "yarn" / "adapter_model.safetensors").stat().st_mtime_ns == adapter
 
 
 def check_claims(measured: list[EvaluationRow]) -> None:
@@ -164,4 +141,4 @@ def check_files(output: Path, shown: str) -> None:
     table = (output / "table.md").read_text()
     assert re.search(r"Retrieval, passkey:\n\n\| +\| +256 \| +2k \|", table)
     assert "Sample 1, continued by each row:" in table
-    assert table.count("rope-extend finetune") == 3
+    assert "rope-extend evaluate" in table
