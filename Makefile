@@ -22,7 +22,7 @@ CORE := tests/encodings/test_encodings.py tests/encodings/test_critical.py \
 	tests/attention/test_attention.py tests/models/test_rotary.py tests/models/test_families.py \
 	tests/patching/test_matrix.py tests/patching/test_patching.py tests/patching/test_transformers_checks.py \
 	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py \
-	tests/attention/test_rotated_keys.py tests/attention/test_two_rows.py \
+	tests/attention/test_modes.py \
 	tests/evaluation/test_evaluation_on_a_gpu.py \
 	tests/training/test_steps_on_a_gpu.py tests/training/test_longer_steps.py tests/front/test_gpu_command.py \
 	tests/models/test_gguf_models.py \

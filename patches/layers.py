@@ -89,6 +89,7 @@ ADAPTERS = (
     ),
     FamilyAdapter(
         model_types=("zaya",),
+        hides_positions=("zaya",),
         note="full-attention layers only (`hybrid`); the first channels of a head",
         rotates=has_full_attention,
         layer_types=("hybrid",),

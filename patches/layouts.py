@@ -79,6 +79,7 @@ ADAPTERS = (
         rotary_paths=("model.rotary_emb",),
         note="all channels of a head, as complex numbers, in three of four layers",
         in_float32=("llama4_text",),
+        hides_positions=("llama4_text",),
         layout="complex",
         pairs="neighbours",
         rotates=has_rotary,

@@ -65,7 +65,6 @@ ADAPTERS = (
         ),
         note="all channels of a head",
         in_float32=("flex_olmo", "olmo", "olmo2"),
-        two_rows=("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     ),
     FamilyAdapter(
         model_types=("falcon", "gpt_neox_japanese"),
@@ -80,6 +79,7 @@ ADAPTERS = (
     ),
     FamilyAdapter(
         model_types=("glm4_moe", "gpt_neox", "minimax_m2", "persimmon", "phi", "stablelm"),
+        hides_positions=("persimmon",),
         note="the first channels of a head",
     ),
     FamilyAdapter(
@@ -94,11 +94,13 @@ ADAPTERS = (
     ),
     FamilyAdapter(
         model_types=("qwen3_5_text", "qwen3_5_moe_text"),
+        hides_positions=("qwen3_5_text", "qwen3_5_moe_text"),
         note="the first channels of a head; positions may have three parts",
         sections=True,
     ),
     FamilyAdapter(
         model_types=("moshi",),
+        hides_positions=("moshi",),
         rotary_paths=("layers.*.self_attn.rotary_emb",),
         note="all channels of a head, a module in each layer",
     ),

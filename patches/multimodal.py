@@ -20,6 +20,7 @@ ADAPTERS = (
     FamilyAdapter(
         model_types=("fuyu", "got_ocr2", "moss_transcribe_diarize"),
         rotary_paths=("language_model.rotary_emb",),
+        hides_positions=("fuyu",),
         note=_NOTE,
         rotates=of_text,
         config_path="text_config",

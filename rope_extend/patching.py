@@ -24,13 +24,13 @@ from rope_extend.attention.functions import attention_modules, attention_window,
 from rope_extend.attention.handlers import handler_for
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape, method_named, rotary_method
-from rope_extend.encodings.core.checks import check_length, check_number
+from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.method_names import CURRENT, PRETRAINED, STARTS, check_start
 from rope_extend.models.current_table import current_table, extended_again
 from rope_extend.models.families import FamilyAdapter, adapter_for
 from rope_extend.models.parameters import LEARNED, LearnedParameters
-from rope_extend.models.rotary import ExtendedRotaryEmbedding, InitialRotation, RotarySlot
+from rope_extend.models.rotary import ExtendedRotaryEmbedding, RotarySlot
 from rope_extend.models.stock_config import (
     DUAL_CHUNK_KEY,
     dual_chunk_configs,
@@ -69,6 +69,14 @@ def _no_rotation(shape: RopeShape) -> RopeEncoding:
     return rotary_method("nope").for_target(shape, shape.trained_length)
 
 
+def _plain_module(rotary: Any, layer_type: str | None) -> Any:
+    """The stock rotary module behind a module, if it rotates by plain RoPE; otherwise None."""
+    if isinstance(rotary, ExtendedRotaryEmbedding):
+        return rotary.plain
+    kinds = rotary.rope_type
+    return rotary if (kinds if layer_type is None else kinds[layer_type]) == "default" else None
+
+
 def _rotated_window(decoder: Any, adapter: FamilyAdapter) -> int | None:
     """The largest window or chunk of the layers that rotate; None if a layer that rotates has none.
 
@@ -105,7 +113,6 @@ class Patch:
         self.learned: LearnedParameters | None = None
         self._undo = UndoLog()
         self._handler: AttentionHandler | None = None
-        self._starts: dict[str, InitialRotation | None] = {}
         self._active = False
 
     def _apply(self, tokenizer: Any | None) -> None:
@@ -116,7 +123,6 @@ class Patch:
             self._install_handler(base, adapter)
             for path, module in modules.items():
                 before = active_table(module, base.config, self.target_length)
-                self._starts[path] = self._initial_rotation(base, module, *before)
                 self._replace(base, path, module, adapter)
                 installed = base.base_model.get_submodule(path)
                 after = active_table(installed, base.config, self.target_length)
@@ -129,7 +135,7 @@ class Patch:
                 self._undo.set(tokenizer, "model_max_length", self.target_length)
             self._undo.set(base, _STACK, [*getattr(base, _STACK, []), self])
         except BaseException:
-            self._unwind(base.base_model)
+            self._undo.unwind()
             raise
         self._active = True
 
@@ -147,11 +153,6 @@ class Patch:
         if self.learned is not None:
             self._undo.set(decoder, LEARNED, self.learned)
 
-    def _unwind(self, decoder: Any) -> None:
-        if self._handler is not None:
-            self._handler.leave(decoder)
-        self._undo.unwind()
-
     def _replace(self, base: Any, path: str, module: Any, adapter: FamilyAdapter) -> None:
         """Replace a rotary module by an `ExtendedRotaryEmbedding`."""
         parent_path, _, name = path.rpartition(".")
@@ -166,13 +167,16 @@ class Patch:
             device=table.device,
             layout=adapter.layout,
             original=original,
+            plain=_plain_module(module, layer_type),
+            marked=self._handler is not None,
             layer_type=layer_type,
             sections=tuple(sections),
             dtype=torch.float32 if base.config.model_type in adapter.in_float32 else None,
-            listener=self._handler,
         )
         extended = ExtendedRotaryEmbedding(self.rotary, self.shape, slot)
         extended.train(module.training)
+        if self._handler is not None:
+            self._handler.rotary = extended
         self._undo.set(base.base_model.get_submodule(parent_path), name, extended)
 
     def _update_config(self, base: Any, adapter: FamilyAdapter) -> None:
@@ -271,59 +275,6 @@ class Patch:
         elif values:
             raise RopeExtendError(f"{source} has values for {min(values)!r}, but {self.encoding} learns none")
 
-    def mix(self, share: float) -> None:
-        """Blend the model's own rotation into the encoding, for annealing.
-
-        - 0 is the model as it was, and 1 is the encoding, each bit for bit. A new patch begins with 1.
-        - Rotary frequencies, and factors on cos, sin and logits, are interpolated linearly. If the encoding
-          does not rotate, this is position interpolation by a factor that grows without limit.
-        - Biases and added vectors are multiplied by `share`.
-        - Of linear attention and softmax attention, the outputs are interpolated.
-
-        Config and record are always the encoding's. A cache that was filled under one share is wrong under
-        another.
-
-        Raises:
-            RopeExtendError: `share` is not from 0 to 1.
-            PatchError: this patch is not the active one, or its encoding cannot be blended.
-        """
-        share = check_number("mix", "share", share, minimum=0, maximum=1)
-        if current_patch(self.model) is not self:
-            raise PatchError(
-                f"cannot blend in {self.encoding}: its patch was removed, or a later patch is active"
-            )
-        base, rotary, reason = unwrap(self.model), self.rotary, ""
-        if rotary.depends_on_length or rotary.rotates_in_attention or rotary.start_tokens:
-            reason = "it does not rotate by one table"
-        elif not self.changed:
-            reason = "the model already computes the same"
-        elif None in self._starts.values():
-            reason = "the model's own rotation depends on the length, or is that of an earlier patch"
-        if reason:
-            raise PatchError(
-                f"cannot anneal from the model's RoPE to {self.encoding}: {reason}; train without annealing "
-                f"(anneal_steps 0)"
-            )
-        modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
-        for path, module in modules.items():
-            start = self._starts[path]
-            assert isinstance(module, ExtendedRotaryEmbedding)
-            assert start is not None
-            if share == 0:
-                self._move(base, start.module, module.inv_freq.device)
-            module.mix(share if self._handler is None else self._handler.blend(share, start), start)
-
-    def _initial_rotation(
-        self, base: Any, module: nn.Module, table: Tensor, factor: float
-    ) -> InitialRotation | None:
-        """The rotation of a module before the patch; None if it is not one table, or not the stock module."""
-        if isinstance(module, ExtendedRotaryEmbedding):
-            return None
-        short_table, short_factor = active_table(module, base.config, 1)
-        if not torch.equal(short_table, table) or short_factor != factor:
-            return None
-        return InitialRotation(module, table[: self.shape.dim // 2], factor)
-
     def remove(self) -> None:
         """Undo the patch: modules, config and tokenizer are the objects and values they were before.
 
@@ -343,7 +294,7 @@ class Patch:
         base = unwrap(self.model)
         modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
         devices = {path: module.inv_freq.device for path, module in modules.items()}
-        self._unwind(base.base_model)
+        self._undo.unwind()
         self._active = False
         for path, device in devices.items():
             self._move(base, base.base_model.get_submodule(path), device)

@@ -93,7 +93,6 @@ class PartialBias:
         learned: the learned parameters; gradients reach them through `sources`.
         until: the last query position at which the bias depends on the distance alone.
         causal: whether the bias also excludes the keys after a query; otherwise a mask does.
-        share: the factor on the bias and on vectors on values; below 1 while a model is annealed.
 
     Attributes:
         sources: the tensors that parts are computed from: the table, or the learned parameters.
@@ -109,13 +108,11 @@ class PartialBias:
         *,
         until: float,
         causal: bool,
-        share: float = 1.0,
     ) -> None:
         self.encoding = encoding
         self.shape = shape
         self.positions = positions
         self.causal = causal
-        self.share = share
         self.names = tuple(learned)
         self.table = self.needs_weights = False
         if isinstance(encoding, RelativeEncoding):
@@ -129,7 +126,7 @@ class PartialBias:
             return
         longest = keys if positions.gapless else positions.farthest + 1
         distances = torch.arange(longest - 1, -1, -1, device=device)  # the nearest last
-        table = self._shared(encoding.bias(shape, distances, torch.zeros_like(distances), learned))
+        table = encoding.bias(shape, distances, torch.zeros_like(distances), learned)
         if positions.gapless:
             # After distance 0 come the keys after the query, as many as a part or a mask can include.
             later = table[:, -1:].expand(-1, _most_rows(device_of(positions.keys)) + (0 if causal else keys))
@@ -160,7 +157,7 @@ class PartialBias:
         if isinstance(self.encoding, RelativeEncoding):
             vectors = self.encoding.key_vectors(self._learned(sources))
             index = self._ranges(start, stop, first, end)
-            bias = self._shared(query.float() @ vectors.T).gather(-1, index.expand(*query.shape[:3], -1))
+            bias = (query.float() @ vectors.T).gather(-1, index.expand(*query.shape[:3], -1))
         elif self.table:
             (table,) = sources
             index = table.shape[1] - 1 - distance.clamp(min=0)
@@ -168,7 +165,7 @@ class PartialBias:
         else:
             learned = self._learned(sources)
             bias = self.encoding.bias(self.shape, distance.clamp(min=0), queries, learned)
-            bias = self._shared(bias).movedim(0, 1)
+            bias = bias.movedim(0, 1)
         if not self.causal:
             return bias
         keys = torch.arange(first, end, device=bias.device)
@@ -190,10 +187,7 @@ class PartialBias:
         assert vectors is not None
         index = self._ranges(start, stop, first, end).expand_as(weights)
         shares = weights.new_zeros(*weights.shape[:3], len(vectors)).scatter_add(-1, index, weights)
-        return shares @ self._shared(vectors).to(shares.dtype)
-
-    def _shared(self, values: Tensor) -> Tensor:
-        return values if self.share == 1 else self.share * values
+        return shares @ vectors.to(shares.dtype)
 
     def _ranges(self, start: int, stop: int, first: int, end: int) -> Tensor:
         """The range that each distance falls into, `[rows, 1, stop - start, end - first]`."""

@@ -25,10 +25,9 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from rope_extend.attention.bias_parts import CallPositions, PartialBias, rows_of_part
 from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.channels import position_channels
-from rope_extend.attention.forwards import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import sees_later_keys, visible
-from rope_extend.attention.positions import SizedHandler
+from rope_extend.attention.positions import Forward, SizedHandler
 from rope_extend.attention.registry import (
     causal_mask,
     is_dense,
@@ -75,11 +74,11 @@ class BiasHandler(SizedHandler):
         Raises:
             PatchError: the positions in this call are not known, or the layer has other sizes than the bias.
         """
+        self.check_implementation(call.implementation)
         forward = self.forward_of_call(call)
         query, key, value = call.query, call.key, call.value
-        slots, total = key.shape[2], forward.keys.shape[1]
-        low = max(0, total - slots)  # a layer with a sliding window hands over its last keys only
-        end = total - low  # and a cache of fixed size empty slots behind them
+        positions = self.keys_of_call(call, forward)
+        slots, end = key.shape[2], positions.shape[1]  # a cache of fixed size has empty slots behind the keys
         kwargs = dict(call.kwargs)
         if kwargs.get("scaling") is None:
             kwargs["scaling"] = query.shape[-1] ** -0.5
@@ -87,14 +86,13 @@ class BiasHandler(SizedHandler):
         if mask is not None and mask.shape[-1] > end:
             mask = mask[..., :end]
         filled = replace(call, key=key[:, :, :end], value=value[:, :, :end], mask=mask, kwargs=kwargs)
-        positioned = _Call(**vars(filled), positions=self._positions(forward, low, query.device))
+        positioned = _Call(**vars(filled), positions=self._positions(forward, positions, query.device))
         shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
         slopes = self.encoding.slopes(shape)
         alone = query.shape[2] == 1 or kwargs.get("softcap") is not None
-        if slopes is not None and (alone or sees_later_keys(call, forward)):
+        if slopes is not None and (alone or sees_later_keys(call, forward.tables, end)):
             slopes = None  # channels would reward a key after its query
         if slopes is not None:
-            slopes = slopes if self.share == 1 else self.share * slopes
             output, weights = self._by_channels(positioned, slopes, forward)
         else:
             output, weights = self._by_parts(positioned, shape, forward)
@@ -103,12 +101,12 @@ class BiasHandler(SizedHandler):
         return output, weights
 
     @staticmethod
-    def _positions(forward: Forward, low: int, device: torch.device) -> CallPositions:
+    def _positions(forward: Forward, keys: Tensor, device: torch.device) -> CallPositions:
         """The positions of a layer's queries and keys, computed once for all layers with the same keys."""
-        positions: CallPositions | None = forward.tables.get(("positions", low, device))
-        if positions is None:
-            positions = CallPositions.of(forward.queries, forward.keys[:, low:], device)
-            forward.tables["positions", low, device] = positions
+        name = ("positions", id(keys), device)
+        if name not in forward.tables:  # with the keys, so that no others get their id
+            forward.tables[name] = keys, CallPositions.of(forward.queries, keys, device)
+        positions: CallPositions = forward.tables[name][1]
         return positions
 
     def on_the_device(self) -> Tensor | None:
@@ -172,7 +170,7 @@ class BiasHandler(SizedHandler):
             )
         bias = PartialBias(
             self.encoding, shape, call.positions, learned,
-            until=self._until(forward, call.module), causal=call.mask is None, share=self.share,
+            until=self._until(forward, call.module), causal=call.mask is None,
         )  # fmt: skip
         if bias.needs_weights:  # only eager attention returns its weights
             call = replace(call, inner=own_function(call.module, "eager"))

@@ -36,6 +36,9 @@ from rope_extend.models.view import window_of
 HANDLER = "_rope_extend_handler"
 """The attribute of a module that holds the handler of the active patch."""
 
+GIVEN = "rope_extend_given"
+"""The argument with what a hook found among the arguments of an attention module, by name."""
+
 _handled: dict[str, str] = {}
 """Names of attention implementations, and the names under which the same functions are called by handlers."""
 
@@ -59,6 +62,7 @@ class AttentionCall:
         value: `[batch, kv_heads, K, value_dim]`.
         mask: in the form that the implementation takes; None for plain causal attention.
         kwargs: `scaling`, `dropout`, `position_ids`, and further arguments of the family.
+        given: what a hook found among the arguments of the module, see `handing_over`.
     """
 
     inner: AttentionFunction
@@ -69,6 +73,7 @@ class AttentionCall:
     value: Tensor
     mask: Any
     kwargs: dict[str, Any]
+    given: dict[str, Any]
 
     @property
     def is_causal(self) -> bool:
@@ -91,34 +96,24 @@ class AttentionCall:
 
     def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Call the model's own function on other tensors; gives `[batch, T, heads, head_dim]` and weights."""
-        return _run_own(self.inner, self.implementation, self.module, query, key, value, mask, self.kwargs)
-
-
-def _run_own(
-    inner: AttentionFunction, implementation: str, module: Any, query: Tensor, key: Tensor, value: Tensor,
-    mask: Any, kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Call a model's own attention function."""
-    if inner is sdpa_attention_forward:  # not a user's own under its name; to set a variable costs time
-        return inner(module, query, key, value, mask, **kwargs)
-    _unnamed.discard(implementation)
-    token = _in_own_function.set(True)
-    try:
-        return inner(module, query, key, value, mask, **kwargs)
-    finally:
-        _in_own_function.reset(token)
+        if self.inner is sdpa_attention_forward:  # not a user's own under its name; a variable costs time
+            return self.inner(self.module, query, key, value, mask, **self.kwargs)
+        _unnamed.discard(self.implementation)
+        token = _in_own_function.set(True)
+        try:
+            return self.inner(self.module, query, key, value, mask, **self.kwargs)
+        finally:
+            _in_own_function.reset(token)
 
 
 class Handler(Protocol):
     """Computes the attention of the modules that it is installed in."""
 
-    share: float
-
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Attention for one call."""
 
-    def rotated_query(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """The row of a query for the model's own function; None if `attend` has to see the call."""
+    def attended(self, module: Any) -> None:
+        """Free what no later layer needs."""
 
 
 class HandlerConfig:
@@ -192,20 +187,28 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers calls under the name of `handled_implementation`."""
     inner = own_function(module, implementation)
-    handler: Handler | None = getattr(module, HANDLER, None)
-    if handler is not None and query.shape[2] == 2 and not torch.compiler.is_compiling():
-        rotated = handler.rotated_query(query, key)
-        if rotated is not None:
-            return _run_own(inner, implementation, module, rotated, key, value, attention_mask, kwargs)
-    return _call_handler(handler, inner, implementation, module, query, key, value, attention_mask, kwargs)
+    given = kwargs.pop(GIVEN, {})
+    return _call_handler(inner, implementation, module, query, key, value, attention_mask, kwargs, given)
 
 
 @never_compiled
-def _call_handler(handler: Handler | None, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+def _call_handler(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     call = AttentionCall(*arguments)
-    if handler is None or handler.share == 0:
+    handler: Handler | None = getattr(call.module, HANDLER, None)
+    if handler is None:
         return call.own(call.query, call.key, call.value, call.mask)
-    return handler.attend(call.with_full_mask())
+    result = handler.attend(call.with_full_mask())
+    handler.attended(call.module)
+    return result
+
+
+def handing_over(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """What a forward pre-hook of an attention module returns to give its handler a value by name."""
+    if value is None or getattr(module, HANDLER, None) is None:
+        return None
+    return args, {**kwargs, GIVEN: {**kwargs.get(GIVEN, {}), name: value}}
 
 
 def _mask(*args: Any, implementation: str, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ def handler_for(
     normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
     if isinstance(encoding, RemapEncoding):
         return RemapHandler(encoding, adapter, shape, normalised=normalised)
-    if isinstance(encoding, RopeEncoding) and (effects.in_attention or effects.per_row):
+    if isinstance(encoding, RopeEncoding) and (effects.in_attention):
         return RotationHandler(encoding, adapter, shape, normalised=normalised)
     return None
 

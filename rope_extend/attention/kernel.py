@@ -8,6 +8,7 @@ computed directly as matrices. So time is linear in the length.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -15,24 +16,25 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from rope_extend.attention.forwards import Forward
-from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules
+from rope_extend.attention.functions import (
+    HANDLER,
+    AttentionCall,
+    attention_window,
+    extended_modules,
+    handing_over,
+)
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
-from rope_extend.attention.positions import AttentionHandler
+from rope_extend.attention.positions import AttentionHandler, Forward, positions_of_call
 from rope_extend.attention.registry import is_dense
 from rope_extend.attention.rotation import rotate
-from rope_extend.attention.tracked_cache import cached_tokens
 from rope_extend.encodings import KernelEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.rotary import InitialRotation, angles_of
+from rope_extend.models.rotary import angles_of
 from rope_extend.models.undo import UndoLog
 
 CHUNK = 128
 """Tokens of a chunk within which products are computed directly."""
-
-_OBSTACLE = "_rope_extend_obstacle"
-"""The attribute of a cache with the reason why it cannot hold states."""
 
 State = tuple[Tensor, Tensor]
 """Two sums over all tokens so far, float32: rotated key features times values,
@@ -87,14 +89,19 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     Args:
         state: the sums over all tokens so far.
         seen: the number of these tokens.
+        made_by: what the state follows from, the encoding and the shape of the model.
     """
 
     is_sliding = False
 
-    def __init__(self, state: State, seen: int) -> None:
+    def __init__(self, state: State, seen: int, made_by: tuple[KernelEncoding, RopeShape]) -> None:
         super().__init__()
         self.state = state
         self.seen = seen
+        self.made_by = made_by
+        self.is_expected = False  # whether the module that updates this layer computes linear attention
+        self.positions: Any = None  # of the latest tokens, a weak reference
+        self.is_shared = False  # whether several modules use this layer in one forward
         self.keys = self.values = state[1].new_empty(0)  # some families check that they exist
         self.is_initialized = True
 
@@ -104,7 +111,17 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The new keys and values only; they are added to the state at the end of the forward."""
+        """The new keys and values only; attention adds them to the state.
+
+        Raises:
+            PatchError: the model is not patched with the encoding of the state.
+        """
+        if not self.is_expected:
+            raise PatchError(
+                f"this cache was filled under {self.made_by[0]}, but the model is no longer patched with it; "
+                f"start from an empty cache, or patch the model with {self.made_by[0]} again"
+            )
+        self.is_expected = False
         self.seen += key_states.shape[-2]
         return key_states, value_states
 
@@ -170,15 +187,6 @@ class KernelHandler(AttentionHandler):
     def __init__(self, encoding: KernelEncoding, adapter: FamilyAdapter, shape: RopeShape) -> None:
         super().__init__(encoding, adapter)
         self.shape = shape
-        self._start: InitialRotation | None = None  # for softmax attention, while the model is annealed
-
-    def blend(self, share: float, start: InitialRotation) -> float:
-        """Set the weight of linear attention, against softmax attention with the model's own rotation.
-
-        Between 0 and 1 queries and keys are rotated in `attend`, so the rotary module must not rotate.
-        """
-        self.share, self._start = share, start
-        return 0.0 if share == 0 else 1.0
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Replace the attention of a decoder.
@@ -189,6 +197,7 @@ class KernelHandler(AttentionHandler):
         """
         super().install(decoder, undo)
         for module in extended_modules(self.encoding, decoder, self.adapter):
+            undo.hook(module, give_cache)
             if attention_window(module) is not None:
                 raise UnsupportedModelError(
                     f"{self.encoding} attends to all earlier tokens, but {type(module).__name__} of this "
@@ -215,17 +224,18 @@ class KernelHandler(AttentionHandler):
             PatchError: an option that has no meaning without softmax, a mask that shows later tokens or
                 hides earlier ones, or a cache that cannot be continued.
         """
+        self.check_implementation(call.implementation)
         for name in ("dropout", "softcap", "s_aux", "output_attentions"):
             value = call.kwargs.get(name)
             if isinstance(value, Tensor) or value:
                 raise PatchError(f"{self.encoding} has no softmax, so {name} has no meaning; turn it off")
-        forward, module = self.forward_of_call(call), call.module
+        forward = self.forward_of_call(call)
         query, key, value = call.query, call.key, call.value
-        new, layer = query.shape[2], _layer(module, forward)
+        new, layer = query.shape[2], self._layer(call)
         state = layer.state if isinstance(layer, StateLayer) else None
         key, value = key[:, :, :new], value[:, :, :new]  # the rest are empty slots
         q, k = self.encoding.features(query), self.encoding.features(key)
-        if sees_later_keys(call, forward):
+        if sees_later_keys(call, forward.tables, new):
             raise PatchError(
                 f"{self.encoding} adds up earlier tokens, but this input lets tokens attend to later ones "
                 f"(an image, a prefix or is_causal=False); use causal attention"
@@ -238,21 +248,8 @@ class KernelHandler(AttentionHandler):
         output, state = linear_attention(
             q, k, self._rotated(q, forward), self._rotated(k, forward), value, state
         )
-        if forward.running:
-            kind = "twice" if ("state", module.layer_idx) in forward.tables else "state"
-            forward.tables[kind, module.layer_idx] = tuple(each.detach() for each in state)
-        output = output.to(value.dtype).transpose(1, 2).contiguous()
-        if self.share != 1:
-            if layer is not None and layer.get_seq_length() > new:
-                raise PatchError(
-                    f"{self.encoding} is blended with softmax attention and cannot use a cache; use "
-                    f"use_cache=False"
-                )
-            assert self._start is not None
-            q, k = (self._rotated(states, forward, self._start) for states in (query, key))
-            softmax, _ = call.own(q, k, value, call.mask)
-            output = torch.lerp(softmax, output, self.share)
-        return output, None
+        self._keep(call, layer, (state[0].detach(), state[1].detach()))
+        return output.to(value.dtype).transpose(1, 2).contiguous(), None
 
     def _visible(self, mask: Tensor) -> Tensor:
         """1 for each new key that queries attend to, 0 for padding, `[batch, T]` float32.
@@ -277,51 +274,64 @@ class KernelHandler(AttentionHandler):
             )
         return last.to(torch.float32)
 
-    def _rotated(self, states: Tensor, forward: Forward, start: InitialRotation | None = None) -> Tensor:
-        """Features, rotated by their positions; with `start`, queries and keys, rotated for softmax."""
-        name = ("angles", states.device, states.dtype, start is None)
+    def _rotated(self, states: Tensor, forward: Forward) -> Tensor:
+        """Features, rotated by their positions."""
+        name = ("angles", states.device, states.dtype)
         if name not in forward.tables:
             schedule, positions = self.encoding.inner, forward.on(states.device, forward.queries)
-            table, factor = (schedule.inv_freq(self.shape), 1.0) if start is None else start[1:]
-            angles = angles_of(schedule, self.shape, positions, table)[:, None]
-            forward.tables[name] = (
-                (factor * angles.cos()).to(states.dtype), (factor * angles.sin()).to(states.dtype)
-            )  # fmt: skip
+            angles = angles_of(schedule, self.shape, positions, schedule.inv_freq(self.shape))[:, None]
+            forward.tables[name] = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
         cos, sin = forward.tables[name]
         sin = -sin if self.adapter.backwards else sin
         return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
 
-    def _positions_of_past(self, queries: Tensor, past: Cache | None) -> Tensor:
-        """No positions: those of earlier tokens are in the state."""
-        if past is not None and cached_tokens(past) and not self._filled(past):
+    def _layer(self, call: AttentionCall) -> Any:
+        """The layer of the cache that a call uses; None if there is no cache.
+
+        Raises:
+            PatchError: it holds tokens without a state, or with a state that cannot be continued.
+        """
+        past = call.given.get("cache")
+        if past is None:
+            return None
+        layer, reason = past.layers[call.module.layer_idx], ""
+        if isinstance(layer, StateLayer):
+            if layer.made_by != (self.encoding, self.shape):
+                reason = f"it was filled under {layer.made_by[0]}, for {layer.made_by[1]}"
+            elif layer.is_shared and not self._is_of(layer, call):
+                reason = "several modules use one layer of it, which can hold only one state"
+        elif layer.get_seq_length() > call.query.shape[2]:
+            reason = "it was filled without the encoding"
+            if type(layer) is not DynamicLayer:
+                reason = f"its {type(layer).__name__} cannot hold a state"
+        if reason:
             raise PatchError(
-                f"{self.encoding} cannot use this {type(past).__name__}: it was filled without the encoding, "
-                f"or for another trained window; start from an empty cache"
+                f"{self.encoding} cannot use this {type(past).__name__}: {reason}; start from an empty "
+                f"cache, in most models a DynamicCache, or use use_cache=False"
             )
-        if past is not None and (obstacle := vars(past).get(_OBSTACLE)):
-            raise PatchError(
-                f"{self.encoding} cannot use this {type(past).__name__}: {obstacle}; use use_cache=False, or "
-                f"in most models a DynamicCache"
-            )
-        return queries[:, :0]
+        return layer
 
-    def keep(self, past: Cache, forward: Forward) -> None:
-        """Store the states in the cache instead of keys; if this is not possible, record why."""
-        for (kind, *key), state in forward.tables.items():
-            if kind not in ("state", "twice"):
-                continue
-            layer = past.layers[int(key[0])]
-            if kind == "twice":
-                vars(past)[_OBSTACLE] = f"layer {key[0]} attends several times and can hold only one state"
-            elif isinstance(layer, StateLayer):
-                layer.state = state
-            elif type(layer) is DynamicLayer:
-                past.layers[int(key[0])] = StateLayer(state, layer.get_seq_length())
-            else:
-                vars(past)[_OBSTACLE] = f"its {type(layer).__name__} cannot hold a state"
+    @staticmethod
+    def _is_of(layer: StateLayer, call: AttentionCall) -> bool:
+        """Whether a layer got its latest tokens in the forward of a call."""
+        return layer.positions is not None and layer.positions() is positions_of_call(call)
+
+    def _keep(self, call: AttentionCall, layer: Any, state: State) -> None:
+        """Store a state in the cache instead of keys."""
+        if type(layer) is DynamicLayer:
+            layer = StateLayer(state, layer.get_seq_length(), (self.encoding, self.shape))
+            call.given["cache"].layers[call.module.layer_idx] = layer
+        if isinstance(layer, StateLayer):
+            layer.is_shared |= self._is_of(layer, call)
+            layer.state, layer.positions = state, weakref.ref(positions_of_call(call))
 
 
-def _layer(module: Any, forward: Forward) -> Any:
-    """The layer of a forward's cache that a module uses; None if it does not exist yet."""
-    layers = [] if forward.past is None else forward.past.layers
-    return layers[module.layer_idx] if module.layer_idx < len(layers) else None
+def give_cache(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of an attention module: give its handler the cache."""
+    past = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+    layers, index = getattr(past, "layers", []), int(module.layer_idx)
+    if getattr(module, HANDLER, None) is not None and index < len(layers):
+        layers[index].is_expected = True
+    return handing_over(module, args, kwargs, "cache", past)

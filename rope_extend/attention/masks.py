@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from rope_extend.attention.forwards import Forward
 from rope_extend.attention.functions import AttentionCall
 
 MASK_ROWS = 512
@@ -25,10 +24,28 @@ def visible(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > _HIDDEN
 
 
-def sees_later_keys(call: AttentionCall, forward: Forward) -> bool:
+def visible_to(call: AttentionCall, query: int, columns: int) -> Tensor | None:
+    """Which of the first `columns` keys a query of a call sees, bool `[1 or batch, columns]` on the CPU.
+
+    None if there is no mask, or in a dry run, where masks are causal.
+    """
+    mask = call.mask
+    if hasattr(mask, "mask_mod"):  # a BlockMask
+        shown = of_block_mask(mask, query, query + 1, columns, call.query.device)[:, 0, 0]
+    elif not isinstance(mask, Tensor) or mask.is_meta:
+        return None
+    elif mask.dim() == 2:  # of flash attention
+        shown = mask[:, :columns].bool()
+    else:
+        shown = visible(mask[:, 0, min(query, mask.shape[2] - 1), :columns])
+    return shown.cpu()
+
+
+def sees_later_keys(call: AttentionCall, tables: dict[tuple[Any, ...], Any], keys: int) -> bool:
     """Whether a query of a call sees keys after its own, as images, prefixes and encoders do.
 
-    Computed once for all layers of a forward that share a mask. In a dry run, masks are causal.
+    Computed once for all layers of a forward that share a mask, and kept in its `tables`. In a dry run, masks
+    are causal. `keys` is the number of keys without the empty slots of a static cache.
     """
     mask, new = call.mask, call.query.shape[2]
     if new == 1:
@@ -39,19 +56,17 @@ def sees_later_keys(call: AttentionCall, forward: Forward) -> bool:
     if isinstance(mask, Tensor) and mask.is_meta:
         return False
     name = ("sees later", id(mask))
-    if name not in forward.tables:
-        total = forward.keys.shape[1]
-        stored = min(total, call.key.shape[2])  # a sliding window has its last keys only
+    if name not in tables:
 
         def shown(start: int, stop: int) -> Tensor:
             """Which keys the queries from `start` to `stop` see, bool `[batch, heads, queries, keys]`."""
             if of_flex:
-                return of_block_mask(mask, start, stop, stored, call.query.device)
-            return visible(mask[:, :, start:stop, :stored])
+                return of_block_mask(mask, start, stop, keys, call.query.device)
+            return visible(mask[:, :, start:stop, :keys])
 
         # The mask is kept with the result, so that no other mask gets its id.
-        forward.tables[name] = mask, _shows_later(shown, new, stored - new)
-    found: bool = forward.tables[name][1]
+        tables[name] = mask, _shows_later(shown, new, keys - new)
+    found: bool = tables[name][1]
     return found
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rope_extend.attention.forwards import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import MASK_ROWS
+from rope_extend.attention.positions import Forward
 from rope_extend.encodings import Encoding
 from rope_extend.errors import PatchError
 
@@ -36,7 +36,7 @@ _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Inputs by which flash attention separates the documents of several rows."""
 
 
-def refuse_unknown_documents(call: AttentionCall, forward: Forward, encoding: Encoding) -> None:
+def refuse_unknown_documents(call: AttentionCall, forward: Forward, keys: Tensor, encoding: Encoding) -> None:
     """Refuse several packed rows that flash attention would not separate into documents.
 
     transformers separates documents by their lengths if all of `_LENGTHS` are there. Otherwise it does so by
@@ -50,11 +50,10 @@ def refuse_unknown_documents(call: AttentionCall, forward: Forward, encoding: En
     missing = [name for name in _LENGTHS if call.kwargs.get(name) is None]
     if not missing:
         return
-    low = forward.keys.shape[1] - call.key.shape[2]  # a sliding window has its last keys only
-    name = ("restarts", low)
-    if name not in forward.tables:
-        forward.tables[name] = bool((forward.keys[:, low:].diff() < 0).any())
-    if forward.tables[name] or "cu_seq_lens_q" not in missing:
+    name = ("restarts", id(keys))
+    if name not in forward.tables:  # with the keys, so that no others get their id
+        forward.tables[name] = keys, bool((keys.diff() < 0).any())
+    if forward.tables[name][1] or "cu_seq_lens_q" not in missing:
         raise PatchError(
             f"{encoding}: {call.implementation} cannot separate the documents of {len(call.query)} packed "
             f"rows without {', '.join(missing)}; give all four lengths, one packed row at a time, or use "
@@ -62,31 +61,31 @@ def refuse_unknown_documents(call: AttentionCall, forward: Forward, encoding: En
         )
 
 
-def text_rows(call: AttentionCall, forward: Forward) -> list[TextRows] | None:
+def text_rows(call: AttentionCall, forward: Forward, keys: Tensor) -> list[TextRows] | None:
     """The rows of a call, if attention is causal within one text in each of them; otherwise None.
 
-    The call has a key for each position of the forward. Computed once for all layers that share a mask.
+    The call has a key for each of the positions `keys`. Computed once for all layers that share a mask.
     """
     if call.mask is None:
         if not call.is_causal:
             return None
         if "flash" in call.implementation and (
-            call.kwargs.get("cu_seq_lens_q") is not None or bool((forward.keys.diff() != 1).any())
+            call.kwargs.get("cu_seq_lens_q") is not None or bool((keys.diff() != 1).any())
         ):
-            return _of_packed_rows(call, forward)
-        return _of_columns(forward, None)
+            return _of_packed_rows(call, keys)
+        return _of_columns(keys, None)
     if not isinstance(call.mask, Tensor):
         return None
     name = ("text rows", id(call.mask))
     if name not in forward.tables:  # with the mask, so that no other one gets its id
-        forward.tables[name] = call.mask, _of_mask(call.mask, forward)
+        forward.tables[name] = call.mask, _of_mask(call.mask, keys, forward.queries.shape[1])
     found: list[TextRows] | None = forward.tables[name][1]
     return found
 
 
-def _of_mask(mask: Tensor, forward: Forward) -> list[TextRows] | None:
+def _of_mask(mask: Tensor, positions: Tensor, new: int) -> list[TextRows] | None:
     if mask.is_meta:  # in a dry run, the mask is causal
-        return _of_columns(forward, None)
+        return _of_columns(positions, None)
     flat = mask.dim() == 2  # of flash attention, which is causal in addition
     if not flat and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1):
         return None
@@ -97,7 +96,6 @@ def _of_mask(mask: Tensor, forward: Forward) -> list[TextRows] | None:
     stop = torch.where(shown, columns, -1).amax(dim=1) + 1
     visible = (columns >= start[:, None]) & (columns < stop[:, None])
     same = (visible == shown).all() & (stop > start).all()
-    new = forward.queries.shape[1]
     if not flat:
         for first in range(0, new, MASK_ROWS):
             part = mask[:, 0, first : first + MASK_ROWS]
@@ -109,12 +107,12 @@ def _of_mask(mask: Tensor, forward: Forward) -> list[TextRows] | None:
             same = same & ((part == expected).all(dim=-1) | ~text & nothing_or_all).all()
     if not bool(same):
         return None
-    return _of_columns(forward, list(zip(start.tolist(), stop.tolist(), strict=True)))
+    return _of_columns(positions, list(zip(start.tolist(), stop.tolist(), strict=True)))
 
 
-def _of_packed_rows(call: AttentionCall, forward: Forward) -> list[TextRows] | None:
+def _of_packed_rows(call: AttentionCall, positions: Tensor) -> list[TextRows] | None:
     """The documents in each row: flash attention starts a new one wherever the positions do."""
-    positions, cuts = forward.keys, call.kwargs.get("cu_seq_lens_q")
+    cuts = call.kwargs.get("cu_seq_lens_q")
     rows, length = len(call.query), call.query.shape[2]
     if positions.shape[1] != length or len(positions) not in (1, rows):
         return None  # a cache
@@ -137,9 +135,8 @@ def _of_packed_rows(call: AttentionCall, forward: Forward) -> list[TextRows] | N
     return found
 
 
-def _of_columns(forward: Forward, columns: list[tuple[int, int]] | None) -> list[TextRows] | None:
+def _of_columns(positions: Tensor, columns: list[tuple[int, int]] | None) -> list[TextRows] | None:
     """The rows, grouped by their columns and first positions; None if positions have gaps."""
-    positions = forward.keys
     count = max(len(positions), len(columns or ()))
     columns = columns or [(0, positions.shape[1])]
     groups: dict[tuple[int, int, int], list[int]] = {}

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rope_extend.attention.forwards import marked_forward
 from rope_extend.attention.functions import HANDLER
-from rope_extend.attention.positions import SizedHandler
+from rope_extend.attention.positions import SizedHandler, find_positions
 from rope_extend.attention.registry import never_compiled
 from rope_extend.encodings import AbsoluteEncoding
 from rope_extend.errors import PatchError, UnsupportedModelError
@@ -37,9 +36,8 @@ class VectorHandler(SizedHandler):
                 f"{self.encoding} is added to the input of the first layer, and rope_extend does not find "
                 f"that layer in {decoder.config.model_type}; a rotary schedule works, such as yarn"
             )
-        self.watch(decoder, undo)
         undo.set(layer, HANDLER, self)
-        layer.register_forward_pre_hook(self.add, with_kwargs=True)
+        undo.hook(layer, self.add)
 
     @never_compiled
     def add(
@@ -51,18 +49,18 @@ class VectorHandler(SizedHandler):
             PatchError: the layer gets no such states, or the positions of its tokens are not known.
             RopeExtendError: a position that has no vector.
         """
-        if getattr(layer, HANDLER, None) is not self or self.share == 0:
+        if getattr(layer, HANDLER, None) is not self:
             return None
         position_ids = kwargs.get("position_ids")
-        forward = marked_forward((args, kwargs)) or self.known_forward(position_ids)
-        if forward is None and position_ids is not None:
-            forward = self.begin(position_ids)  # the rotary module is inside the layer, and runs later
+        if position_ids is None:
+            position_ids = find_positions((args, kwargs))
         states = args[0] if args else kwargs.get("hidden_states")
-        if forward is None or not isinstance(states, Tensor) or states.dim() != 3:
+        if position_ids is None or not isinstance(states, Tensor) or states.dim() != 3:
             raise PatchError(
                 f"{self.encoding} cannot be added to the input of {type(layer).__name__}: it is not "
                 f"[batch, tokens, channels], or its positions are not known"
             )
+        forward = self.forward_at(position_ids)
         positions = forward.queries
         if positions.shape[1] != states.shape[1]:
             raise PatchError(
@@ -72,7 +70,6 @@ class VectorHandler(SizedHandler):
         learned = {} if self.learned is None else self.learned.of()
         learned = {name: value.to(states.device) for name, value in learned.items()}
         vectors = self.encoding.vectors(self.shape, forward.on(states.device, positions), learned)
-        vectors = vectors if self.share == 1 else self.share * vectors
         states = states + vectors.to(states.dtype)
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
 

@@ -48,8 +48,7 @@ class FamilyAdapter:
         layer_types: for families with a table for each layer type: the type whose table is replaced, under
             all its names. The tables of other types stay unchanged.
         sections: whether positions may have three parts (time, height, width), each for some of the pairs.
-        two_rows: the model types whose attention only multiplies, adds and caches queries and keys. Cos and
-            sin of two rows then give two rows of both, see `rope_extend/attention/two_rows.py`.
+        hides_positions: the model types that hand no positions to their attention function.
         layer_bases: the attribute of the config that lists the rotary base of each layer, 0 for a layer that
             does not rotate; empty if all layers share one base.
     """
@@ -71,7 +70,7 @@ class FamilyAdapter:
     config_path: str = ""
     layer_types: tuple[str, ...] = ()
     sections: bool = False
-    two_rows: tuple[str, ...] = ()
+    hides_positions: tuple[str, ...] = ()
     layer_bases: str = ""
 
     def extends(self, module: nn.Module) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
+from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
 from rope_extend.models.families import Layout
@@ -93,35 +93,13 @@ def expand_cos_sin(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Te
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
-class PositionListener(Protocol):
-    """Gets the positions of each forward from the rotary module."""
-
-    @property
-    def encoding(self) -> Encoding:
-        """The encoding of the patch, which may not be that of the rotary module."""
-
-    def begin(self, position_ids: Tensor) -> Any:
-        """Take the positions `[batch, T]` of the tokens of a forward; returns the forward."""
-
-    def begin_whole_rows(self, position_ids: Tensor) -> Any:
-        """The same, for an encoding with one table per row."""
-
-    def two_rows(self, forward: Any, like: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Marked cos and sin that leave a state as it is and rotate it too; None if that is not needed."""
-
-    def mark(self, tables: tuple[Tensor, ...], forward: Any) -> None:
-        """Remember which forward cos and sin belong to."""
+POSITIONS = "_rope_extend_positions"
+"""The attribute of cos and sin with the positions that they were computed for."""
 
 
-class InitialRotation(NamedTuple):
-    """The rotation of a model before a patch, from which it is annealed to the encoding."""
-
-    module: nn.Module
-    """Its own rotary module."""
-    table: Tensor
-    """Its frequencies `[dim/2]` float64, radians per token."""
-    factor: float
-    """The factor on cos and sin."""
+def marked_positions(table: Tensor) -> Tensor | None:
+    """The positions that cos, or cos and sin as complex numbers, belong to; None without a mark."""
+    return getattr(table, POSITIONS, None)
 
 
 @dataclass(frozen=True)
@@ -133,22 +111,25 @@ class RotarySlot:
         pairs: the number of channel pairs with values; those beyond the encoding's `dim/2` do not rotate.
         device: the device of the tables.
         layout: how cos and sin of each pair are laid out.
-        original: the stock module.
+        original: the stock module, or the one of an earlier patch.
+        plain: the stock module if it computes plain RoPE; it goes on to do so under an encoding that rotates
+            inside attention.
+        marked: whether cos and sin say which positions they belong to.
         layer_type: the type of the layers that use the encoding; None if all layers do.
         sections: the number of pairs for each part (time, height, width) of a position, if there are parts.
         dtype: the dtype of cos and sin; None for that of the hidden states.
-        listener: gets the positions of each forward; None if nothing acts inside attention.
     """
 
     config: Any
     pairs: int
     device: torch.device | None = None
     layout: Layout = "halves"
-    original: nn.Module | None = None
+    original: Any = None
+    plain: Any = None
+    marked: bool = False
     layer_type: str | None = None
     sections: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
-    listener: PositionListener | None = None
 
 
 class ExtendedRotaryEmbedding(nn.Module):
@@ -172,7 +153,7 @@ class ExtendedRotaryEmbedding(nn.Module):
 
     inv_freq: Tensor
     original_inv_freq: Tensor
-    _start: InitialRotation | None
+    plain: Any
 
     def __init__(self, encoding: RopeEncoding, shape: RopeShape, slot: RotarySlot) -> None:
         super().__init__()
@@ -180,12 +161,13 @@ class ExtendedRotaryEmbedding(nn.Module):
         self.shape = shape
         self.config = slot.config
         self.layout = slot.layout
-        self.handler = slot.listener
         self.layer_type = slot.layer_type
         self.pairs = slot.pairs
         self.sections = slot.sections
         self.dtype = slot.dtype
-        self._share, self._start = 1.0, None
+        self.marked = slot.marked
+        # Not a submodule, so that no cast reaches it.
+        self.__dict__["plain"] = slot.plain
         if slot.layer_type is not None:
             self.original = slot.original
             self.layer_types = list(getattr(slot.original, "layer_types", ()))  # stock decoders loop over it
@@ -199,7 +181,12 @@ class ExtendedRotaryEmbedding(nn.Module):
         # As in the stock module, a copy of the table that is in use.
         self.register_buffer("original_inv_freq", self._buffer(table, slot.device), persistent=False)
         # A plain attribute, not a buffer: no cast reaches it.
-        self._table = self._for_device(table, self.inv_freq.device)
+        self._table = self._for_device(self._computed(), self.inv_freq.device)
+
+    def _computed(self) -> Tensor:
+        """The frequencies that this module rotates by, `[dim/2]` float64."""
+        plain = self.encoding.rotates_in_attention
+        return self.shape.inv_freq() if plain else self.encoding.inv_freq(self.shape)
 
     def compute_default_rope_parameters(self, config: Any = None, **kwargs: Any) -> tuple[Tensor, float]:
         """`(inv_freq [dim/2] float32, attention factor)` of the encoding, as transformers asks for them."""
@@ -218,30 +205,23 @@ class ExtendedRotaryEmbedding(nn.Module):
         target = torch.device("cpu") if device.type == "meta" else device
         return inv_freq.to(target) if has_float64(target) else split_turns(inv_freq).to(target)
 
-    def mix(self, share: float, start: InitialRotation) -> None:
-        """Blend the model's own rotation into the encoding: `share` of the encoding's frequencies and factor.
-
-        At 0 the model's own module rotates, at 1 the encoding alone does, each bit for bit. The buffers and
-        attributes of the module stay the encoding's.
-        """
-        self._share, self._start = share, None if share == 1 else start
-        with torch.device("cpu"):
-            table = self._mixed(self.encoding.inv_freq(self.shape))
-        self._table = self._for_device(table, self.inv_freq.device)
-
-    def _mixed(self, table: Tensor) -> Tensor:
-        return table if self._start is None else torch.lerp(self._start.table, table, self._share)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExtendedRotaryEmbedding:
         """Follow the model to its device, but not to its dtype; refill what `to_empty` left undefined."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.inv_freq.device
         with torch.device("cpu"):  # not on a device that the caller made the default, such as meta
-            table = self.encoding.inv_freq(self.shape)
+            table, computed = self.encoding.inv_freq(self.shape), self._computed()
         self.inv_freq = self._buffer(table, device)
         self.original_inv_freq = self._buffer(table, device)
-        self._table = self._for_device(self._mixed(table), device)
+        self._table = self._for_device(computed, device)
+        if self.plain is not None and "meta" not in (device.type, self._table_of_plain().device.type):
+            self.plain.to(device)
         return self
+
+    def _table_of_plain(self) -> Tensor:
+        name = "inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"
+        table: Tensor = getattr(self.plain, name)
+        return table
 
     def _angles(self, position_ids: Tensor, table: Tensor) -> Tensor:
         """`[batch, T, dim/2]` radians: float64, or float32 modulo a turn where the device has no float64."""
@@ -255,62 +235,85 @@ class ExtendedRotaryEmbedding(nn.Module):
     ) -> tuple[Tensor, Tensor] | Tensor:
         """`(cos, sin)`, each `[batch, T, dim]` in the dtype of `x`, for `position_ids` `[batch, T]`.
 
-        `x` gives dtype and device only. If the schedule rotates inside attention, cos is 1 and sin 0 here.
+        `x` gives dtype and device only. If the schedule rotates inside attention, this is plain RoPE.
         A schedule with one table per row uses the table of that row's largest position. Positions with parts
         (time, height, width) are `[3, batch, T]`.
 
         Raises:
-            PatchError: positions with different parts, under an encoding that depends on the length or acts
-                inside attention or on embeddings.
+            PatchError: positions with different parts, under an encoding that depends on the length; or a
+                cache whose keys belong to another table of their row.
         """
         if layer_type != self.layer_type:
             assert self.original is not None
             other: tuple[Tensor, Tensor] = self.original(x, position_ids, layer_type)
             return other
-        parts, forward = None, None
+        if self.encoding.rotates_in_attention:
+            return self._rotated_plainly(x, position_ids)
+        parts, given = None, position_ids
         if position_ids.dim() == 3:
             parts, position_ids = position_ids, position_ids[0]
-        in_attention = self.handler is not None and self.encoding.rotates_in_attention
-        if parts is not None and (self.handler is not None or self.encoding.depends_on_length):
-            self._check_one_position(parts)
-        if self.handler is not None:
-            begin = self.handler.begin_whole_rows if self.encoding.per_row else self.handler.begin
-            forward = begin(position_ids)
-        if in_attention:
-            assert self.handler is not None
-            if self.layout == "halves" and self.dtype is None and not torch.compiler.is_compiling():
-                both = self.handler.two_rows(forward, x)
-                if both is not None:
-                    return both
-            cos_sin = self._unrotated(position_ids, x)
-            self.handler.mark(cos_sin if isinstance(cos_sin, tuple) else (cos_sin,), forward)
-            return cos_sin
+            if self.encoding.depends_on_length:
+                self._check_one_position(parts)
         factor: Tensor | float
         if self.encoding.depends_on_length:
             angles, factor = self._rowwise(x, position_ids)
-        elif self._start is not None and self._share == 0:
-            return self._rotated_by_start(x, position_ids if parts is None else parts)
         else:
             angles, factor = self._static(x, position_ids if parts is None else parts), self.attention_scaling
-            if self._start is not None:
-                factor = self._start.factor + self._share * (factor - self._start.factor)
             if parts is not None:
                 angles = self._in_sections(angles)
+        return self._laid_out(angles, factor, x, given)
+
+    def _laid_out(
+        self, angles: Tensor, factor: Tensor | float, x: Tensor, position_ids: Tensor
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """cos and sin of angles `[batch, T, dim/2]` as the model takes them, marked with their positions."""
         if self.pairs > self.shape.dim // 2:
             angles = self.pad_unrotated(angles)
         dtype = self.dtype or x.dtype
         cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-        cos_sin = expand_cos_sin(cos, sin, self.layout)
-        if self.handler is not None:
-            self.handler.mark(cos_sin if isinstance(cos_sin, tuple) else (cos_sin,), forward)
+        return self._mark(expand_cos_sin(cos, sin, self.layout), position_ids)
+
+    def _rotated_plainly(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
+        """cos and sin of plain RoPE, by the model's own module if it computes that."""
+        if position_ids.dim() == 3:
+            self._check_one_position(position_ids)
+        if self._plain_serves(x.device):
+            layer_type = () if self.layer_type is None else (self.layer_type,)
+            cos_sin: tuple[Tensor, Tensor] | Tensor = self.plain(x, position_ids, *layer_type)
+            return self._mark(cos_sin, position_ids)
+        positions = position_ids[0] if position_ids.dim() == 3 else position_ids
+        return self._laid_out(self._angles_of_table(positions, x.device), 1.0, x, position_ids)
+
+    def _plain_serves(self, device: torch.device) -> bool:
+        """Whether plain RoPE comes from the model's own module: not if that is elsewhere, or was cast."""
+        if self.plain is None:
+            return False
+        table = self._table_of_plain()
+        return table.device == device and table.dtype.itemsize >= 4
+
+    def plain_angles(self, position_ids: Tensor) -> Tensor:
+        """The angles of plain RoPE by which this module rotates, `[..., dim/2]` float64, with their rounding.
+
+        `position_ids` `[...]` are on any device; so is the result.
+        """
+        if not self._plain_serves(self.inv_freq.device):
+            return position_ids[..., None].to(torch.float64) * to_device(
+                self.shape.inv_freq(), position_ids.device
+            )
+        table = self._table_of_plain()[: self.shape.dim // 2].float()
+        return (position_ids[..., None].float() * to_device(table, position_ids.device)).to(torch.float64)
+
+    def _mark(
+        self, cos_sin: tuple[Tensor, Tensor] | Tensor, position_ids: Tensor
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        if self.marked and not torch.compiler.is_compiling():
+            setattr(cos_sin if isinstance(cos_sin, Tensor) else cos_sin[0], POSITIONS, position_ids)
         return cos_sin
 
-    def _unrotated(self, position_ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        """cos 1 and sin 0, laid out as the model takes them."""
-        width = self.pairs * (1 if self.layout in ("once", "complex") else 2)
-        cos = torch.ones(*position_ids.shape, width, dtype=self.dtype or x.dtype, device=x.device)
-        sin = torch.zeros_like(cos)
-        return torch.complex(cos.float(), sin.float()) if self.layout == "complex" else (cos, sin)
+    def _angles_of_table(self, position_ids: Tensor, device: torch.device) -> Tensor:
+        """`[..., T, dim/2]` radians by the one table of the module."""
+        # A model dispatched over several devices by hooks never calls `_apply`.
+        return self._angles(position_ids, to_device(self._table, device))
 
     def _check_one_position(self, parts: Tensor) -> None:
         """Refuse positions `[3, batch, T]` of which the parts differ.
@@ -319,9 +322,8 @@ class ExtendedRotaryEmbedding(nn.Module):
             PatchError: they differ.
         """
         if not parts.is_meta and not bool((parts == parts[:1]).all()):
-            encoding = self.encoding if self.handler is None else self.handler.encoding
             raise PatchError(
-                f"{encoding} needs one position for each token, but this input has tokens with several "
+                f"{self.encoding} needs one position for each token, but this input has tokens with several "
                 f"(time, height, width); use a static schedule, such as yarn"
             )
 
@@ -329,16 +331,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         """`[..., T, dim/2]` radians by the one table of the schedule."""
         if self.encoding.start_tokens:
             return angles_of(self.encoding, self.shape, position_ids, self.encoding.inv_freq(self.shape))
-        # A model dispatched over several devices by hooks never calls `_apply`.
-        table = to_device(self._table, x.device)
-        return self._angles(position_ids, table)
-
-    def _rotated_by_start(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        """The cos and sin of the model's own module."""
-        assert self._start is not None
-        layer_type = () if self.layer_type is None else (self.layer_type,)
-        cos_sin: tuple[Tensor, Tensor] | Tensor = self._start.module(x, position_ids, *layer_type)
-        return cos_sin
+        return self._angles_of_table(position_ids, x.device)
 
     def _in_sections(self, angles: Tensor) -> Tensor:
         """Choose the angles of each pair, `[batch, T, dim/2]`, from those by part, `[3, batch, T, dim/2]`.
@@ -358,10 +351,31 @@ class ExtendedRotaryEmbedding(nn.Module):
             lengths = [position_ids.shape[-1]] * len(position_ids)
         else:
             lengths = (position_ids.amax(dim=-1) + 1).tolist()
+            for cached, length in zip(position_ids.amin(dim=-1).tolist(), lengths, strict=True):
+                self._check_cache(cached, length)
         tables = torch.stack([self.encoding.inv_freq(self.shape, length) for length in lengths])
         factors = [self.encoding.attention_factor(self.shape, length) for length in lengths]
         angles = angles_of(self.encoding, self.shape, position_ids, tables[:, None])
         return angles, to_device(torch.tensor(factors, dtype=torch.float32), x.device)[:, None, None]
+
+    def _check_cache(self, cached: int, length: int) -> None:
+        """Refuse tokens after `cached` ones that were rotated by another table of their row.
+
+        Raises:
+            PatchError: the table for the row's present length is another one.
+        """
+        if cached == 0:
+            return
+        before, now = (
+            (self.encoding.inv_freq(self.shape, each), self.encoding.attention_factor(self.shape, each))
+            for each in (cached, length)
+        )
+        if before[1] != now[1] or not torch.equal(before[0], now[0]):
+            raise PatchError(
+                f"{self.encoding} rotates a whole row by the table of its length, so the {cached} cached "
+                f"tokens would have to be computed again at {length}; use use_cache=False, or an encoding "
+                f"with per='query'"
+            )
 
     def extra_repr(self) -> str:
         """The encoding and the shape, for `print(model)`."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 
 class UndoLog:
     """Attribute changes, in order, as plain data that survives copying and pickling."""
 
     _MISSING = "__missing__"
+    _HOOK = "__hook__"
 
     def __init__(self) -> None:
         self.entries: list[tuple[Any, str, Any]] = []
@@ -23,11 +27,19 @@ class UndoLog:
         self.entries.append((owner, name, getattr(owner, name)))
         delattr(owner, name)
 
+    def hook(self, module: nn.Module, before: Callable[..., Any]) -> None:
+        """Call a function before each forward of a module, as a pre-hook with keyword arguments."""
+        handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        self.entries.append((module, self._HOOK, handle.id))
+
     def unwind(self) -> None:
         """Undo everything, the latest first."""
         while self.entries:
             owner, name, value = self.entries.pop()
-            if isinstance(value, str) and value == self._MISSING:
+            if name == self._HOOK:
+                owner._forward_pre_hooks.pop(value, None)
+                owner._forward_pre_hooks_with_kwargs.pop(value, None)
+            elif isinstance(value, str) and value == self._MISSING:
                 if hasattr(owner, name):
                     delattr(owner, name)
             else:

@@ -26,7 +26,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import rope_extend as rx
 from rope_extend.attention.channels import position_channels
 from rope_extend.encodings import BiasEncoding, ModelShape
-from rope_extend.errors import PatchError, UnsupportedModelError
+from rope_extend.errors import UnsupportedModelError
 from rope_extend.models.parameters import learned_parameters
 
 BIASES = [case for case in ALTERNATIVES if issubclass(case.kind, BiasEncoding)]
@@ -359,17 +359,6 @@ def test_generate_equals_generate_without_a_cache(encoding: BiasEncoding, how: d
         cached = model.generate(**prompt, **limits, **how)
         expected = model.generate(**prompt, **limits, **plain, use_cache=False)
     assert torch.equal(cached, expected)
-
-
-def test_a_foreign_cache_is_refused() -> None:
-    model, data = grouped(), batch((0,))
-    cache = DynamicCache(config=model.config)
-    model(**data.part(0, 10), past_key_values=cache)
-    with (
-        rx.patch_model(model, rx.encoding("alibi")),
-        pytest.raises(PatchError, match="cached without the encoding"),
-    ):
-        model(**data.part(10, 20), past_key_values=cache)
 
 
 @by_method(BIASES, every=2)

@@ -125,9 +125,8 @@ def test_short_rows_use_the_original_table_and_long_ones_the_extended(exact: Pre
     positions = torch.stack([row["document_positions"], torch.arange(BLOCK)])
     ids = torch.stack([row["input_ids"], long])
     with torch.no_grad():
-        with rx.patch_model(exact, rx.encoding("none")):
-            plain = torch.cat([exact(text.input_ids[None]).logits[0] for text in short])
-            plain_long = exact(long[None]).logits[0]
+        plain = torch.cat([exact(text.input_ids[None]).logits[0] for text in short])
+        plain_long = exact(long[None]).logits[0]
         two_layers = exact.model.layers
         exact.model.layers = two_layers[:1]  # the second layer reads states of both tables
         with rx.patch_model(exact, rx.encoding("yarn", factor=3.0)):

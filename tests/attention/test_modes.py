@@ -1,0 +1,115 @@
+"""Every length-dependent method and every position map, in every mode of decoding.
+
+Their logits are compared with the definition in float64 in `test_attention.py` and `test_remaps.py`. Here the
+tokens of whole forwards are the oracle: these need no cache, no positions of keys and no layout of columns.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from batches import same, tokens
+from cases import PARTIAL, REMAPS, TARGET, FamilyCase, tiny_model
+from test_attention import INSIDE
+from torch import Tensor
+from torch.nn import functional
+
+import rope_extend as rx
+from rope_extend.models.view import shape_of
+
+FAMILIES = [
+    FamilyCase("llama", {"head_dim": 16}),
+    FamilyCase("glm", {"head_dim": 32, "pad_token_id": 0}),
+    FamilyCase("gpt_neox", {**PARTIAL, "hidden_size": 64}),
+]
+"""Halves, neighbours, and some of the channels."""
+METHODS: dict[str, Callable[[Any], rx.Encoding]] = {
+    **{name: lambda _, values=values: rx.Encoding.from_dict(values) for name, values in INSIDE.items()},
+    **{str(case): lambda model, case=case: case.build(shape_of(model)) for case in REMAPS},
+}
+NEW, PAD = 12, 0
+OPTIONS: dict[str, Any] = {
+    "max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "eos_token_id": None,
+    "pad_token_id": PAD, "suppress_tokens": [PAD],
+}  # fmt: skip
+
+
+def best(logits: Tensor) -> Tensor:
+    """The likeliest token but padding."""
+    return logits[..., PAD + 1 :].argmax(-1) + PAD + 1
+
+
+def whole(model: Any, prompt: Tensor) -> Tensor:
+    """The tokens that follow a prompt `[n]`, each by a forward over all before it."""
+    row = prompt
+    for _ in range(NEW):
+        row = torch.cat([row, best(model(row[None], use_cache=False).logits[0, -1:])])
+    return row[len(prompt) :]
+
+
+def padded(rows: list[Tensor], *, left: bool) -> tuple[Tensor, Tensor]:
+    """Rows of different lengths as one batch, and its mask."""
+    widest = max(map(len, rows))
+    sides = [(widest - len(row), 0) if left else (0, widest - len(row)) for row in rows]
+    batch = torch.stack([functional.pad(row, side) for row, side in zip(rows, sides, strict=True)])
+    return batch, (batch != PAD).long()
+
+
+def decoded(model: Any, output: Any, token: Tensor, mask: Tensor, at: Tensor) -> Tensor:
+    """Tokens decoded by hand after a batch, `[batch, NEW]`; the first one is `token`, at positions `at`."""
+    found = []
+    for _ in range(NEW):
+        found.append(token)
+        mask = functional.pad(mask, (0, 1), value=1)
+        output = model(
+            token[:, None], attention_mask=mask, position_ids=at[:, None],
+            past_key_values=output.past_key_values,
+        )  # fmt: skip
+        token, at = best(output.logits[:, -1]), at + 1
+    return torch.stack(found, dim=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_every_mode_decodes_the_tokens_of_whole_forwards(method: str, family: FamilyCase) -> None:
+    model, draft = tiny_model(family), tiny_model(family)
+    unpatched = copy.deepcopy(model)
+    for parameter in draft.parameters():  # it agrees at times
+        parameter.mul_(1.05)
+    prompts = [tokens(40, seed=1), tokens(25, seed=2), tokens(52, seed=3)]
+    with (
+        rx.patch_model(model, METHODS[method](model), target_length=TARGET),
+        rx.patch_model(draft, METHODS[method](draft), target_length=TARGET),
+    ):
+        expected = torch.stack([whole(model, prompt) for prompt in prompts])
+        left, seen = padded(prompts, left=True)
+        for more in ({}, {"cache_implementation": "static"}):
+            found = model.generate(left, attention_mask=seen, **OPTIONS, **more)
+            assert torch.equal(found[:, left.shape[1] :], expected)
+        first = prompts[0][None]
+        for more in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 7}):
+            found = model.generate(first, attention_mask=torch.ones_like(first), **OPTIONS, **more)
+            assert torch.equal(found[:, len(prompts[0]) :], expected[:1])
+        right, mask = padded(prompts, left=False)
+        output, length = model(right, attention_mask=mask, use_cache=True), mask.sum(1)
+        token = best(output.logits[torch.arange(len(prompts)), length - 1])
+        assert torch.equal(decoded(model, output, token, mask, length), expected)
+        # A cache that the model without a patch has filled, with a text that both process alike.
+        start = prompts[1][None, :16]
+        if torch.equal(unpatched(start).logits, model(start).logits):
+            cache = unpatched(start, use_cache=True).past_key_values
+            output = model(prompts[1][None, 16:], past_key_values=cache)
+            mask, at = torch.ones(1, 25, dtype=torch.long), torch.tensor([25])
+            found = decoded(model, output, best(output.logits[:, -1]), mask, at)
+            assert torch.equal(found, expected[1:2])
+        # Positions that count padding too, as models do by themselves without position_ids.
+        past = model(left, attention_mask=seen, use_cache=True).past_key_values
+        mask = functional.pad(seen, (0, 1), value=1)
+        after = model(expected[:, :1], attention_mask=mask, past_key_values=past).logits[:, -1]
+        both = torch.cat([left, expected[:, :1]], dim=1)
+        same(after, model(both, attention_mask=mask, use_cache=False).logits[:, -1])
