@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rope_extend.cli.arguments import path
-from rope_extend.cli.config_arguments import add_fields, add_model_or_config, config_of
+from rope_extend.cli.arguments import (
+    add_existing,
+    add_fields,
+    add_model_or_config,
+    add_output,
+    config_of,
+    path,
+)
 from rope_extend.config import flag_values
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import (
@@ -32,7 +38,7 @@ def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         help="print the estimated memory and time, and stop; needs neither --data nor weights",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    _add_output_arguments(parser, "an interrupted evaluation")
+    add_existing(parser, "an evaluation")
     add_fields(parser, EvaluationConfig, LOAD_FIELDS)
     parser.epilog = f"protocols, where N is each of the lengths:\n{protocol_help()}"
 
@@ -88,7 +94,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
 def retrieve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `retrieve`."""
     add_model_arguments(parser, RetrievalConfig)
-    _add_output_arguments(parser, "the run")
+    add_existing(parser, "a run")
     add_fields(parser, RetrievalConfig, LOAD_FIELDS)
 
 
@@ -132,10 +138,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
         help="row to compare: once for both runs, or twice, for the first and the second run (default: all "
         "labels that both runs have)",
     )  # fmt: skip
-    parser.add_argument(
-        "--output", type=path, metavar="DIR", help="directory for comparison.md and the pictures"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace a comparison in that directory")
+    add_output(parser, "DIR", "directory for comparison.md and the pictures")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
@@ -187,12 +190,6 @@ def add_model_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig])
     parser.add_argument(
         "adapter_paths", nargs="*", metavar="ADAPTER", help="directories of adapters, one row each"
     )
-
-
-def _add_output_arguments(parser: argparse.ArgumentParser, resumed: str) -> None:
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument("--overwrite", action="store_true", help="replace a report in the output directory")
-    existing.add_argument("--resume", action="store_true", help=f"resume {resumed} in the output directory")
 
 
 def model_config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:

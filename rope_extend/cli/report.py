@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rope_extend.cli.config_arguments import add_fields
+from rope_extend.cli.arguments import add_existing, add_fields
 from rope_extend.cli.measure import add_model_arguments, model_config, says_how_to_resume
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import LOAD_FIELDS
@@ -17,11 +17,7 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan", action="store_true", help="print what will be measured and the estimated time, and stop"
     )
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument("--overwrite", action="store_true", help="replace a study in the output directory")
-    existing.add_argument(
-        "--resume", action="store_true", help="measure what is missing of the study in the output directory"
-    )
+    add_existing(parser, "a study")
     add_fields(parser, StudyConfig, LOAD_FIELDS)
 
 
