@@ -1,16 +1,26 @@
-"""The command that answers "I want 32k": advise."""
+"""Commands that answer "I want 32k": advise, and recipes, which come with the package."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 
 from rope_extend.advice.gpus import find_gpu
-from rope_extend.advice.shipped import check_new, write_recipe
+from rope_extend.advice.shipped import check_new, copy_recipe, shipped_path, shipped_recipes, write_recipe
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.cli.arguments import argument, checkpoint, export_target, length, path
-from rope_extend.cli.flags import in_flags
+from rope_extend.cli.arguments import (
+    add_output,
+    add_trained_length,
+    argument,
+    checkpoint,
+    export_target,
+    in_flags,
+    length,
+    path,
+)
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.locating import check_checkpoint
 
@@ -59,11 +69,8 @@ def advise_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="long documents to train on (default: PG-19 from the hub, which are books)",
     )
-    parser.add_argument(
-        "--trained-length", type=length, metavar="N", help="original context window, if config.json is wrong"
-    )
-    parser.add_argument("--output", type=path, metavar="FILE", help="write the recipe to this file")
-    parser.add_argument("--overwrite", action="store_true", help="replace that file")
+    add_trained_length(parser)
+    add_output(parser, "FILE", "write the recipe to this file")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -93,7 +100,7 @@ def advise(arguments: argparse.Namespace) -> None:
         named = advice.with_recipe_file(written) if written else advice
         print(json.dumps({**named.to_dict(), "recipe_file": written}, indent=2))
         return
-    print(in_flags(describe(advice, written), ("--trained-length", "--data")))
+    print(in_flags(describe(advice, written), {"trained_length": "--trained-length", "data": "--data"}))
     if written:
         print(f"\nwritten: {written}")
     elif file is not None:
@@ -101,3 +108,71 @@ def advise(arguments: argparse.Namespace) -> None:
             "because no step fits the GPU" if advice.memory else f"because the verdict is {advice.verdict!r}"
         )
         print(f"\nnothing is written to {file}: there is no recipe, {why}")
+
+
+@argument
+def recipe_name(text: str) -> str:
+    """The name of a recipe of the package."""
+    shipped_path(text)
+    return text
+
+
+def recipes_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `recipes`."""
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("list", "show", "copy"),
+        default="list",
+        help="list (default), show or copy",
+    )
+    parser.add_argument("name", nargs="?", type=recipe_name, help="recipe to show or copy")
+    add_output(parser, "FILE", "file of the copy (default: NAME.yaml)")
+    parser.add_argument(
+        "--model",
+        type=path,
+        metavar="NAME",
+        help="another model of the same family, such as the Instruct version",
+    )
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+
+
+def recipes(arguments: argparse.Namespace) -> None:
+    """List the fine-tuning recipes that come with the package, show one, or copy one to edit it.
+
+    `rope-extend finetune NAME` runs a recipe without a copy. The memory in the list is estimated, not
+    measured. An Instruct model keeps its chat template: `merge` and `export` copy the tokenizer.
+    """
+    action = arguments.action
+    if action != "list":
+        if arguments.json:
+            raise RopeExtendError(f"recipes {action} prints no list; --json belongs to recipes list")
+        if arguments.name is None:
+            raise RopeExtendError(
+                f"recipes {action} needs the name of a recipe; `rope-extend recipes` lists them"
+            )
+    if action == "copy":
+        file = copy_recipe(
+            arguments.name, arguments.output or f"{arguments.name}.yaml", model=arguments.model,
+            overwrite=arguments.overwrite,
+        )  # fmt: skip
+        print("written:", file)
+        print(f"will it fit: rope-extend finetune {quote(str(file))} --plan --limit-memory 24GB")
+        return
+    for flag in ("output", "model", "overwrite"):
+        if getattr(arguments, flag) not in (None, False):
+            raise RopeExtendError(f"recipes {action} writes no file; --{flag} belongs to recipes copy NAME")
+    if action == "show":
+        print(shipped_path(arguments.name).read_text(encoding="utf-8"), end="")
+        return
+    if arguments.name is not None:
+        raise RopeExtendError(f"recipes list takes no name; to copy it: recipes copy {arguments.name}")
+    found = shipped_recipes()
+    if arguments.json:
+        print(json.dumps([asdict(recipe) for recipe in found], indent=2))
+        return
+    for recipe in found:
+        print(f"{recipe.name}\n    {recipe.title}")
+        for size, said in recipe.memory.items():
+            print(f"    on {size} GB: {said}")
+    print("\nfor any other model: rope-extend advise MODEL --target-length 32k --output recipe.yaml")

@@ -1,4 +1,4 @@
-"""Commands that show what is available: demo, methods, families, info."""
+"""Commands that show what is available: demo, methods, families, info, doctor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from shlex import quote
 from typing import Any
 
-from rope_extend.cli.arguments import checkpoint, length, path
+from rope_extend.cli.arguments import add_trained_length, checkpoint, length, path
 from rope_extend.cli.arguments import methods as method_list
 from rope_extend.models.locating import check_checkpoint
 
@@ -134,9 +134,7 @@ def info_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="new window, such as 32k (default: 8x the trained one)",
     )
-    parser.add_argument(
-        "--trained-length", type=length, metavar="N", help="original context window, if config.json is wrong"
-    )
+    add_trained_length(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -241,3 +239,25 @@ def demo(arguments: argparse.Namespace) -> None:
     except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal in a run of finetune
         print("\nThe same command resumes from here; leave --overwrite out if you gave it.")
         raise
+
+
+def doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `doctor`."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def doctor(arguments: argparse.Namespace) -> None:
+    """Check this machine: versions, devices, bfloat16, attention backends, optional packages and disk.
+
+    A line that starts with `!` says what to do. Nothing is downloaded. Add the output to a bug report.
+    """
+    from rope_extend.report.machine import examine
+
+    findings = examine()
+    if arguments.json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+        return
+    for finding in findings:
+        print(f"{'!' if finding.advice else ' '} {finding.subject:<16}{finding.result}")
+        if finding.advice:
+            print(f"  {'':<16}-> {finding.advice}")

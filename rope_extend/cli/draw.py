@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rope_extend.cli.arguments import length, methods, path
+from rope_extend.cli.arguments import add_output, length, methods, path
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import check_creatable
 
@@ -32,10 +32,7 @@ def plot_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument(
             source, type=path, nargs="+" if source == "results" else None, help=sources[source]
         )
-        command.add_argument(
-            "--output", type=path, required=True, metavar="FILE", help="picture: .png, .svg or .pdf"
-        )
-        command.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
+        add_output(command, "FILE", "picture: .png, .svg or .pdf", required=True)
         command.add_argument("--title", help="heading of the picture")
         if kind in ("accuracy", "heat-map"):
             command.add_argument(
@@ -54,10 +51,7 @@ def plot_arguments(parser: argparse.ArgumentParser) -> None:
             )  # fmt: skip
     text = "pictures of each kind of encoding, in a directory; needs no model"
     gallery = kinds.add_parser("encodings", help=text, description=text.capitalize() + ".")
-    gallery.add_argument(
-        "--output", type=path, required=True, metavar="DIR", help="directory of the pictures"
-    )
-    gallery.add_argument("--overwrite", action="store_true", help="replace pictures that exist")
+    add_output(gallery, "DIR", "directory of the pictures", required=True)
 
 
 def plot(arguments: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from rope_extend.cli.arguments import checkpoint, length, one_method, path
+from rope_extend.cli.arguments import add_base_model, add_trained_length, checkpoint, length, one_method, path
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.load_choices import ATTENTION, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_checkpoint
@@ -33,15 +33,8 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="extend a checkpoint without training to this window, and answer before and after",
     )  # fmt: skip
     parser.add_argument("--method", type=one_method, metavar="NAME", help="method for that (default: yarn)")
-    parser.add_argument(
-        "--trained-length", type=length, metavar="N", help="original context window, if config.json is wrong"
-    )
-    parser.add_argument(
-        "--base-model",
-        type=checkpoint,
-        metavar="NAME",
-        help="base model of the adapter (default: the recorded)",
-    )
+    add_trained_length(parser)
+    add_base_model(parser)
     parser.add_argument("--no-before", action="store_true", help="answer only with the extended model")
     parser.add_argument("--no-chat", action="store_true", help="do not use the tokenizer's chat template")
     group = parser.add_argument_group("loading")
@@ -50,7 +43,11 @@ def generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, help="dtype of the weights (default: bfloat16 on a GPU, else float32)"
     )
     group.add_argument(
-        "--attn", choices=ATTENTION, metavar="NAME", help="attention implementation (default: sdpa)"
+        "--attn",
+        dest="attention",
+        choices=ATTENTION,
+        metavar="NAME",
+        help="attention implementation (default: sdpa)",
     )
     group.add_argument("--quantize", choices=QUANTIZED, help="quantize the weights on load, by bitsandbytes")
 
@@ -87,7 +84,7 @@ def generate(arguments: argparse.Namespace) -> None:
         )
     options = LoadOptions(
         device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-        attention=arguments.attn, quantize=arguments.quantize,
+        attention=arguments.attention, quantize=arguments.quantize,
     )  # fmt: skip
     tokenizer = subjects.load_tokenizer()
     window = subjects.target_length - arguments.new_tokens

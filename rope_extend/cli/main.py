@@ -22,17 +22,14 @@ from rope_extend.cli import (
     advise,
     completion,
     discover,
-    doctor,
     draw,
     generate,
     measure,
-    recipes,
     report,
-    search,
     ship,
     train,
 )
-from rope_extend.cli.flags import in_flags
+from rope_extend.cli.arguments import flag_table, in_flags
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.processes import is_main_process
 
@@ -85,7 +82,7 @@ GROUPS: dict[str, dict[str, Command]] = {
             ),
         ),
         "recipes": Command(
-            recipes.recipes_arguments, recipes.recipes,
+            advise.recipes_arguments, advise.recipes,
             (
                 "recipes", "recipes show llama3_8b_32k_yarn",
                 "recipes copy llama3_8b_32k_yarn --output recipe.yaml",
@@ -101,7 +98,7 @@ GROUPS: dict[str, dict[str, Command]] = {
                 f'generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"',
             ),
         ),
-        "doctor": Command(doctor.doctor_arguments, doctor.doctor, ("doctor", "doctor --json")),
+        "doctor": Command(discover.doctor_arguments, discover.doctor, ("doctor", "doctor --json")),
         "completion": Command(
             completion.completion_arguments, _completion, ("completion bash", "completion fish")
         ),
@@ -110,7 +107,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "search": {
         "search": Command(
-            search.search_arguments, search.search,
+            train.search_arguments, train.search,
             (
                 f"search {_8B} --target-length 32k --data books/ --output factors --plan",
                 f"search {_8B} --target-length 32k --data books/ --output factors",
@@ -211,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _log_to_stderr()
         COMMANDS[words[0]].run(arguments)
     except RopeExtendError as error:
-        _fail(in_flags(str(error), command_parser(words[0]).flags()))
+        _fail(in_flags(str(error), flag_table(command_parser(words[0]))))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

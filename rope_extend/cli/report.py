@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rope_extend.cli.config_arguments import add_fields
+from rope_extend.cli.arguments import add_existing, add_fields
 from rope_extend.cli.measure import add_model_arguments, model_config, says_how_to_resume
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import LOAD_FIELDS
@@ -17,11 +17,7 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plan", action="store_true", help="print what will be measured and the estimated time, and stop"
     )
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument("--overwrite", action="store_true", help="replace a study in the output directory")
-    existing.add_argument(
-        "--resume", action="store_true", help="measure what is missing of the study in the output directory"
-    )
+    add_existing(parser, "a study")
     add_fields(parser, StudyConfig, LOAD_FIELDS)
 
 
@@ -39,21 +35,24 @@ def report(arguments: argparse.Namespace) -> None:
     if arguments.resume and not (config.data and config.output):
         raise RopeExtendError("report --plan --resume needs --data and --output, to see what is finished")
 
-    from rope_extend.study.reporting import compare_methods, holds_cells
-    from rope_extend.study.run_study import Study
+    from rope_extend.evaluation.measurement import Measurement
+    from rope_extend.models.processes import is_main_process, process_count, processes
+    from rope_extend.study.reporting import compare_methods, without_needless_methods
+    from rope_extend.training.launch import check_launch
 
     if arguments.plan:
-        study = Study(config, texts=arguments.resume)
-        if arguments.resume and config.output:
-            missing = study.missing(config.output)
-            said = [study.missing_text(missing), study.left_out_text(missing)]
-        else:
-            said = [study.work_text(), study.left_out_text()]
-        print(*filter(None, said), sep="\n")
+        measurement = Measurement(without_needless_methods(config), texts=arguments.resume)
+        missing = measurement.missing(config.output) if arguments.resume and config.output else None
+        print(measurement.work_text(missing))
         return
+    check_launch(process_count())
     assert config.output is not None
-    with says_how_to_resume(config.output, holds_cells):
+    with says_how_to_resume(config.output):
         found = compare_methods(config, resume=arguments.resume, overwrite=arguments.overwrite)
+    if connected := processes(config.load_options().torch_device):
+        connected.destroy_process_group()
+    if not is_main_process():
+        return
     print(found.markdown())
     if found.collected.rows:
         print("written:", config.output)

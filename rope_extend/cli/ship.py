@@ -10,10 +10,16 @@ from shlex import quote
 from typing import Any
 
 from rope_extend.checkpoint.export.targets import TARGETS
-from rope_extend.cli.arguments import checkpoint, export_target, length, path, size
+from rope_extend.cli.arguments import (
+    add_base_model,
+    add_output,
+    checkpoint,
+    export_target,
+    length,
+    path,
+    size,
+)
 from rope_extend.errors import RopeExtendError
-
-_BASE_MODEL = "base model of the adapter (default: the one in rope_extend.json)"
 
 
 def merge_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +27,8 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "adapter", type=checkpoint, help="directory or hub id of a LoRA adapter with its rope_extend.json"
     )
-    parser.add_argument(
-        "--output", type=path, required=True, metavar="DIR", help="directory of the merged checkpoint"
-    )
-    parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=_BASE_MODEL)
+    add_output(parser, "DIR", "directory of the merged checkpoint", required=True)
+    add_base_model(parser)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights (default: that of each weight of the base model)",
@@ -42,7 +46,6 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
         "--no-guard", action="store_true",
         help="write a stock config.json even if stock loaders would silently use the original window",
     )  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")
 
 
 def merge(arguments: argparse.Namespace) -> None:
@@ -68,15 +71,12 @@ def merge(arguments: argparse.Namespace) -> None:
 def convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `convert`."""
     parser.add_argument("model", type=checkpoint, help="a GGUF file, or a directory with one")
-    parser.add_argument(
-        "--output", type=path, required=True, metavar="DIR", help="directory of the checkpoint"
-    )
+    add_output(parser, "DIR", "directory of the checkpoint", required=True)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32",
         help="dtype of the weights (default: float32, which holds the dequantised values exactly)",
     )  # fmt: skip
     parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="maximum size of one weight file")
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -110,7 +110,7 @@ def _above_zero(text: str) -> float:
 def verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `verify`."""
     parser.add_argument("directory", type=checkpoint, help="a checkpoint with its rope_extend.json")
-    parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=_BASE_MODEL)
+    add_base_model(parser)
     parser.add_argument(
         "--reference", type=checkpoint, metavar="DIR",
         help="checkpoint to compare with, such as the adapter before the merge (default: the same one)",
@@ -228,7 +228,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "--to", type=export_target, default="transformers", metavar="TARGET",
         help=f"{', '.join(TARGETS)} (default: transformers)",
     )  # fmt: skip
-    parser.add_argument("--output", type=path, metavar="DIR", help="directory of the export")
+    add_output(parser, "DIR", "directory of the export")
     parser.add_argument(
         "--gguf",
         type=path,
@@ -239,8 +239,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-version", metavar="VERSION",
         help="version of vLLM, such as 0.10: only 0.9 and 0.10 compute dual_chunk",
     )  # fmt: skip
-    parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=_BASE_MODEL)
-    parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint in that directory")
+    add_base_model(parser)
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare the logits with the original"
     )

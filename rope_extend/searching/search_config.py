@@ -5,7 +5,7 @@ The module imports neither torch nor transformers, so that `--help` and errors i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -182,54 +182,53 @@ class SearchConfig(Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_path(self.model)
-        assert self.lengths is not None
-        if self.lengths[-1] > self.target_length or self.lengths[0] < 2:
-            raise RopeExtendError(
-                f"search: lengths must be between 2 and target_length, {self.target_length}; got "
-                f"{list(self.lengths)}"
-            )
-        if self.needle_weight < 1 and self.lengths[-1] != self.target_length:
-            raise RopeExtendError(
-                f"search: the longest of lengths must be target_length, {self.target_length}: text within "
-                f"shorter windows prefers smaller divisors. Got {list(self.lengths)}"
-            )
-        if self.length_weights is not None and len(self.length_weights) != len(self.lengths):
-            raise RopeExtendError(
-                f"search: length_weights needs a number for each of lengths; got {len(self.length_weights)} "
-                f"for {len(self.lengths)}"
-            )
-        if self.start_tokens and self.strategy != GENETIC:
-            raise RopeExtendError(
-                f"search: start_tokens is searched by the strategy {GENETIC} only; got {self.strategy}"
-            )
         check_start("search", self.start, self.current_length)
-        if self.start == CURRENT and (self.start_tokens or self.short == ORIGINAL):
-            name = "start_tokens" if self.start_tokens else f"short {ORIGINAL}"
-            raise RopeExtendError(
-                f"search: {name} returns to plain RoPE for some positions, and start {CURRENT} keeps the "
-                "table that the checkpoint was trained under; leave one of the two out"
-            )
-        if self.search_for == SHORT_TEXTS:
-            self._check_short()
-        least = max(SMALLEST_RACE, SMALLEST_FOR_EACH * self.documents)
-        if self.strategy != GENETIC and self.race_passes < least:
-            raise RopeExtendError(
-                f"search: with {self.documents} documents and {self.holdout} held out, nothing is left of "
-                f"the race's budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller "
-                "holdout"
-            )
+        for wrong, text in self._conflicts():
+            if wrong:
+                raise RopeExtendError(f"search: {text}")
 
-    def _check_short(self) -> None:
-        if self.start != CURRENT:
-            raise RopeExtendError(
-                f"search: search_for {SHORT_TEXTS} keeps the table that the checkpoint has for long texts; "
-                f"set start to {CURRENT}"
-            )
-        if self.attention_factor is not None:
-            raise RopeExtendError(
-                f"search: search_for {SHORT_TEXTS} keeps the attention factor that the checkpoint has, which "
-                "both tables share; leave attention_factor out"
-            )
+    def _conflicts(self) -> Iterator[tuple[bool, str]]:
+        """Whether settings contradict each other, and the error message if they do."""
+        target, lengths, weights = self.target_length, self.lengths or (), self.length_weights
+        yield (
+            lengths[-1] > target or lengths[0] < 2,
+            f"lengths must be between 2 and target_length, {target}; got {list(lengths)}",
+        )
+        yield (
+            self.needle_weight < 1 and lengths[-1] != target,
+            f"the longest of lengths must be target_length, {target}: text within shorter windows prefers "
+            f"smaller divisors. Got {list(lengths)}",
+        )
+        yield (
+            weights is not None and len(weights) != len(lengths),
+            f"length_weights needs a number for each of lengths; got {len(weights or ())} for {len(lengths)}",
+        )
+        yield (
+            self.start_tokens and self.strategy != GENETIC,
+            f"start_tokens is searched by the strategy {GENETIC} only; got {self.strategy}",
+        )
+        yield (
+            self.start == CURRENT and (self.start_tokens or self.short == ORIGINAL),
+            f"start_tokens and short {ORIGINAL} return to plain RoPE for some positions, and start {CURRENT} "
+            "keeps the table that the checkpoint was trained under; leave one of the two out",
+        )
+        short = self.search_for == SHORT_TEXTS
+        yield (
+            short and self.start != CURRENT,
+            f"search_for {SHORT_TEXTS} keeps the table that the checkpoint has for long texts; set start to "
+            f"{CURRENT}",
+        )
+        yield (
+            short and self.attention_factor is not None,
+            f"search_for {SHORT_TEXTS} keeps the attention factor that the checkpoint has, which both tables "
+            "share; leave attention_factor out",
+        )
+        yield (
+            self.strategy != GENETIC
+            and self.race_passes < max(SMALLEST_RACE, SMALLEST_FOR_EACH * self.documents),
+            f"with {self.documents} documents and {self.holdout} held out, nothing is left of the race's "
+            f"budget, a {RACE_SHARE}th of LongRoPE's search; use more documents, or a smaller holdout",
+        )
 
     def computed_defaults(self) -> Mapping[str, Any]:
         """The target as the only length, and LongRoPE's population, halved above 512k tokens."""

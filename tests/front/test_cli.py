@@ -13,7 +13,8 @@ import yaml
 from cases import TRAINED
 
 import rope_extend as rx
-from rope_extend.cli.main import in_flags, main
+from rope_extend.cli.arguments import in_flags
+from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.models.locating import check_path, is_path
@@ -118,7 +119,7 @@ def test_finetune_evaluate_and_plot(work: Path, tmp_path: Path, capsys: pytest.C
         run(f"plot {kind} {source} --output {{out}}/{kind}.svg", capsys, **names)
         assert (tmp_path / f"{kind}.svg").read_text().lstrip().startswith("<?xml")
         assert "exists" in fail(f"plot {kind} {source} --output {{out}}/{kind}.svg", capsys, **names)
-    assert "already holds" in fail(
+    assert "holds a measurement" in fail(
         "evaluate {model} --data {data} --lengths 16 --output {out}/report", capsys, **names
     )
 
@@ -199,7 +200,10 @@ def test_an_unknown_key_in_a_recipe_names_the_nearest(
     ],
 )
 def test_errors_name_flags_on_the_command_line(message: str, shown: str) -> None:
-    flags = {"--overwrite", "--base-model", "--quantize", "--attn", "--no-cropped", "--cropped"}
+    flags = {
+        "overwrite": "--overwrite", "base_model": "--base-model", "quantize": "--quantize",
+        "attention": "--attn", "no_cropped": "--no-cropped",
+    }  # fmt: skip
     assert in_flags(message, flags) == shown
 
 

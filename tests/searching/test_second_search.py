@@ -185,7 +185,6 @@ def test_as_it_is_means_exactly_the_list_that_the_model_has() -> None:
         ({"target_length": NOW}, "target_length must exceed the trained window of 64 tokens, got 64"),
         ({"short": "original"}, "leave one of the two out"),
         ({"strategy": "longrope", "start_tokens": True}, "leave one of the two out"),
-        ({"start": "pretrained", "current_length": 64}, "leave current_length out"),
         ({"search_for": "short"}, "target_length must be at most the 32 tokens of pretraining"),
         ({"search_for": "short", "target_length": 32, "start": "pretrained"}, "set start to current"),
     ],
@@ -200,6 +199,7 @@ def test_mistakes_get_one_clear_error(
 @pytest.mark.parametrize(
     ("method", "values", "message"),
     [
+        ("none", {}, "the model has plain RoPE"),
         ("clipped", {}, "some channel pairs of this model do not rotate"),
         (
             "longrope",
@@ -213,17 +213,10 @@ def test_a_search_for_short_texts_needs_divisors_that_never_fall(
 ) -> None:
     """Said before the weights are loaded: the checkpoint has none."""
     model = tiny_llama()
-    rx.extend(model, NOW, method, **values)
+    if method != "none":
+        rx.extend(model, NOW, method, **values)
     model.config.save_pretrained(tmp_path)
     with pytest.raises(RopeExtendError, match=message):
         plan_search(
             settings(tmp_path, tmp_path, None, strategy="longrope", search_for="short", target_length=TRAINED)
-        )
-
-
-def test_a_model_without_an_extension_has_no_short_texts_to_search_for(work: Path) -> None:
-    with pytest.raises(RopeExtendError, match="the model has plain RoPE"):
-        rx.search(
-            settings(work / "model", work, None, strategy="longrope", search_for="short", target_length=32),
-            progress=False,
         )
