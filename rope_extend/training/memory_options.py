@@ -10,7 +10,7 @@ gradient checkpointing     all of a layer but its input           each layer is 
                                                                   product with its last frozen matrix
 MLP in tiles               the wide inner states of the MLP,      with checkpointing, that last product too;
                            and the float32 states of the norms    alone, each MLP is computed again
-offload of checkpoints     the inputs of the layers               copies, in parallel with the computation
+offload of checkpoints     the inputs of the layers               copies to the host and back
 =========================  =====================================  ==========================================
 
 LoRA's matrices of one layer share their input in any case, see `_shared_inputs`.
@@ -119,8 +119,6 @@ def apply_memory_options(
             )
         set_gradient_checkpointing(model, memory_options.gradient_checkpointing)
         stack.callback(set_gradient_checkpointing, model, False)
-        if memory_options.gradient_checkpointing:
-            stack.enter_context(_frozen_products_last(model))
         if memory_options.offload_checkpoints:
             stack.enter_context(_offloaded(model, offload or HostOffload()))
         if memory_options.mlp_tiles:
@@ -186,39 +184,6 @@ def _cast_unless_autocast(part: LoraLinear, x: Tensor, dtype: torch.dtype) -> Te
         return x
     result: Tensor = LoraLinear._cast_input_dtype(part, x, dtype)
     return result
-
-
-@contextmanager
-def _frozen_products_last(model: nn.Module) -> Iterator[None]:
-    """Compute LoRA's products of the last matrix of each layer before the frozen product.
-
-    A layer is recomputed up to the last tensor that it saves. In peft, LoRA's products come last and save
-    tensors, so the frozen product, a quarter of a Llama's layer, would be recomputed for nothing.
-    """
-    last = []
-    for layer in model.modules():
-        if _RECOMPUTE in vars(layer):
-            adapted = [part for part in layer.modules() if type(part).forward is LoraLinear.forward]
-            last += [part for part in adapted[-1:] if "forward" not in vars(part)]
-    for part in last:
-        part.__dict__["forward"] = partial(_frozen_product_last, part)
-    try:
-        yield
-    finally:
-        for part in last:
-            part.__dict__.pop("forward", None)
-
-
-def _frozen_product_last(part: LoraLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return exactly what `peft.tuners.lora.Linear` returns for `x`, `[..., D]`."""
-    active = [name for name in part.active_adapters if name in part.lora_A]
-    if part.disable_adapters or part.merged or len(active) != 1 or active[0] in part.lora_variant or kwargs:
-        return LoraLinear.forward(part, x, *args, **kwargs)
-    (name,) = active
-    inner = part._cast_input_dtype(x, part.lora_A[name].weight.dtype)
-    added = part.lora_B[name](part.lora_A[name](part.lora_dropout[name](inner))) * part.scaling[name]
-    frozen = part.base_layer(x, *args)
-    return (frozen + added).to(frozen.dtype)
 
 
 @contextmanager

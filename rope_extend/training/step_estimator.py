@@ -106,7 +106,7 @@ class StepEstimator:
             return self._step(memory_options, tokens)
         parent, name, layers, _ = decoder
         # The embeddings, and the inputs of the two latest layers, are still on the device while a layer runs.
-        least = DEPTH + memory_options.offload_checkpoints
+        least = DEPTH
         if len(layers) <= 2 * DEPTH or not _equal_layers(self.base, layers):
             return self._step(memory_options, tokens)
         counts = []
@@ -151,7 +151,7 @@ class StepEstimator:
             counter.peak = counter.live
             loss = objective(**batch)
             cast.clear()
-            saved, forward = counter.live - held - offload.leaving_bytes, counter.peak - held
+            saved, forward = counter.live - held, counter.peak - held
             counter.peak = counter.live
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.parameters, recipe.max_grad_norm)

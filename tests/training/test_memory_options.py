@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,12 +13,14 @@ from cases import FAMILIES, tiny_llama, tiny_model
 from covering import families
 from peft import LoraConfig, get_peft_model
 from tolerances import rounding
+from torch.autograd.graph import save_on_cpu
 from torch.utils.flop_counter import FlopCounterMode
 
 from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.segments import expand_segments, segments_are_fixed
+from rope_extend.training import host_offload
 from rope_extend.training.host_offload import HostOffload
 from rope_extend.training.memory_options import (
     MemoryOptions,
@@ -224,22 +226,6 @@ def operations(adapter: Any, memory_options: MemoryOptions, ids: torch.Tensor) -
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("targets", ["attention", "all-linear"])
-def test_the_last_frozen_product_of_a_layer_is_not_recomputed(targets: str, ids: torch.Tensor) -> None:
-    """Recomputation is a forward pass without the MLP's last product, also if that product has LoRA."""
-    names = {"all-linear": "all-linear", "attention": ["q_proj", "k_proj", "v_proj", "o_proj"]}[targets]
-    adapter = with_adapter(tiny_llama(), torch.float32, target_modules=names)
-    model = adapter.get_base_model()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        adapter.get_base_model().model(ids)
-    forward = sum(counter.get_flop_counts()["LlamaModel"].values())
-    forward -= sum(counter.get_flop_counts().get("LlamaModel.rotary_emb", {}).values())
-    down = model.model.layers[0].mlp.down_proj
-    last = 2 * ids.numel() * down.in_features * down.out_features * len(model.model.layers)
-    again = operations(adapter, MemoryOptions(True), ids) - operations(adapter, MemoryOptions(), ids)
-    assert again == forward - last
-
-
 def test_an_adapter_that_is_not_plain_lora_is_left_to_peft(ids: torch.Tensor) -> None:
     for how in ({"use_dora": True}, {"lora_dropout": 0.3}, {"use_rslora": True}):
         adapter = with_adapter(tiny_llama(), **how)
@@ -289,30 +275,36 @@ def test_evaluation_runs_in_tiles(ids: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+class Moves(save_on_cpu):
+    """`save_on_cpu` that notes what goes to host memory and comes back."""
+
+    seen: ClassVar[list[tuple[str, tuple[int, ...]]]] = []
+
+    def __init__(self, pin_memory: bool = False) -> None:
+        super().__init__(pin_memory)
+        pack, unpack = self.pack_hook, self.unpack_hook
+
+        def leave(tensor: torch.Tensor) -> Any:
+            self.seen.append(("out", tuple(tensor.shape)))
+            return pack(tensor)
+
+        def come_back(kept: Any) -> torch.Tensor:
+            tensor = unpack(kept)
+            self.seen.append(("in", tuple(tensor.shape)))
+            return tensor
+
+        self.pack_hook, self.unpack_hook = leave, come_back
+
+
 def test_the_input_of_every_layer_is_offloaded_and_fetched_once(
     ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moves: list[tuple[str, int]] = []
-    offload, fetch = HostOffload._offload, HostOffload._fetch
-
-    def offloading(self: HostOffload, tensor: torch.Tensor) -> Any:
-        kept = offload(self, tensor)
-        moves.append(("out", id(kept)))
-        return kept
-
-    def fetching(self: HostOffload, kept: Any) -> None:
-        if kept.back is None:
-            moves.append(("in", id(kept)))
-        fetch(self, kept)
-
-    monkeypatch.setattr(HostOffload, "_offload", offloading)
-    monkeypatch.setattr(HostOffload, "_fetch", fetching)
+    monkeypatch.setattr(host_offload, "save_on_cpu", Moves)
+    Moves.seen.clear()
     adapter = with_adapter(tiny_llama(num_hidden_layers=4))
     step(adapter, MemoryOptions(True, 0, True), ids)
-    out = [which for way, which in moves if way == "out"]
-    back = [which for way, which in moves if way == "in"]
-    assert len(out) == 4
-    assert back == out[::-1]
+    states = (*ids.shape, adapter.config.hidden_size)
+    assert Moves.seen == [("out", states)] * 4 + [("in", states)] * 4
 
 
 @pytest.mark.parametrize("family", families())
@@ -320,25 +312,22 @@ def test_the_states_of_every_family_are_offloaded(family: Any, monkeypatch: pyte
     """If a family passed hidden states by keyword, they would stay on the device."""
     if family.model_type in (*NOT_RECOMPUTED, *NO_LORA[1:]):
         pytest.skip("its layers are not recomputed, or it cannot be trained")
-    calls: dict[str, int] = {}
+    calls, method = 0, HostOffload.checkpoint
 
-    def counting(name: str) -> Any:
-        method = getattr(HostOffload, name)
+    def counted(self: HostOffload, *args: Any) -> Any:
+        nonlocal calls
+        # Without gradients, as in the first rounds of a model that loops, nothing is kept.
+        calls += torch.is_grad_enabled()
+        return method(self, *args)
 
-        def counted(self: HostOffload, *args: Any) -> Any:
-            # Without gradients, as in the first rounds of a model that loops, nothing is kept.
-            calls[name] = calls.get(name, 0) + (torch.is_grad_enabled() or name != "checkpoint")
-            return method(self, *args)
-
-        return counted
-
-    for name in ("checkpoint", "_offload"):
-        monkeypatch.setattr(HostOffload, name, counting(name))
+    monkeypatch.setattr(HostOffload, "checkpoint", counted)
+    monkeypatch.setattr(host_offload, "save_on_cpu", Moves)
+    Moves.seen.clear()
     model = tiny_model(family).train()
     ids = torch.randint(3, 60, (1, 12))
     with apply_memory_options(model, MemoryOptions(True, 0, True)):
         next_token_loss(model, ids).backward()
-    assert calls["_offload"] == calls["checkpoint"]
+    assert [way for way, _ in Moves.seen].count("out") == calls
 
 
 @pytest.mark.gpu

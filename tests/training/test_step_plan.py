@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import shlex
 from dataclasses import asdict, replace
@@ -265,11 +266,10 @@ def test_four_bits_and_offloading_are_estimated_without_a_gpu() -> None:
     assert result.device.type == "cuda"
     assert result.available == 80 * 10**9
     tiled, offloaded = result.steps[-2:]
-    assert offloaded.host + offloaded.saved == tiled.saved
-    assert offloaded.host > tiled.saved / 2
     config = LlamaConfig.from_pretrained(MODEL)
-    states = config.num_hidden_layers * 4096 * config.hidden_size * 2
-    assert offloaded.host == pytest.approx(states, rel=0.2)  # in bfloat16
+    layers, moved = config.num_hidden_layers, tiled.saved - offloaded.saved
+    assert moved == pytest.approx(layers * 4096 * config.hidden_size * 2, rel=0.2)  # in bfloat16
+    assert offloaded.host == layers * 2 ** math.ceil(math.log2(moved / layers))  # torch pins powers of two
     assert result.quantized is not None
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,25 +12,10 @@ from transformers import GPTNeoXConfig
 from rope_extend.models import load_options
 from rope_extend.models.processes import PATIENCE
 from rope_extend.training import finetune as tuning
-from rope_extend.training import host_offload
-from rope_extend.training.host_offload import HostOffload, PinnedCopy, pinned_blocks
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, tiled
 from rope_extend.training.option_choice import candidate_options
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import plan_training
-
-EIGHT_BILLION = 4096
-"""Channels of an 8B Llama, each of 2 bytes."""
-
-
-@pytest.mark.parametrize("tokens", [1, 3, 32_768, 131_072, 264_000, 342_000, 512_001])
-def test_pinned_memory_is_what_the_input_needs(tokens: int) -> None:
-    """Torch rounds a pinned tensor up to a power of two: one of 342k tokens would take half more."""
-    size = tokens * EIGHT_BILLION * 2
-    blocks = pinned_blocks(size)
-    assert all(block == 2 ** round(math.log2(block)) for block in blocks)
-    assert size <= sum(blocks) < size + host_offload.SMALLEST_BLOCK
-    assert len(blocks) < size / host_offload.LARGEST_BLOCK + 16
 
 
 @pytest.mark.parametrize(
@@ -49,39 +33,6 @@ def test_long_steps_on_a_gpu_have_few_tiles(tokens: int, device: str, tile: int)
         layer = model.model.layers[0]
         sizes = [part.forward.args[-1] for part in (layer.mlp, layer.input_layernorm)]
     assert sizes == [tile, 4096]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 700, 33), (1, 4096, 16)])
-def test_a_pinned_copy_gives_back_what_it_got(
-    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requested, empty = [], torch.empty
-
-    def allocate(count: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        assert pin_memory
-        requested.append(2 ** math.ceil(math.log2(count * dtype.itemsize)))  # as torch's allocator does
-        return empty(count, dtype=dtype)
-
-    states = torch.randn(shape).to(dtype)
-    back = torch.empty_like(states)
-    monkeypatch.setattr(host_offload, "LARGEST_BLOCK", 2**14)
-    monkeypatch.setattr(torch, "empty", allocate)
-    copy = PinnedCopy(states)
-    copy.store(states.flatten())
-    copy.fetch(back.flatten())
-    assert torch.equal(back, states)
-    assert sum(requested) == sum(pinned_blocks(states.nbytes))
-
-
-def test_a_dry_run_holds_the_two_inputs_that_leave_the_device() -> None:
-    offload = HostOffload()
-    kept, most = [], 0
-    for _ in range(5):
-        kept.append(offload._offload(torch.empty(1, 10, 4096, device="meta")))
-        most = max(most, offload.leaving_bytes)
-    assert most == 2 * 10 * 4096 * 4
-    assert offload.host_bytes == 5 * 10 * 4096 * 4
 
 
 def test_embeddings_need_no_gradient_under_checkpointing() -> None:
