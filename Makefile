@@ -31,7 +31,7 @@ CORE := tests/encodings/test_encodings.py tests/encodings/test_critical.py \
 	tests/training/test_memory_options.py tests/training/test_finetune.py tests/front/test_bench.py \
 	tests/front/test_bench_on_a_gpu.py
 
-.PHONY: help demo docs test test-slow test-other-cpu test-oldest test-all lint format bench results gpu clean
+.PHONY: help demo docs test test-slow test-other-cpu test-oldest test-all lint format bench gpu clean
 
 help:
 	@echo "make demo            install, and extend the bundled model 8x: table and picture in demo-output/"
@@ -43,7 +43,6 @@ help:
 	@echo "make lint            ruff and mypy --strict"
 	@echo "make bench           speed and memory against named peers"
 	@echo "make docs            the documentation as a site, in build/site/"
-	@echo "make results         a real model's numbers for docs/results.md: DATA=books TRAINING_DATA=other-books"
 	@echo "make gpu             check and measure everything on a CUDA device; docs/gpu.md"
 
 .venv/.runtime: pyproject.toml constraints.txt
@@ -103,11 +102,6 @@ docs: .venv/.docs
 
 bench: .venv/.runtime
 	$(BIN)/python benchmarks/run_benchmarks.py
-
-# Hours on a CPU; the same command continues. QUICK=1 makes a smaller table, and PAGE=1 only the page.
-results: .venv/.dev
-	$(BIN)/python scripts/make_results.py $(if $(DATA),--data $(DATA)) \
-		$(if $(TRAINING_DATA),--training-data $(TRAINING_DATA)) $(if $(QUICK),--quick) $(if $(PAGE),--page)
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

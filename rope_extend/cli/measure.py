@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from rope_extend.cli.arguments import (
@@ -59,16 +58,20 @@ def evaluate(arguments: argparse.Namespace) -> None:
         raise RopeExtendError("--json belongs to --plan; an evaluation writes results.jsonl")
 
     from rope_extend.evaluation.evaluate import evaluate as run
-    from rope_extend.evaluation.evaluate import plan_work
-    from rope_extend.evaluation.output_directory import holds_unfinished
+    from rope_extend.evaluation.measurement import Measurement
     from rope_extend.evaluation.perplexity_report import markdown_report
     from rope_extend.models.processes import is_main_process, process_count, processes
     from rope_extend.training.launch import check_launch
 
     if arguments.plan:
-        plan, work = plan_work(config, resume=arguments.resume)
+        if arguments.resume and not (config.data and config.output):
+            raise RopeExtendError("--plan --resume needs --data and --output, to see what is finished")
+        measurement = Measurement(config, texts=arguments.resume)
+        plan = measurement.plan
         if plan is None:
             raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
+        missing = measurement.missing(config.output) if arguments.resume and config.output else None
+        work = measurement.work_text(missing)
         if is_main_process():
             if arguments.json:
                 print(json.dumps({**plan.to_dict(), "work": work.splitlines()}, indent=2))
@@ -79,7 +82,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         return
     check_launch(process_count())
     assert config.output is not None
-    with says_how_to_resume(config.output, holds_unfinished):
+    with says_how_to_resume(config.output):
         rows = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
     if connected := processes(config.load_options().torch_device):
         connected.destroy_process_group()
@@ -99,24 +102,26 @@ def retrieve(arguments: argparse.Namespace) -> None:
     """Measure retrieval over depth and length: passkeys, needles, RULER-style tasks, on the same prompts.
 
     The first argument is a checkpoint or a YAML file, such as those in configs/evaluation/. The report has
-    prompts.jsonl, trials.jsonl, results.jsonl, a table with controls, heat maps, accuracy against length and
+    prompts.jsonl, cells.jsonl, results.jsonl, a table with controls, heat maps, accuracy against length and
     report.html. After an interruption, the same command with --resume continues.
     """
     config = model_config(RetrievalConfig, arguments)
     if not config.output:
         raise RopeExtendError("retrieve needs --output, the directory of the report")
 
-    from rope_extend.evaluation.output_directory import holds_trials
     from rope_extend.evaluation.retrieval_report import retrieval_table
     from rope_extend.evaluation.retrieve import retrieve as run
-    from rope_extend.models.processes import process_count
+    from rope_extend.models.processes import is_main_process, process_count, processes
+    from rope_extend.training.launch import check_launch
 
-    if process_count() > 1:
-        raise RopeExtendError("retrieve runs in one process; start it without torchrun or accelerate launch")
-    with says_how_to_resume(config.output, holds_trials):
+    check_launch(process_count())
+    with says_how_to_resume(config.output):
         results = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
-    print(retrieval_table(results))
-    print("written:", config.output)
+    if connected := processes(config.load_options().torch_device):
+        connected.destroy_process_group()
+    if is_main_process():
+        print(retrieval_table(results))
+        print("written:", config.output)
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,11 +163,12 @@ def compare(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def says_how_to_resume(output: str, holds_parts: Callable[[Path], bool]) -> Iterator[None]:
+def says_how_to_resume(output: str) -> Iterator[None]:
     """If the block is interrupted or fails, and finished parts are on disk, say how to use them.
 
     Not after an error of this library, which says itself what to do.
     """
+    from rope_extend.evaluation.cells import holds_cells
     from rope_extend.models.processes import is_main_process
 
     try:
@@ -170,7 +176,7 @@ def says_how_to_resume(output: str, holds_parts: Callable[[Path], bool]) -> Iter
     except RopeExtendError:
         raise
     except BaseException:
-        if is_main_process() and holds_parts(Path(output)):
+        if is_main_process() and holds_cells(output):
             print(
                 f"\n{output} keeps what is finished; the same command with --resume continues",
                 file=sys.stderr,

@@ -35,21 +35,24 @@ def report(arguments: argparse.Namespace) -> None:
     if arguments.resume and not (config.data and config.output):
         raise RopeExtendError("report --plan --resume needs --data and --output, to see what is finished")
 
-    from rope_extend.study.reporting import compare_methods, holds_cells
-    from rope_extend.study.run_study import Study
+    from rope_extend.evaluation.measurement import Measurement
+    from rope_extend.models.processes import is_main_process, process_count, processes
+    from rope_extend.study.reporting import compare_methods, without_needless_methods
+    from rope_extend.training.launch import check_launch
 
     if arguments.plan:
-        study = Study(config, texts=arguments.resume)
-        if arguments.resume and config.output:
-            missing = study.missing(config.output)
-            said = [study.missing_text(missing), study.left_out_text(missing)]
-        else:
-            said = [study.work_text(), study.left_out_text()]
-        print(*filter(None, said), sep="\n")
+        measurement = Measurement(without_needless_methods(config), texts=arguments.resume)
+        missing = measurement.missing(config.output) if arguments.resume and config.output else None
+        print(measurement.work_text(missing))
         return
+    check_launch(process_count())
     assert config.output is not None
-    with says_how_to_resume(config.output, holds_cells):
+    with says_how_to_resume(config.output):
         found = compare_methods(config, resume=arguments.resume, overwrite=arguments.overwrite)
+    if connected := processes(config.load_options().torch_device):
+        connected.destroy_process_group()
+    if not is_main_process():
+        return
     print(found.markdown())
     if found.collected.rows:
         print("written:", config.output)

@@ -5,8 +5,8 @@ The module imports neither torch nor transformers, so that `--help` and errors i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import Field, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from rope_extend.config import (
@@ -86,6 +86,78 @@ _TASKS = list_of(choice(*TASKS), f"a list of {', '.join(TASKS)}")
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """The prompts of a measurement.
+
+    Attributes:
+        tasks: names of the tasks.
+        lengths: tokens of the prompts.
+        options: depths, number of trials, seed and chat template.
+        optional: lengths that a task need not fit.
+        template: form of the passkey task; None for that of the model.
+        batch_tokens: prompt tokens that are answered together.
+    """
+
+    tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+    options: PromptOptions = field(default_factory=PromptOptions)
+    optional: tuple[int, ...] = ()
+    template: str | None = None
+    batch_tokens: int = BATCH_TOKENS
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is measured of each row, in the terms of the runner that all commands share.
+
+    Attributes:
+        prompts: the prompts.
+        documents: whether perplexity is measured.
+        cropped: whether there are control rows whose context is cropped.
+        protocol: how perplexity is measured.
+        window_settings: the settings of the protocol that were given.
+        samples: number of documents that each row continues.
+        planned: whether memory and time are estimated.
+        planned_maps: whether they are for methods that change positions too, which takes minutes for a long
+            window.
+    """
+
+    prompts: Prompts = field(default_factory=Prompts)
+    documents: bool = True
+    cropped: bool = True
+    protocol: str = "prefix"
+    window_settings: WindowSettings = field(default_factory=WindowSettings)
+    max_tokens: int | None = None
+    chunk: int | None = None
+    save_losses: bool = False
+    samples: int = 0
+    planned: bool = True
+    planned_maps: bool = True
+
+
+DEPTHS = 5
+"""Number of depths of the passkeys of an evaluation."""
+MOST_TRIALS = 4
+"""Default number of passkeys at each depth, if they are cheap."""
+CHEAP_PROMPTS = 65_536
+"""Tokens of a row's passkeys that are cheap whatever the documents have."""
+
+
+def default_trials(documents: int, tokens: int, prompt_tokens: int) -> int:
+    """Passkeys at each depth that cost no more than the documents, from 1 to 4.
+
+    Args:
+        documents: number of documents.
+        tokens: tokens of each.
+        prompt_tokens: tokens of a passkey, or of one of each length.
+    """
+    each = DEPTHS * prompt_tokens
+    if MOST_TRIALS * each <= CHEAP_PROMPTS:
+        return MOST_TRIALS
+    return max(1, min(MOST_TRIALS, documents * tokens // each))
+
+
+@dataclass(frozen=True)
 class ModelConfig(Config):
     """Settings that both evaluations share: the model, the rows to compare, and how the model is loaded.
 
@@ -143,6 +215,8 @@ class ModelConfig(Config):
         int | None, _MEMORY, "upper limit of the memory used on a device, such as 20GB"
     ] = None
 
+    command: ClassVar[str] = "evaluate"
+    """The command that has these settings."""
     examples: ClassVar[str] = "configs/evaluation/"
     flags: ClassVar[Mapping[str, str]] = {"attention": "--attn", "max_documents": "--documents"}
     """Flags whose name is not that of their field."""
@@ -158,6 +232,22 @@ class ModelConfig(Config):
                 f"{self.label}: nothing to measure, because methods and adapters are both empty; name a "
                 f"method, such as {AS_IS}, or give an adapter"
             )
+
+    @property
+    def time_limit(self) -> float | None:
+        """Seconds after which nothing more is measured; None for no limit."""
+        return None
+
+    def wanted(self, lengths: Sequence[int], trained: int, *, controls: bool, documents: int) -> Wanted:
+        """What is measured.
+
+        Args:
+            lengths: the lengths of the rows, in tokens.
+            trained: the trained window in tokens.
+            controls: whether some row is extended, and so is compared with one that is not.
+            documents: number of documents.
+        """
+        raise NotImplementedError
 
     def computed_defaults(self) -> Mapping[str, Any]:
         """Without `methods`, the checkpoint's own encoding is measured, unless there are adapters."""
@@ -245,8 +335,8 @@ class EvaluationConfig(ModelConfig):
     budget: Annotated[
         float | None,
         optional(DURATION),
-        "time that the evaluation may take by its estimate, such as 30min: samples and controls are left out "
-        "first, then documents, and the report says so",
+        "time to stop after, such as 2h; what was not measured by then is listed, and the same command "
+        "with --resume measures it",
     ] = None
 
     label: ClassVar[str] = "evaluation"
@@ -265,6 +355,35 @@ class EvaluationConfig(ModelConfig):
                 f"{self.label}: retrieval is 0, so there are no passkeys at retrieval_lengths "
                 f"{list(self.retrieval_lengths)}; raise one, or leave the other out"
             )
+
+    @property
+    def time_limit(self) -> float | None:
+        """As `budget`."""
+        return self.budget
+
+    def wanted(self, lengths: Sequence[int], trained: int, *, controls: bool, documents: int) -> Wanted:
+        """Perplexity, with passkeys within the trained window."""
+        more = self.retrieval_lengths or ()
+        if more and max(more) > lengths[-1]:
+            raise RopeExtendError(
+                f"{self.label}: retrieval_lengths must be at most the longest of the lengths, "
+                f"{lengths[-1]:,}, to which methods extend the model; got {list(more)}"
+            )
+        passkeys = tuple(sorted({trained, *more}))
+        trials = self.retrieval
+        if trials == AUTO:
+            # Within the trained window alone, passkeys show what an extension costs.
+            trials = 0
+            if more or controls:
+                trials = default_trials(documents, lengths[-1], sum(passkeys))
+        prompts = Prompts()
+        if trials:
+            options = PromptOptions(depths=DEPTHS, trials=int(trials))
+            prompts = Prompts(("passkey",), passkeys, options, optional=passkeys)
+        return Wanted(
+            prompts, cropped=self.cropped, protocol=self.protocol, window_settings=self.window_settings,
+            max_tokens=self.max_tokens, chunk=self.chunk, save_losses=self.save_losses, samples=self.samples,
+        )  # fmt: skip
 
     @property
     def window_settings(self) -> WindowSettings:
@@ -303,6 +422,7 @@ class RetrievalConfig(ModelConfig):
         "yes)",
     ] = True
 
+    command: ClassVar[str] = "retrieve"
     label: ClassVar[str] = "retrieval"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "prompts": (
@@ -314,3 +434,11 @@ class RetrievalConfig(ModelConfig):
     def prompt_options(self) -> PromptOptions:
         """How the prompts are written."""
         return PromptOptions(depths=self.depths, trials=self.trials, seed=self.seed, chat=self.chat)
+
+    def wanted(self, lengths: Sequence[int], trained: int, *, controls: bool, documents: int) -> Wanted:
+        """Prompts of the lengths, and with controls of the trained window."""
+        near = (trained,) if self.controls and trained not in lengths else ()
+        prompts = Prompts(
+            self.tasks, (*lengths, *near), self.prompt_options, near, self.template, self.batch_tokens
+        )
+        return Wanted(prompts, documents=False, cropped=self.controls, planned=False)

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,14 +27,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _NOT_IN_CONFIG = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
 """Values of a config on which no result depends, or that have an entry of their own."""
-
-
-def read_identity(path: Path) -> object:
-    """The identity in a JSON file; None if the file is missing or damaged."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 def active_patch(model: nn.Module) -> Patch | None:

@@ -14,9 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.finished_documents import EXTENT, LOSSES_OF_DOCUMENT, MEASUREMENT
-from rope_extend.evaluation.retrieval import TRIALS
-from rope_extend.files import PARTIAL, check_creatable
+from rope_extend.evaluation.cells import ARRAYS, holds_cells
+from rope_extend.files import check_creatable
 
 RESULTS = "results.jsonl"
 FILES = (
@@ -28,35 +27,32 @@ FILES = (
 LOSSES = "losses"
 """Folder of the losses by token, if they were kept."""
 
-UNFINISHED = "unfinished"
-"""Folder of the finished documents of a running evaluation; deleted when the report is written."""
 
-
-def check_output(directory: str | Path, *, overwrite: bool = False, resume: bool = False) -> Path:
-    """Check that an evaluation can write its report; call it before the measurement.
+def check_measurement(
+    directory: str | Path, names: Sequence[str], *, overwrite: bool = False, resume: bool = False
+) -> Path:
+    """Check that a measurement can use a directory; call it before the measurement.
 
     Args:
         directory: directory of the report.
-        overwrite: a report in the directory may be replaced.
-        resume: an interrupted evaluation in the directory will be resumed, also if it was interrupted while
-            it wrote its report.
+        names: the files of the report.
+        overwrite: what is measured in the directory may be replaced.
+        resume: what is measured in the directory will be used.
 
     Raises:
-        RopeExtendError: as `check_files`, or the directory holds an interrupted evaluation and neither
-            `overwrite` nor `resume` is set.
+        RopeExtendError: as `check_files`, or the directory holds a measurement and neither `overwrite` nor
+            `resume` is set, or both are.
     """
     if overwrite and resume:
-        raise RopeExtendError(
-            "resume continues the evaluation on disk and overwrite replaces it; choose one of them"
-        )
+        raise RopeExtendError("resume uses what is on disk and overwrite replaces it; choose one of them")
     directory = check_folders(directory)
-    interrupted = holds_unfinished(directory)
-    if interrupted and not (overwrite or resume):
+    begun = holds_cells(directory)
+    if begun and not (overwrite or resume):
         raise RopeExtendError(
-            f"{str(directory)!r} holds an interrupted evaluation; give resume=True to resume it, or "
+            f"{str(directory)!r} holds a measurement; give resume=True to measure what is missing, or "
             "overwrite=True to replace it"
         )
-    return check_files(directory, FILES, overwrite=overwrite or (resume and interrupted))
+    return check_files(directory, names, overwrite=overwrite or (resume and begun))
 
 
 def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool = False) -> Path:
@@ -92,8 +88,8 @@ def check_folders(directory: str | Path) -> Path:
     if directory.exists() and not directory.is_dir():
         raise RopeExtendError(f"{str(directory)!r} is a file; a report needs a directory")
     check_creatable(directory)
-    folders = [directory / LOSSES, directory / UNFINISHED]
-    links = [path for path in (*folders, *folders[1].rglob("*"), directory / TRIALS) if path.is_symlink()]
+    folders = [directory / LOSSES, directory / ARRAYS]
+    links = [path for path in (*folders, *directory.glob("cells*.jsonl")) if path.is_symlink()]
     if links:
         raise RopeExtendError(
             f"{str(links[0])!r} is a link, and links are not followed; remove it, or use another directory"
@@ -121,30 +117,6 @@ def existing_names(directory: Path, names: Sequence[str]) -> list[str]:
                 "another directory"
             )
     return existing
-
-
-def holds_unfinished(directory: Path) -> bool:
-    """Whether a directory holds finished documents of an interrupted evaluation."""
-    return any((directory / UNFINISHED).glob(f"*/{MEASUREMENT}"))
-
-
-def holds_trials(directory: Path) -> bool:
-    """Whether a directory holds finished trials of a run of retrieval."""
-    return (directory / TRIALS).exists()
-
-
-def remove_unfinished(directory: Path) -> None:
-    """Delete the finished documents and trials of an evaluation, and the folders that are empty then."""
-    unfinished = directory / UNFINISHED
-    for row in [path.parent for path in unfinished.glob(f"*/{MEASUREMENT}")]:
-        # Last the file by which the rest is known as ours, so that nothing is left after an interruption.
-        for pattern in (LOSSES_OF_DOCUMENT, TRIALS, f".*{PARTIAL}", MEASUREMENT):
-            for path in row.glob(pattern):
-                path.unlink(missing_ok=True)
-    (unfinished / EXTENT).unlink(missing_ok=True)
-    for folder in (*unfinished.glob("*/"), unfinished):
-        with suppress(OSError):  # it has files of other people
-            folder.rmdir()
 
 
 def losses_in(directory: Path) -> set[str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -22,8 +22,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.document_arguments import DocumentLike, documents_from
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
-from rope_extend.evaluation.finished_documents import FinishedDocuments
-from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import LossComputer, peak_memory_bytes
 from rope_extend.evaluation.protocols import (
     Protocol,
@@ -60,10 +58,7 @@ class RunOptions:
         chunk_bytes: bytes of float32 logits that are computed at a time; by default 256 MiB, and 64 MiB on a
             CPU.
         batch_tokens: tokens in a batch of short windows; by default 32,768, and 4,096 on a CPU.
-        finished: directory in which the losses of each finished document are kept. A second call with the
-            same arguments resumes there, with the same result bit for bit.
-        document_finished: called with the number of each document that was measured, and the seconds it took;
-            not for those that `finished` has.
+        bar: a tqdm bar that counts the processed tokens, instead of the measurement's own.
         share: under `torchrun` or `accelerate launch`, each process measures its share of the documents. All
             processes must make the call, and all get the same result, that of a single process.
     """
@@ -73,8 +68,7 @@ class RunOptions:
     suggested_chunk: int | None = None
     chunk_bytes: int | None = None
     batch_tokens: int | None = None
-    finished: str | Path | None = None
-    document_finished: Callable[[int, float], None] | None = None
+    bar: Any = None
     share: bool = False
 
 
@@ -125,9 +119,8 @@ def perplexity(
             between the starts of windows. `last=`, for `last-k`: number of targets.
 
     Raises:
-        RopeExtendError: an argument out of range or of the wrong type, no document that is long enough, a
-            `finished` directory of another measurement, too little memory for the smallest chunks, or a
-            `chunk` for an encoding that does not support a cache.
+        RopeExtendError: an argument out of range or of the wrong type, no document that is long enough, too
+            little memory for the smallest chunks, or a `chunk` for an encoding that does not support a cache.
     """
     if not isinstance(model, torch.nn.Module):
         raise RopeExtendError(
@@ -145,13 +138,15 @@ def perplexity(
     _check_vocabulary(texts, lm)
     groups = _length_groups(rule, model, sizes)
     passes = [_passes(rule, text, groups, tokens) for text in texts]
-    key = {"data": [fingerprint([text]) for text in texts], "protocol": protocol, **tokens, "lengths": sizes}
 
     tallies = [_Tally(rule, group) for group in groups]
     kept: dict[int, list[Losses]] = {group[-1]: [] for group in groups}
-    bar = progress_bar(logger, shown=progress, unit="tok", unit_scale=True, desc="perplexity")
+    bar = options.bar
+    if bar is None:
+        bar = progress_bar(logger, shown=progress, unit="tok", unit_scale=True, desc="perplexity")
+    closing = bar if options.bar is None else nullcontext()
     # Not inference_mode: tensors that a model caches in it cannot be used in training later.
-    with evaluation_mode(model, options.device) as device, torch.no_grad(), bar:
+    with evaluation_mode(model, options.device) as device, torch.no_grad(), closing:
         computer = LossComputer(
             model,
             device,
@@ -165,13 +160,10 @@ def perplexity(
         rank, count = 0, 1
         if group_of_processes:
             rank, count = group_of_processes.process_index, group_of_processes.num_processes
-        bar.reset(total=_tokens(passes[rank::count]))
-        finished = None
-        if options.finished is not None:
-            finished = FinishedDocuments(Path(options.finished), {**key, **model_identity(model)})
+        if options.bar is None:
+            bar.reset(total=_tokens(passes[rank::count]))
         bos = getattr(lm.config, "bos_token_id", None) if rule.bos else None
-        numbers = range(rank, len(texts), count)
-        measured = _measure(computer, texts, passes, numbers, bos, finished, options.document_finished)
+        measured = _measure(computer, texts, passes, range(rank, len(texts), count), bos)
 
         seconds = [0.0] * count
         for number, losses, duration in _gathered(measured) if group_of_processes else measured:
@@ -249,26 +241,14 @@ def _measure(
     passes: Sequence[Passes],
     numbers: Iterable[int],
     bos: int | None,
-    finished: FinishedDocuments | None,
-    announce: Callable[[int, float], None] | None,
 ) -> Iterator[_DocumentLosses]:
-    """Losses of the documents with these numbers, computed and announced, or read from the finished ones."""
+    """Losses of the documents with these numbers."""
     for number in numbers:
-        stored = finished.read(number, passes[number]) if finished else None
-        if stored is not None:
-            computer.bar.update(_tokens([passes[number]]))
-            yield _DocumentLosses(number, *stored)
-            continue
         started = time.perf_counter()
         ids = texts[number].input_ids
         first = bos if bos is not None and int(ids[0]) == bos else None
         losses = computer.document(texts[number].name, ids, passes[number], first)
-        seconds = time.perf_counter() - started
-        if finished:
-            finished.write(number, losses, seconds)
-        if announce is not None:
-            announce(number, seconds)
-        yield _DocumentLosses(number, losses, seconds)
+        yield _DocumentLosses(number, losses, time.perf_counter() - started)
 
 
 def _gathered(measured: Iterator[_DocumentLosses]) -> list[_DocumentLosses]:

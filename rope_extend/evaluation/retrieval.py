@@ -2,7 +2,7 @@
 
 Every model gets the same prompts, each with an exact number of tokens. So the prompts of one task and length
 are equally long and are answered in batches without padding. Answers are greedy, use a cache, and stop once
-the score cannot change. Each finished trial is a JSON line, so an interrupted run can be resumed.
+the score cannot change.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,18 +23,15 @@ from tqdm import tqdm
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from rope_extend.attention.registry import without_cudnn
-from rope_extend.data.token_cache import tokenizer_content
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import BATCH_TOKENS
 from rope_extend.evaluation.evaluation_mode import evaluation_mode
 from rope_extend.evaluation.greedy import greedy
-from rope_extend.evaluation.identity import active_patch, model_identity
+from rope_extend.evaluation.identity import active_patch
 from rope_extend.evaluation.long_prompts import filled_cache
 from rope_extend.evaluation.loss_computer import peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, PromptOptions, Task, encode, last_tokens, make_prompt
 from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
-from rope_extend.files import write_text
-from rope_extend.journal import Identity, check_same
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
 from rope_extend.progress import progress_bar
@@ -45,12 +41,6 @@ logger = logging.getLogger(__name__)
 
 TrialKey = tuple[str, int, float | None, int]
 """Task, length in tokens, depth, and number of a trial."""
-
-TRIALS = "trials.jsonl"
-"""Name of the file of finished trials."""
-
-MEASUREMENT = "measurement"
-"""Key of what a trial depends on, in a line of the file."""
 
 
 @dataclass(frozen=True)
@@ -65,75 +55,6 @@ class Trial:
     answers: tuple[str, ...]
     response: str
     score: float
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """From a line of `trials.jsonl`; other keys are ignored."""
-        known = {name: values[name] for name in cls.__dataclass_fields__}
-        return cls(**{**known, "answers": tuple(known["answers"])})
-
-
-class TrialLog:
-    """Finished trials of one row, in a file of JSON lines that several rows share.
-
-    Each line has a trial, the row's label, and what the trial depends on.
-
-    Args:
-        file: path of the file; made when the first trial is finished.
-        label: name of the row's trials in the file.
-        alone: whether the file is that of one row, whose label may have been another one.
-    """
-
-    def __init__(self, file: str | Path, label: str, *, alone: bool = False) -> None:
-        self.file, self.label, self.alone = Path(file), label, alone
-
-    def append(self, trials: Iterable[Trial], identities: Mapping[TrialKey, Identity]) -> None:
-        """Add finished trials to the file, each with what it depends on.
-
-        The file and its directory are made if they do not exist.
-        """
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        lines = [
-            {"label": self.label, **asdict(trial), MEASUREMENT: identities[_key(trial)]} for trial in trials
-        ]
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-
-    def read(self, identities: Mapping[TrialKey, Identity]) -> dict[TrialKey, Trial]:
-        """The finished trials. A last line that an interruption cut short is removed from the file.
-
-        Args:
-            identities: what the trials of this measurement depend on. Other trials are left out.
-
-        Raises:
-            RopeExtendError: a line is not a trial, or the file has a trial of another measurement under the
-                label.
-        """
-        trials: dict[TrialKey, Trial] = {}
-        if not self.file.exists():
-            return trials
-        content = self.file.read_bytes()  # the cut may be inside a character
-        complete = content[: content.rfind(b"\n") + 1]
-        if complete != content:
-            write_text(self.file, complete.decode("utf-8"))
-        for number, line in enumerate(complete.split(b"\n")[:-1], start=1):
-            try:
-                values = json.loads(line)
-                is_ours = self.alone or values["label"] == self.label
-                trial = Trial.from_dict(values) if is_ours else None
-            except (ValueError, KeyError, TypeError) as error:
-                raise RopeExtendError(
-                    f"line {number} of {str(self.file)!r} is not a trial: {error}"
-                ) from error
-            if trial is not None and _key(trial) in identities:
-                check_same(
-                    values.get(MEASUREMENT),
-                    identities[_key(trial)],
-                    what=f"line {number} of {str(self.file)!r} holds trials of {self.label!r}",
-                    advice="use another file or label, or delete these lines",
-                )
-                trials[_key(trial)] = trial
-        return trials
 
 
 def make_prompts(
@@ -179,7 +100,6 @@ def answer_prompts(
     subject: Subject | None = None,
     crop: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
-    log: TrialLog | None = None,
     progress: bool = True,
 ) -> RetrievalResult:
     """Let a model answer prompts, and score the answers.
@@ -193,12 +113,10 @@ def answer_prompts(
         crop: number of a prompt's last tokens that the model sees, including those of the answer. This is the
             control for a longer context.
         batch_tokens: prompt tokens that are answered together.
-        log: finished trials. Those that it has are not repeated, and new ones are added.
         progress: show a progress bar; where there is no terminal, a line in the log now and then.
 
     Raises:
-        RopeExtendError: an argument out of range, a log with trials of another measurement, or a prompt that
-            does not fit into the GPU's memory alone.
+        RopeExtendError: an argument out of range, or a prompt that does not fit into the GPU's memory alone.
     """
     if batch_tokens < 1:
         raise RopeExtendError(f"batch_tokens must be at least 1, got {batch_tokens}")
@@ -209,32 +127,43 @@ def answer_prompts(
     if subject is None:
         patch = active_patch(model)
         subject = Subject("model", patch.encoding.to_dict() if patch else None)
-    started, forward_tokens = time.perf_counter(), 0
-    identities = _identities(model, tokenizer, by_name, prompts, crop, batch_tokens) if log else {}
-    trials = log.read(identities) if log else {}
-    batches = _batches(prompts, batch_tokens, crop)
-    tokens = sum(_visible(prompt, crop) for prompt in prompts)
+    started = time.perf_counter()
+    trials: dict[TrialKey, Trial] = {}
+    tokens = sum(visible_tokens(prompt, crop) for prompt in prompts)
     bar = progress_bar(logger, shown=progress, total=tokens, desc=subject.label, unit="tok", unit_scale=True)
     with evaluation_mode(model) as device, torch.no_grad(), bar:
-        for batch in batches:
-            # A batch is repeated whole, so that a resumed run computes the same as an uninterrupted one.
-            if not all(_key(prompt) in trials for prompt in batch):
-                answered = _answer(model, tokenizer, by_name[batch[0].task], batch, crop)
-                new = [trial for trial in answered if _key(trial) not in trials]
-                trials |= {_key(trial): trial for trial in new}
-                forward_tokens += sum(_visible(prompt, crop) for prompt in batch)
-                if log:
-                    log.append(new, identities)
-            bar.update(sum(_visible(prompt, crop) for prompt in batch))
+        for batch in _batches(prompts, batch_tokens, crop):
+            answered = _answer(model, tokenizer, by_name[batch[0].task], batch, crop)
+            trials |= {_key(trial): trial for trial in answered}
+            bar.update(sum(visible_tokens(prompt, crop) for prompt in batch))
         peak = peak_memory_bytes(device)
     return RetrievalResult(
         **vars(subject),
         cells=_cells(prompts, trials),
         crop=crop,
         seconds=time.perf_counter() - started,
-        forward_tokens=forward_tokens,
+        forward_tokens=tokens,
         peak_memory_bytes=peak,
     )
+
+
+def answer_batch(
+    model: nn.Module, tokenizer: Any, task: Task, batch: Sequence[Prompt], crop: int | None = None
+) -> tuple[list[Trial], int]:
+    """Let a model answer prompts of one task and length together; returns the trials and the peak memory.
+
+    Args:
+        model: a causal language model, patched or not; unchanged afterwards.
+        tokenizer: its tokenizer.
+        task: the task of the prompts.
+        batch: the prompts.
+        crop: as for `answer_prompts`.
+
+    Raises:
+        RopeExtendError: a prompt does not fit into the GPU's memory alone.
+    """
+    with evaluation_mode(model) as device, torch.no_grad():
+        return _answer(model, tokenizer, task, batch, crop), peak_memory_bytes(device)
 
 
 def _cells(prompts: Sequence[Prompt], trials: dict[TrialKey, Trial]) -> tuple[Cell, ...]:
@@ -252,43 +181,23 @@ def _cells(prompts: Sequence[Prompt], trials: dict[TrialKey, Trial]) -> tuple[Ce
 
 def prompts_fingerprint(prompts: Sequence[Prompt]) -> str:
     """Sixteen hex digits that identify these prompts and their expected answers, in this order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.text, prompt.answers, prompt.tokens]).encode())
-    return digest.hexdigest()[:16]
+    return joined_fingerprint(
+        hashlib.sha256(json.dumps([each.text, each.answers, each.tokens]).encode()).hexdigest()[:16]
+        for each in prompts
+    )
 
 
-def _identities(
-    model: nn.Module,
-    tokenizer: Any,
-    tasks: Mapping[str, Task],
-    prompts: Sequence[Prompt],
-    crop: int | None,
-    batch_tokens: int,
-) -> dict[TrialKey, Identity]:
-    """What the trial of each prompt depends on."""
-    shared = {
-        "crop": crop,
-        "batch_tokens": batch_tokens,
-        "tokenizer": tokenizer_content(tokenizer)[:16],
-        **model_identity(model),
-    }
-    return {
-        _key(prompt): {
-            "prompt": prompts_fingerprint([prompt]),
-            "chat": prompt.chat,
-            "task": tasks[prompt.task].describe(),
-            **shared,
-        }
-        for prompt in prompts
-    }
+def joined_fingerprint(fingerprints: Iterable[str]) -> str:
+    """Sixteen hex digits for several fingerprints in this order; a single one stays as it is."""
+    several = list(fingerprints)
+    return several[0] if len(several) == 1 else hashlib.sha256("".join(several).encode()).hexdigest()[:16]
 
 
 def _key(trial: Prompt | Trial) -> TrialKey:
     return trial.task, trial.length, trial.depth, trial.trial
 
 
-def _visible(prompt: Prompt, crop: int | None) -> int:
+def visible_tokens(prompt: Prompt, crop: int | None) -> int:
     """Number of a prompt's tokens that the model sees. The tokens reserved for the answer count in `crop`."""
     return prompt.tokens if crop is None else min(prompt.tokens, crop - (prompt.length - prompt.tokens))
 
@@ -300,7 +209,7 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int, crop: int | None) -> 
         groups.setdefault((prompt.task, prompt.length), []).append(prompt)
     batches = []
     for group in groups.values():
-        rows = max(1, batch_tokens // _visible(group[0], crop))
+        rows = max(1, batch_tokens // visible_tokens(group[0], crop))
         batches += [group[start : start + rows] for start in range(0, len(group), rows)]
     return batches
 
@@ -311,7 +220,7 @@ def _answer(
     """Answer a batch of prompts; if memory runs out, one half after the other."""
     rows = [
         last_tokens(
-            encode(tokenizer, prompt.text, prompt.chat), _visible(prompt, crop), tokenizer.bos_token_id
+            encode(tokenizer, prompt.text, prompt.chat), visible_tokens(prompt, crop), tokenizer.bos_token_id
         )
         for prompt in batch
     ]

@@ -18,42 +18,30 @@ SHOWN_BEFORE = 48
 """Tokens of the prompt's end that a report shows."""
 
 
-def continuations(
-    model: Any,
-    tokenizer: Any,
-    documents: Sequence[Document],
-    length: int,
-    crop: int | None = None,
-    *,
-    most: int | None = None,
-) -> tuple[Sample, ...]:
-    """How a model continues the beginnings of documents, so that each fills a window.
+def continuation(
+    model: Any, tokenizer: Any, document: Document, length: int, crop: int | None = None
+) -> Sample:
+    """How a model continues the beginning of a document, so that both fill a window.
 
     Args:
         model: a causal language model, patched or not.
         tokenizer: its tokenizer.
-        documents: the documents. Those of a single token have no beginning to continue, and are left out.
+        document: the document, of two tokens or more.
         length: tokens of the beginning and its continuation.
         crop: number of the last of these tokens that the model sees; None for all.
-        most: number of documents that are continued; None for all.
 
     Raises:
         RopeExtendError: a window does not fit into memory.
     """
-    samples = []
-    for document in [each for each in documents if len(each) > 1][:most]:
-        window = document.input_ids[:length].tolist()
-        new = min(NEW_TOKENS, min(len(window), crop or length) // 2)
-        ids, written = window[:-new], window[-new:]
-        seen = ids if crop is None else last_tokens(ids, crop - new, tokenizer.bos_token_id)
-        before = tokenizer.decode(ids[-SHOWN_BEFORE:], skip_special_tokens=True)
-        samples.append(
-            Sample(
-                Path(document.name).name, len(seen), before,
-                tokenizer.decode(written, skip_special_tokens=True), answer(model, tokenizer, seen, new),
-            )
-        )  # fmt: skip
-    return tuple(samples)
+    window = document.input_ids[:length].tolist()
+    new = min(NEW_TOKENS, min(len(window), crop or length) // 2)
+    ids, written = window[:-new], window[-new:]
+    seen = ids if crop is None else last_tokens(ids, crop - new, tokenizer.bos_token_id)
+    return Sample(
+        Path(document.name).name, len(seen),
+        tokenizer.decode(ids[-SHOWN_BEFORE:], skip_special_tokens=True),
+        tokenizer.decode(written, skip_special_tokens=True), answer(model, tokenizer, seen, new),
+    )  # fmt: skip
 
 
 def sample_parts(rows: Sequence[EvaluationRow]) -> list[Code]:

@@ -90,7 +90,7 @@ def page(pictures: str) -> str:
     """The gallery in Markdown; `pictures` is the directory of the files, relative to the page."""
     parts = [
         "# Position encodings in pictures",
-        "<!-- written by scripts/draw_gallery.py -->",
+        "<!-- written by tools/draw_gallery.py -->",
         "Attention alone does not know the order of the tokens. A position encoding adds it. Each picture is "
         f"drawn from the code that patches a model. Heads have {ROTARY.dim} channels, the RoPE base is "
         f"{ROTARY.theta:,.0f}, the trained window is {ROTARY.trained_length:,} tokens and the extended "

@@ -5,7 +5,7 @@ The module imports neither torch nor transformers, so that `--help` and errors i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -22,7 +22,14 @@ from rope_extend.config import (
     optional,
 )
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.evaluation_config import CHAT_KIND, DEPTHS_KIND, PLAIN, ModelConfig
+from rope_extend.evaluation.evaluation_config import (
+    CHAT_KIND,
+    DEPTHS_KIND,
+    PLAIN,
+    ModelConfig,
+    Prompts,
+    Wanted,
+)
 from rope_extend.evaluation.prompts import PromptOptions
 from rope_extend.evaluation.tasks import TASKS
 
@@ -79,6 +86,7 @@ class StudyConfig(ModelConfig):
         "with --resume measures it",
     ] = None
 
+    command: ClassVar[str] = "report"
     label: ClassVar[str] = "report"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "retrieval": ("tasks", "task_lengths", "depths", "trials", "chat", "seed"),
@@ -127,3 +135,16 @@ class StudyConfig(ModelConfig):
     def prompt_options(self) -> PromptOptions:
         """How the prompts are written."""
         return PromptOptions(depths=self.depths, trials=self.trials, seed=self.seed, chat=self.chat)
+
+    @property
+    def time_limit(self) -> float | None:
+        """As `budget`."""
+        return self.budget
+
+    def wanted(self, lengths: Sequence[int], trained: int, *, controls: bool, documents: int) -> Wanted:
+        """Perplexity, and prompts of the task lengths."""
+        prompts = Prompts()
+        if self.tasks:
+            assert self.task_lengths is not None
+            prompts = Prompts(self.tasks, self.task_lengths, self.prompt_options)
+        return Wanted(prompts, cropped=self.cropped, planned_maps=False)

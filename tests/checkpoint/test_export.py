@@ -213,13 +213,13 @@ def test_the_documentation_is_what_the_code_says() -> None:
     from importlib.util import module_from_spec, spec_from_file_location
 
     root = Path(__file__).parents[2]
-    spec = spec_from_file_location("export_support", root / "scripts" / "write_export_support.py")
+    spec = spec_from_file_location("export_support", root / "tools" / "write_export_support.py")
     assert spec is not None
     assert spec.loader is not None
     script = module_from_spec(spec)
     spec.loader.exec_module(script)
     assert (root / "docs" / "export.md").read_text(encoding="utf-8") == script.page(), (
-        "run python scripts/write_export_support.py"
+        "run python tools/write_export_support.py"
     )
     assert {encoding.name for encoding in examples(SHAPE, TARGET)} == set(rx.encoding_names())
     assert support_table([ROWS["nope"].build(SHAPE)], SHAPE, targets=["vllm"]).count("\n") == 4

@@ -19,17 +19,16 @@ import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.comparison import differences
 from rope_extend.evaluation.controls import against_cropped, regressions
-from rope_extend.evaluation.evaluate import DEPTHS, evaluate
-from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.evaluate import evaluate
+from rope_extend.evaluation.evaluation_config import DEPTHS, EvaluationConfig
+from rope_extend.evaluation.measurement import Measurement
 from rope_extend.evaluation.perplexity_report import markdown_report, read_results, write_report
 from rope_extend.evaluation.prompts import PromptOptions
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts
 from rope_extend.evaluation.tasks import Passkey
-from rope_extend.evaluation.work_plan import whole_extent
 
 TRAINED = 32
 
@@ -148,7 +147,7 @@ def test_a_protocol_with_the_same_targets_is_its_own_control(
 def test_no_control_scores_other_targets(settings: dict[str, Any], note: str | None, work: Path) -> None:
     """Windows of 32 tokens, 32 apart, never score their first token; longer ones do. The report says so."""
     config = EvaluationConfig(model=str(work / "model"), methods=("none", "yarn"), lengths=(64,), **settings)
-    assert whole_extent(config, Candidates.of(config), 2).cropped == (note is None)
+    assert Measurement(config, texts=False).crops == (note is None)
     found = result(2.0, (64,), **settings)
     text = markdown_report([replace(row("none", "none", 2.0), result=found, trained_length=TRAINED)])
     assert ("No control with a cropped context" in text) == (note is not None)
@@ -239,7 +238,8 @@ def test_retrieval_is_measured_only_if_there_is_something_to_compare(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        "rope_extend.evaluation.evaluate.make_prompts", lambda *args, **more: asked.append((args, more)) or []
+        "rope_extend.evaluation.measurement.make_prompts",
+        lambda *args, **more: asked.append((args, more)) or [],
     )
 
     def rows(**options) -> list[EvaluationRow]:
@@ -261,7 +261,7 @@ def test_retrieval_is_measured_only_if_there_is_something_to_compare(
     monkeypatch.undo()
     found = evaluated(work / "model", data=work / "data", lengths=[64], methods=["yarn"])
     assert [one.retrieval for one in found] == [None] * 2  # the task does not fit a window of 32 tokens
-    assert "retrieval at 32 tokens is not measured: the task passkey needs about" in caplog.text
+    assert "passkey at 32 is not measured: the task passkey needs about" in caplog.text
     assert "Retrieval within the window was not measured" in markdown_report(found)
 
 

@@ -422,12 +422,13 @@ def test_an_evaluation_follows_the_plan(work: Path, tmp_path: Path, caplog: pyte
             )
             return lm
 
-    from rope_extend.evaluation.evaluate import evaluation_rows
     from rope_extend.evaluation.evaluation_config import EvaluationConfig
+    from rope_extend.evaluation.measurement import Measurement
+    from rope_extend.evaluation.running import run
 
     config = EvaluationConfig(model=model, data=str(text), lengths=[1024], methods=["linear"], cropped=False)
     options = Loaded(device="cpu", dtype=torch.float32, limit_memory=limit)
     with caplog.at_level(logging.INFO, "rope_extend"):
-        list(evaluation_rows(config, load_options=options, progress=False))
+        run(Measurement(config, load_options=options), None, progress=False)
     trial = [sum(TRIAL_CHUNKS), *TRIAL_CHUNKS, *TRIAL_CHUNKS]
     assert seen == [*trial, *[planned] * (1024 // planned)]

@@ -10,14 +10,16 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from covering import OPTIONS
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,14 +29,12 @@ from test_report_and_plots import result
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as evaluate_module
 from rope_extend.evaluation import retrieve as retrieve_module
+from rope_extend.evaluation import running
+from rope_extend.evaluation.cells import CELLS, PERPLEXITY, RETRIEVAL, Cell, Row, perplexity_values
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
-from rope_extend.evaluation.finished_documents import FinishedDocuments
 from rope_extend.evaluation.output_directory import FILES
 from rope_extend.evaluation.perplexity_report import read_results
-from rope_extend.evaluation.prompts import Prompt
-from rope_extend.evaluation.protocols import Window
-from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult, Subject, file_name
-from rope_extend.evaluation.retrieval import Trial, TrialLog
+from rope_extend.evaluation.results import EvaluationRow, Subject
 from rope_extend.evaluation.retrieval_report import read_retrieval
 from rope_extend.files import replacing
 
@@ -45,8 +45,9 @@ FOREIGN_FILES = (
     "notes.txt",
     "losses/mine.csv",
     "losses/mine.npz",
-    "unfinished/notes.txt",
-    "unfinished/none/00000.npz",
+    "arrays/notes.txt",
+    "arrays/mine.npz",
+    "cells-mine.jsonl",
     "heat_map_mine.png",
 )
 FOREIGN_LINKS = ("link.txt", "losses/link.npz", ".results.jsonl.partial", ".table.md.partial")
@@ -165,8 +166,8 @@ class Runs(RuleBasedStateMachine):
     )
     def run(self, how: str, rows: tuple[str, ...], version: int, more: bool, fault: int | None) -> None:
         flags = {how: True} if how else {}
-        expected = self.refuses(how, rows, version)
-        before, kept, self.measured = contents(self.root), self.finished(rows), 0
+        expected = self.refuses(how, rows, version, more)
+        before, kept, self.measured = contents(self.root), self.finished(rows, more), 0
         if expected:
             with pytest.raises(RopeExtendError):
                 self.start(rows, version, more, **flags)
@@ -182,11 +183,11 @@ class Runs(RuleBasedStateMachine):
         assert self.measured == len(rows) * PARTS - (kept if how == "resume" else 0)
         self.check_finished(rows, version, more)
 
-    def refuses(self, how: str, rows: tuple[str, ...], version: int) -> str:
+    def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
         """Why the run will be refused; empty if it will not."""
         raise NotImplementedError
 
-    def finished(self, rows: tuple[str, ...]) -> int:
+    def finished(self, rows: tuple[str, ...], more: bool) -> int:
         """Number of parts of these rows that are finished on disk."""
         raise NotImplementedError
 
@@ -201,64 +202,85 @@ class Runs(RuleBasedStateMachine):
         """The report is that of the run which has just ended, and nothing else of the run is left."""
         raise NotImplementedError
 
+    def imitated(self, rows: tuple[str, ...], version: int, kind: str, identity: dict[str, Any]) -> Any:
+        """Imitates everything but the runner: a model of a version, and cells of a part of a row each."""
+        own = [Row(label, method=label) for label in rows]
+        model = SimpleNamespace(torch_device=torch.device("cpu"), load=lambda *_, **__: None)
+        cells = [
+            Cell(kind, row, number, number, 1.0, 8, {"row": row.label, "number": number, **identity})
+            for number in range(PARTS)
+            for row in own
+        ]
+        self.patches.setattr(running, "model_identity", lambda _: {"version": version})
+        self.patches.setattr(running, "_device_name", lambda _: "cpu")
+        self.patches.setattr(running, "_Prepared", lambda *_: nullcontext(SimpleNamespace(candidate=str)))
+        self.patches.setattr(running, "_measure", self.measure)
+        return SimpleNamespace(
+            rows=own, plan=None, trained=8, prompts=[], cells=lambda: cells, missing=lambda _: cells,
+            work_text=lambda _: "", wanted=SimpleNamespace(documents=True),
+            config=SimpleNamespace(time_limit=None, version=version),
+            candidates=SimpleNamespace(name="m", load_options=model, described=lambda row: row),
+        )  # fmt: skip
+
+    def measure(self, measurement: Any, _: Any, cell: Cell, bar: Any) -> tuple[dict[str, Any], Any]:
+        """Imitates a measurement."""
+        self.faults.pass_point()
+        self.measured += 1
+        return self.values(cell, measurement.config.version)
+
+    def values(self, cell: Cell, version: int) -> tuple[dict[str, Any], Any]:
+        raise NotImplementedError
+
+    def kept(self, rows: tuple[str, ...]) -> list[dict[str, Any]]:
+        """The finished cells of some rows on disk."""
+        file = self.output / CELLS
+        lines = [json.loads(line) for line in file.read_text().splitlines()[1:]] if file.exists() else []
+        return [line for line in lines if line["label"] in rows]
+
+    def refused(self, names: Sequence[str], how: str, rows: tuple[str, ...], version: int) -> str:
+        """Why a run will be refused."""
+        begun = (self.output / CELLS).exists()
+        holds = [name for name in names if os.path.lexists(self.output / name)]
+        if how == "overwrite":
+            return ""
+        if begun if how == "" else (holds and not begun):
+            return "a measurement, or nothing to resume"
+        if not begun:
+            return f"the directory holds {holds}" if holds else ""
+        stored = json.loads((self.output / CELLS).read_text().splitlines()[0])["identity"]
+        return "" if stored == {"version": version} else "another version"
+
 
 class Evaluations(Runs):
     """Runs of `evaluate`; `more` keeps the losses by token."""
 
-    windows: ClassVar = [[Window(0, 8, 1, 8)]]
-
     def start(self, rows: tuple[str, ...], version: int, more: bool, **flags: bool) -> None:
-        self.patches.setattr(evaluate_module, "_Evaluation", self.evaluation)
+        one = self.imitated(rows, version, PERPLEXITY, {"losses": more})
+        self.patches.setattr(evaluate_module, "Measurement", lambda _: one)
         config = EvaluationConfig(
             model="model", methods=rows, data=str(version), save_losses=more, output=str(self.output)
         )
         evaluate_module.evaluate(config, **flags)
 
-    def evaluation(
-        self, config: Any, options: object, finished: Path, progress: bool, *, resume: bool
-    ) -> SimpleNamespace:
-        """Imitates an evaluation without a budget."""
-        return SimpleNamespace(
-            rows=lambda: self.measure(config, finished), left_out=[], warn_of_other_rows=lambda: None
-        )
+    def values(self, cell: Cell, version: int) -> tuple[dict[str, Any], Any]:
+        changes = {}
+        if cell.identity["losses"]:
+            changes = {"losses": {8: [np.full(7, float(version), np.float32)]}}
+        sums = {"document_nll": {8: [7.0 * version]}, "document_terms": {8: [7]}, "tokens": {8: 7}}
+        found = replace(result(float(version), (8,), **changes), data=str(cell.number), **sums)
+        return perplexity_values(EvaluationRow.of(Subject(cell.row.label, trained_length=8), found), "text")
 
-    def measure(self, config: Any, finished: Path) -> Iterator[EvaluationRow]:
-        """Imitates the measurement of the rows: each document has one loss."""
-        assert config.methods is not None
-        for label in config.methods:
-            kept = FinishedDocuments(finished / file_name(label), {"version": config.data})
-            losses = []
-            for number in range(PARTS):
-                stored = kept.read(number, self.windows)
-                if stored is None:
-                    self.faults.pass_point()
-                    self.measured += 1
-                    stored = [np.full(7, float(config.data), np.float32)], 0.1
-                    kept.write(number, *stored)
-                losses += stored[0]
-            level = float(np.mean(losses))
-            changes = {"losses": {8: losses}} if config.save_losses else {}
-            yield EvaluationRow.of(Subject(label, trained_length=8), result(level, (8,), **changes))
+    def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
+        if reason := self.refused(FILES, how, rows, version):
+            return reason
+        others = [line for line in self.kept(("none", "yarn")) if how == "resume"]
+        ours = [line for line in others if line["label"] in rows and line["identity"]["losses"] == more]
+        return "none of the cells is ours" if others and not ours else ""
 
-    def interrupted(self) -> bool:
-        return any(self.output.glob("unfinished/*/measurement.json"))
-
-    def refuses(self, how: str, rows: tuple[str, ...], version: int) -> str:
-        holds = [name for name in FILES if os.path.lexists(self.output / name)]
-        if how == "overwrite":
-            return ""
-        if self.interrupted() if how == "" else (holds and not self.interrupted()):
-            return "an interrupted run, or nothing to resume"
-        if how == "" and holds:
-            return f"the directory holds {holds}"
-        for label in rows:
-            file = self.output / "unfinished" / file_name(label) / "measurement.json"
-            if file.exists() and json.loads(file.read_text())["version"] != str(version):
-                return f"{label} is of another version"
-        return ""
-
-    def finished(self, rows: tuple[str, ...]) -> int:
-        return sum(len([*self.output.glob(f"unfinished/{file_name(label)}/*.npz")]) for label in rows)
+    def finished(self, rows: tuple[str, ...], more: bool) -> int:
+        arrays = {path.stem for path in self.output.glob("arrays/*.npz")}
+        lines = [line for line in self.kept(rows) if line["identity"]["losses"] == more]
+        return len({line["cell"] for line in lines} & arrays)
 
     def check_report(self) -> None:
         assert read_results(self.output)
@@ -271,12 +293,10 @@ class Evaluations(Runs):
     def check_finished(self, rows: tuple[str, ...], version: int, more: bool) -> None:
         found = read_results(self.output)
         assert [row.label for row in found] == [*rows]
-        assert [row.result.ppl[8] for row in found] == [result(float(version), (8,)).ppl[8]] * len(rows)
+        assert [row.result.ppl[8] for row in found] == [pytest.approx(np.exp(version))] * len(rows)
         lines = [json.loads(line) for line in (self.output / "results.jsonl").read_text().splitlines()]
         assert [bool(line["losses"]) for line in lines] == [more] * len(rows)
-        assert not self.interrupted()
         ours = contents(self.root).keys() - self.foreign.keys()
-        assert not [path for path in ours if path.startswith("output/unfinished/")]
         kept = {path for path in ours if path.startswith("output/losses/")}
         named = {f"output/{line['losses']}" for line in lines if line["losses"]}
         assert kept >= named
@@ -287,48 +307,31 @@ class Retrievals(Runs):
     """Runs of `retrieve`; `more` adds nothing."""
 
     def start(self, rows: tuple[str, ...], version: int, more: bool, **flags: bool) -> None:
-        run = SimpleNamespace(
-            settings=lambda: {"version": version},
-            prompts=[
-                Prompt("passkey", 8, 0.5, trial, "text", ("1",), 6, 3, chat=False) for trial in range(PARTS)
-            ],
-            results=lambda log: self.measure(rows, version, log),
-        )
-        self.patches.setattr(retrieve_module, "_RetrievalRun", lambda *_: run)
+        one = self.imitated(rows, version, RETRIEVAL, {})
+        self.patches.setattr(retrieve_module, "Measurement", lambda _: one)
         config = RetrievalConfig(model="model", methods=rows, output=str(self.output))
         retrieve_module.retrieve(config, **flags)
 
-    def measure(self, rows: tuple[str, ...], version: int, log: Path) -> Iterator[RetrievalResult]:
-        """Imitates the answers of the rows: all trials are solved by one version, and none by the other."""
-        identities = {("passkey", 8, 0.5, trial): {"version": version} for trial in range(PARTS)}
-        for label in rows:
-            trials = TrialLog(log, label)
-            known = trials.read(identities)
-            for key in identities:
-                if key not in known:
-                    self.faults.pass_point()
-                    self.measured += 1
-                    known[key] = Trial(*key, 3, ("1",), "1", version % 2)
-                    trials.append([known[key]], identities)
-            scores = tuple(known[key].score for key in identities)
-            cells = (Cell("passkey", 8, 0.5, 3, scores, "fingerprint"),)
-            yield RetrievalResult(label, cells, trained_length=8)
+    def values(self, cell: Cell, version: int) -> tuple[dict[str, Any], Any]:
+        """All trials are solved by one version, and none by the other."""
+        trial = {
+            "task": "passkey", "length": 8, "depth": 0.5, "trial": cell.number, "distance": 3,
+            "score": version % 2, "prompt": str(cell.number),
+        }  # fmt: skip
+        subject = vars(Subject(cell.row.label, trained_length=8))
+        cost = {"forward_tokens": 8, "peak_memory_bytes": 1, "crop": None}
+        return {**subject, **cost, "trials": [trial]}, None
 
-    def refuses(self, how: str, rows: tuple[str, ...], version: int) -> str:
-        names = ("settings.json", "prompts.jsonl", "trials.jsonl", "results.jsonl", "table.md", "report.html")
-        holds = [name for name in names if (self.output / name).exists()]
-        holds += [path.name for path in self.output.glob("*.png")]
-        if how == "overwrite" or not holds:
-            return ""
-        if how == "" or "settings.json" not in holds:
-            return f"the directory holds {holds}"
-        stored = json.loads((self.output / "settings.json").read_text())
-        return "" if stored == {"version": version} else "another version"
+    def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
+        pictures = [path.name for path in self.output.glob("*.png")]
+        names = ("prompts.jsonl", "results.jsonl", "table.md", "report.html", *pictures)
+        if reason := self.refused(names, how, rows, version):
+            return reason
+        others = how == "resume" and self.kept(("none", "yarn"))
+        return "none of the cells is ours" if others and not self.kept(rows) else ""
 
-    def finished(self, rows: tuple[str, ...]) -> int:
-        file = self.output / "trials.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
-        return sum(json.loads(line)["label"] in rows for line in lines)
+    def finished(self, rows: tuple[str, ...], more: bool) -> int:
+        return len({line["cell"] for line in self.kept(rows)})
 
     def check_report(self) -> None:
         for found in read_retrieval(self.output):

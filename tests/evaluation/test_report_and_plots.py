@@ -24,7 +24,7 @@ import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import regressions
-from rope_extend.evaluation.output_directory import FILES, check_output
+from rope_extend.evaluation.output_directory import FILES, check_measurement
 from rope_extend.evaluation.perplexity_report import (
     csv_table,
     perplexity_table,
@@ -124,11 +124,11 @@ def test_pages_and_tables_have_no_absolute_paths(
 
 
 def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
-    check_output(tmp_path / "report")
+    check_measurement(tmp_path / "report", FILES)
     write_report(rows[:1], tmp_path / "report", trained_length=TRAINED)
     before = (tmp_path / "report" / "results.jsonl").read_bytes()
     for refuse in (
-        lambda: check_output(tmp_path / "report"),
+        lambda: check_measurement(tmp_path / "report", FILES),
         lambda: write_report(rows, tmp_path / "report", trained_length=TRAINED),
     ):
         with pytest.raises(RopeExtendError, match=r"already holds results\.jsonl.*overwrite=True"):
@@ -173,7 +173,7 @@ def test_a_report_appears_whole_or_not_at_all(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("name", ["losses", "unfinished", "unfinished/row", "unfinished/row/00000.npz"])
+@pytest.mark.parametrize("name", ["losses", "arrays", "cells.jsonl", "cells.1.jsonl"])
 def test_links_in_our_folders_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "report" / name
@@ -181,17 +181,17 @@ def test_links_in_our_folders_are_refused(name: str, tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "elsewhere")
     for changes in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(RopeExtendError, match="is a link, and links are not followed; remove it"):
-            check_output(tmp_path / "report", **changes)
+            check_measurement(tmp_path / "report", FILES, **changes)
 
 
 def test_what_stands_under_the_names_of_a_report_is_not_replaced_silently(tmp_path: Path) -> None:
     (tmp_path / "table.md").symlink_to(tmp_path / "nowhere")
     with pytest.raises(RopeExtendError, match=r"already holds table\.md"):
-        check_output(tmp_path)
+        check_measurement(tmp_path, FILES)
     (tmp_path / "table.md").unlink()
     (tmp_path / "table.md").mkdir()
     with pytest.raises(RopeExtendError, match="is a directory, but a report needs a file of that name"):
-        check_output(tmp_path, overwrite=True)
+        check_measurement(tmp_path, FILES, overwrite=True)
 
 
 def test_the_table_has_a_row_for_each_method_and_a_column_for_each_length(rows: list[EvaluationRow]) -> None:
@@ -402,7 +402,7 @@ def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path
     for call, message in (
         (lambda: write_report([], tmp_path, trained_length=TRAINED), "no rows"),
         (lambda: write_report([rows[0], rows[0]], tmp_path, trained_length=TRAINED), "'?plain RoPE"),
-        (lambda: check_output(tmp_path / "file"), "is a file"),
+        (lambda: check_measurement(tmp_path / "file", FILES), "is a file"),
         (lambda: read_results(tmp_path / "none"), "no results at"),
         (lambda: read_results(tmp_path), "no results at"),
         (lambda: read_results(tmp_path / "odd.jsonl"), "line 1"),

@@ -25,7 +25,7 @@ from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.perplexity_report import read_results, write_report
 from rope_extend.evaluation.results import Sample
-from rope_extend.evaluation.samples import NEW_TOKENS, continuations, sample_parts
+from rope_extend.evaluation.samples import NEW_TOKENS, continuation, sample_parts
 from rope_extend.report.tables import Code
 
 pytestmark = pytest.mark.usefixtures("private_cache")
@@ -48,7 +48,7 @@ def test_the_report_shows_passkeys_beyond_the_window_and_continuations(tmp_path:
     )  # fmt: skip
     rows = {row.label: row for row in rx.evaluate(config, progress=False)}
     assert [row.retrieval and row.retrieval.lengths("passkey") for row in rows.values()] == [
-        [256, 384], None, [256, 384],
+        [256, 384], [384], [256, 384],
     ]  # fmt: skip
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(MODEL_DIR),
@@ -83,12 +83,12 @@ def test_the_report_shows_passkeys_beyond_the_window_and_continuations(tmp_path:
     assert str(MODEL_DIR.parent) not in table + page
 
 
-def test_documents_of_one_token_are_not_continued(work: Path) -> None:
+def test_short_documents_are_continued_from_their_first_half(work: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(work / "model")
     tokenizer = AutoTokenizer.from_pretrained(work / "model")
     documents = [Document(str(n), torch.arange(5, 5 + n)) for n in (1, 0, 2, 3, 4)]
-    samples = continuations(model, tokenizer, documents, 16, most=2)
-    assert [(each.document, each.tokens) for each in samples] == [("2", 1), ("3", 2)]
+    samples = [continuation(model, tokenizer, each, 16) for each in documents if len(each) > 1]
+    assert [(each.document, each.tokens) for each in samples] == [("2", 1), ("3", 2), ("4", 2)]
 
 
 def test_names_that_utf8_or_markdown_cannot_hold_cost_no_report(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ MODULES = {
     for file in sorted((ROOT / folder).rglob("*.py"))
 }
 OTHER_FILES = [
-    file for folder in ("scripts", "benchmarks", "examples") for file in sorted((ROOT / folder).rglob("*.py"))
+    file for folder in ("tools", "benchmarks", "examples") for file in sorted((ROOT / folder).rglob("*.py"))
 ]
 
 
@@ -222,6 +222,8 @@ def test_paths_on_pages_exist(page: str) -> None:
         r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
     )
     rooms = {room(module) for module in MODULES if module != PACKAGE}
-    folders = "|".join(sorted(rooms | {"benchmarks", "configs", "docs", "examples", "scripts", "tests"}))
+    folders = "|".join(
+        sorted(rooms | {"benchmarks", "configs", "docs", "examples", "scripts", "tests", "tools"})
+    )
     paths = re.findall(rf"`((?:rope_extend/)?(?:{folders})/(?:[\w./-]*(?:/|\.py|\.yaml|\.md))?)`", text)
     assert not [path for path in paths if not (ROOT / path).exists() and not (ROOT / PACKAGE / path).exists()]

@@ -119,7 +119,7 @@ def test_finetune_evaluate_and_plot(work: Path, tmp_path: Path, capsys: pytest.C
         run(f"plot {kind} {source} --output {{out}}/{kind}.svg", capsys, **names)
         assert (tmp_path / f"{kind}.svg").read_text().lstrip().startswith("<?xml")
         assert "exists" in fail(f"plot {kind} {source} --output {{out}}/{kind}.svg", capsys, **names)
-    assert "already holds" in fail(
+    assert "holds a measurement" in fail(
         "evaluate {model} --data {data} --lengths 16 --output {out}/report", capsys, **names
     )
 

@@ -30,7 +30,7 @@ def figure(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 def test_the_page_is_what_the_code_says() -> None:
     text = (DOCS / "gallery.md").read_text(encoding="utf-8")
-    assert text == gallery.page("gallery"), "run python scripts/draw_gallery.py"
+    assert text == gallery.page("gallery"), "run python tools/draw_gallery.py"
     for exhibit in gallery.EXHIBITS:
         assert (DOCS / "gallery" / f"{exhibit.name}.png").exists()
         assert 2 <= len(re.findall(r"[.](?= |$)", exhibit.text)) <= 4, exhibit.name

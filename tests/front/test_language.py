@@ -23,7 +23,7 @@ PAGES = sorted(
 )
 PYTHON = [
     file
-    for folder in ("rope_extend", "patches", "scripts", "benchmarks", "examples", "tests")
+    for folder in ("rope_extend", "patches", "scripts", "tools", "benchmarks", "examples", "tests")
     for file in sorted((ROOT / folder).rglob("*.py"))
     if file != Path(__file__)
 ]

@@ -1,4 +1,4 @@
-"""External links are of known kinds and well formed. They are opened by hand, with scripts/check_links.py.
+"""External links are of known kinds and well formed. They are opened by hand, with tools/check_links.py.
 
 Links between pages are checked by test_readme.py, and those of the site by test_site.py.
 """

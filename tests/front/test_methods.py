@@ -80,7 +80,7 @@ def test_every_method_has_a_page() -> None:
 def test_the_page_is_what_the_code_says(name: str) -> None:
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
     hand = write_methods.by_hand(text)
-    assert text == write_methods.page(name, hand), "run python scripts/write_methods.py"
+    assert text == write_methods.page(name, hand), "run python tools/write_methods.py"
     assert re.search(r"^```math\n.+?^```", hand, re.MULTILINE | re.DOTALL)
     assert "\n## When to use it\n" in hand
     assert re.search(r"^\*\*Good for:\*\* \S", hand, re.MULTILINE)
@@ -219,4 +219,4 @@ def test_the_picture_is_what_the_code_draws(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(gallery, "write_figure", lambda figure, *_: drawn.append(figure))
     method_pictures.draw_method(name, Path("picture.svg"))
     found = differences(written(PAGES / "pictures" / f"{name}.svg"), contents(drawn[0]))
-    assert not found, f"run python scripts/write_methods.py: {found[:3]}"
+    assert not found, f"run python tools/write_methods.py: {found[:3]}"

@@ -60,10 +60,8 @@ def test_refusal_gives_the_reason(model_type: str) -> None:
 
 
 def test_the_page_of_families_matches_the_code() -> None:
-    page = runpy.run_path(str(ROOT / "scripts" / "write_families.py"))["page"]()
-    assert (ROOT / "docs" / "families.md").read_text(encoding="utf-8") == page, (
-        "run scripts/write_families.py"
-    )
+    page = runpy.run_path(str(ROOT / "tools" / "write_families.py"))["page"]()
+    assert (ROOT / "docs" / "families.md").read_text(encoding="utf-8") == page, "run tools/write_families.py"
 
 
 def test_a_model_without_a_layer_of_the_extended_type_is_refused() -> None:

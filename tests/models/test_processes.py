@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from several_processes import launch
-from test_evaluate_resume import numbers
+from test_measurement import numbers
 
-import rope_extend as rx
 from rope_extend.cli.main import main
-from rope_extend.evaluation.evaluate import evaluation_rows
+from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.evaluation.retrieval_report import read_retrieval
 
 RUN = "import sys; from rope_extend.cli.main import main; main(sys.argv[1:])"
 
@@ -54,35 +55,38 @@ def test_two_processes_give_the_results_of_one(work: Path, tmp_path: Path) -> No
         with np.load(tmp_path / "two" / losses) as ours, np.load(tmp_path / "one" / losses) as theirs:
             for name in theirs.files:
                 np.testing.assert_array_equal(ours[name], theirs[name])
-    assert not (tmp_path / "two" / "unfinished").exists()
+    assert [path.name for path in (tmp_path / "two").glob("cells*")] == ["cells.jsonl"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("private_cache")
-def test_processes_keep_finished_documents_and_resume_together(work: Path, tmp_path: Path) -> None:
+def test_processes_keep_finished_cells_and_resume_together(work: Path, tmp_path: Path) -> None:
     command = f"evaluate {work / 'model'} --data {work / 'data'} --lengths 16,64 --methods linear"
-    main(shlex.split(f"{command} --device cpu --no-cropped --output {tmp_path / 'whole'}"))
+    command += " --no-cropped"
+    main(shlex.split(f"{command} --device cpu --output {tmp_path / 'whole'}"))
     output = tmp_path / "report"
-    # The state after an interruption: the second process has finished its documents, the first has not.
-    config = rx.EvaluationConfig(
-        model=work / "model", data=work / "data", lengths=[16, 64], methods=["linear"], cropped=False
-    )
-    list(evaluation_rows(config, finished=output / "unfinished", progress=False))
-    (kept,) = (output / "unfinished").iterdir()
-    assert sorted(path.name for path in kept.iterdir())[:3] == ["00000.npz", "00001.npz", "00002.npz"]
-    (kept / "00000.npz").unlink()
-    (kept / "00002.npz").unlink()
-    before = (kept / "00001.npz").stat().st_mtime_ns
+    shutil.copytree(tmp_path / "whole", output)
+    # The state after an interruption: the second process has finished its document, the first has not.
+    identity, _, second, *_ = (output / "cells.jsonl").read_text().splitlines(keepends=True)
+    for path in output.iterdir():
+        if path.is_file():
+            path.unlink()
+    (output / "cells.1.jsonl").write_text(identity + second)
+    kept = output / "arrays" / f"{json.loads(second)['cell']}.npz"
+    before = kept.stat().st_mtime_ns
     with pytest.raises(AssertionError, match="--resume"):
-        in_two_processes(f"{command} --no-cropped --output {output}", tmp_path)
-    assert (kept / "00001.npz").stat().st_mtime_ns == before
-    in_two_processes(f"{command} --no-cropped --output {output} --resume", tmp_path)
+        in_two_processes(f"{command} --output {output}", tmp_path)
+    in_two_processes(f"{command} --output {output} --resume", tmp_path)
+    assert kept.stat().st_mtime_ns == before
+    assert sorted(path.name for path in output.glob("cells*")) == ["cells.jsonl"]
     whole, resumed = (read_results(path)[0].result for path in (tmp_path / "whole", output))
     assert numbers(resumed) == numbers(whole)
 
 
 @pytest.mark.slow
-def test_retrieval_is_refused_in_several_processes(work: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="retrieve runs in one process"):
-        in_two_processes(f"retrieve {work / 'model'} --output {tmp_path / 'no'}", tmp_path)
-    assert not (tmp_path / "no").exists()
+@pytest.mark.usefixtures("private_cache")
+def test_two_processes_give_the_answers_of_one(tmp_path: Path) -> None:
+    command = f"retrieve {MODEL_DIR} --lengths 256,320 --methods none,yarn --depths 2 --trials 2"
+    main(shlex.split(f"{command} --device cpu --output {tmp_path / 'one'}"))
+    in_two_processes(f"{command} --output {tmp_path / 'two'}", tmp_path)
+    assert read_retrieval(tmp_path / "two") == read_retrieval(tmp_path / "one")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any
 import pytest
 
 from rope_extend.cli.main import main
-from rope_extend.evaluation.output_directory import FILES, RESULTS
+from rope_extend.evaluation import running
+from rope_extend.evaluation.measurement import Measurement
+from rope_extend.evaluation.output_directory import FILES
 from rope_extend.evaluation.perplexity_report import read_results
-from rope_extend.study.run_study import Study
 
 pytestmark = pytest.mark.usefixtures("private_cache")
+MEASURE = running._measure
 COMMAND = "report {model} --target-length 64 --lengths 16 --methods none,yarn --tasks none --documents 2"
 
 
@@ -37,12 +38,12 @@ def test_from_a_model_to_a_verdict(
 ) -> None:
     command = f"{COMMAND} --data {{data}} --output {{out}}/report"
     with monkeypatch.context() as patch:
-        patch.setattr(Study, "_measure", interrupt_after(3))
+        patch.setattr(running, "_measure", interrupt_after(3))
         with pytest.raises(SystemExit) as stopped:
             run(command, work, tmp_path)
     assert stopped.value.code == 130
     assert "keeps what is finished; the same command with --resume continues" in capsys.readouterr().err
-    assert "holds a study; give --resume to measure" in fail(command, work, tmp_path, capsys)
+    assert "holds a measurement; give --resume to measure" in fail(command, work, tmp_path, capsys)
     run(f"{command} --resume", work, tmp_path)
     shown = capsys.readouterr().out
     assert shown.startswith("Verdict:\n\n- ")
@@ -53,11 +54,11 @@ def test_from_a_model_to_a_verdict(
     assert [row.result.documents for row in rows] == [2, 2, 2]
     for row in rows:
         assert f"| {row.label} " in table
-    assert {path.name for path in (tmp_path / "report").iterdir()} == {*FILES, "cells"}
-    assert "holds a study" in fail(command, work, tmp_path, capsys)
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {*FILES, "cells.jsonl", "arrays"}
+    assert "holds a measurement" in fail(command, work, tmp_path, capsys)
     run(f"{command.replace('none,yarn', 'none')} --overwrite", work, tmp_path)
     assert len(read_results(tmp_path / "report")) == 2
-    assert len(list((tmp_path / "report" / "cells").iterdir())) == 4
+    assert len(list((tmp_path / "report" / "arrays").iterdir())) == 4
 
 
 def test_an_old_study_stays_until_the_model_is_loaded(
@@ -74,39 +75,15 @@ def test_an_old_study_stays_until_the_model_is_loaded(
     assert {path: path.read_bytes() for path in before} == before
 
 
-@pytest.mark.slow
-def test_another_study_is_not_resumed(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = f"{COMMAND} --data {{data}} --output {{out}}/report"
-    run(command, work, tmp_path)
-    report = tmp_path / "report" / RESULTS
-    before = report.read_bytes()
-    shown = fail(f"{command} --resume --dtype bfloat16", work, tmp_path, capsys)
-    assert "holds a study of something else, which differs in dtype ('torch.float32' there" in shown
-    shown = fail(f"{command.replace('--lengths 16', '--lengths 8')} --resume", work, tmp_path, capsys)
-    assert "differs in lengths ([16, 32, 64] there, [8, 32, 64] here)" in shown
-    assert report.read_bytes() == before
-    cell = next((tmp_path / "report" / "cells").glob("*-yarn-*"))
-    cell.write_text("{")
-    run(f"{command} --resume", work, tmp_path)  # it is measured again
-    assert len(read_results(report)) == 3
-    lines = [json.loads(line) for line in before.splitlines()]
-    lines[-1]["label"] = "of an evaluation"
-    lines[-1]["result"]["document_nll"]["64"][0] += 1
-    report.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = fail(f"{command} --resume", work, tmp_path, capsys)
-    assert "holds what the study did not measure: of an evaluation" in shown
-    assert "of an evaluation" in report.read_text()
-
-
 def interrupt_after(count: int) -> Any:
     """Measures some cells, and is then interrupted."""
-    measure, calls = Study._measure, []
+    measure, calls = MEASURE, []
 
-    def measured(self: Study, *arguments: Any) -> dict[str, Any]:
+    def measured(*arguments: Any) -> Any:
         calls.append(1)
         if len(calls) > count:
             raise KeyboardInterrupt
-        return measure(self, *arguments)
+        return measure(*arguments)
 
     return measured
 
@@ -115,8 +92,7 @@ def test_a_budget_in_which_nothing_fits_is_refused(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by its plan, and before the weights are loaded."""
-    monkeypatch.setattr(Study, "_seconds", lambda self, tokens: 1.0)
-    monkeypatch.setattr(Study, "run", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(Measurement, "_seconds", lambda self, tokens: 1.0)
     shown = fail(f"{COMMAND} --data {{data}} --output {{out}}/report --budget 0.5s", work, tmp_path, capsys)
     assert "is too short: the first of 6 measurements takes about 1 s" in shown
     assert not (tmp_path / "report").exists()
@@ -126,7 +102,7 @@ def test_nothing_is_called_written_that_is_not(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the machine is slower than it was a moment ago, a budget can end before the first measurement."""
-    monkeypatch.setattr("rope_extend.study.run_study.Clock.has_time", lambda self, number: False)
+    monkeypatch.setattr("rope_extend.evaluation.clock.Clock.has_time", lambda self, number: False)
     run(f"{COMMAND} --data {{data}} --output {{out}}/report", work, tmp_path)
     shown = capsys.readouterr().out
     assert "Not measured yet:\n\n- none: 2 documents\n" in shown
@@ -140,25 +116,25 @@ def test_a_resumed_plan_counts_what_is_missing(
     plain_adapters: list[str], other_control: str,
 ) -> None:  # fmt: skip
     """Also after another adapter has changed the label of the first one: no cell is measured again."""
-    monkeypatch.setattr(Study, "_seconds", lambda self, tokens: 1.0)
+    monkeypatch.setattr(Measurement, "_seconds", lambda self, tokens: 1.0)
     command = COMMAND.replace("{model}", f"{{model}} '{plain_adapters[0]}'").replace("none,yarn", "none")
     more = command.replace("{model}", f"{{model}} {other_control}")
     rest = " --data {data} --output {out}/report --resume"
     with monkeypatch.context() as patch:
-        patch.setattr(Study, "_measure", interrupt_after(5))
+        patch.setattr(running, "_measure", interrupt_after(5))
         with pytest.raises(SystemExit):
             run(command + rest, work, tmp_path)
     capsys.readouterr()
     # Each row takes a second on a document, and three if its context is cropped.
     run(f"{command}{rest} --plan", work, tmp_path)
     assert capsys.readouterr().out.splitlines() == [
-        "perplexity: 3 documents missing, of all rows together, about 7 s", "in all, about 7 s",
+        "perplexity: 3 rows, 3 documents in all, about 7 s", "in all, about 7 s",
     ]  # fmt: skip
     run(f"{more}{rest} --plan --budget 8s", work, tmp_path)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[0] == "perplexity: 7 documents missing, of all rows together, about 15 s"
+    assert shown[0] == "perplexity: 5 rows, 7 documents in all, about 15 s"
     assert shown[2].startswith("within the budget of 8 s: 4 of 7 measurements; left for --resume: ")
-    monkeypatch.setattr(Study, "_measure", interrupt_after(7))
+    monkeypatch.setattr(running, "_measure", interrupt_after(7))
     run(more + rest, work, tmp_path)
     labels = [
         f"none + LoRA at 32 ({name}){crop}"
@@ -169,7 +145,7 @@ def test_a_resumed_plan_counts_what_is_missing(
     assert [row.label for row in rows] == ["none", "none, cropped to 32", *labels]
     assert [row.target_length for row in rows] == [None, None, 32, 32, 32, 32]
     assert "There is nothing to judge" in capsys.readouterr().out
-    monkeypatch.setattr(Study, "_measure", interrupt_after(0))
+    monkeypatch.setattr(running, "_measure", interrupt_after(0))
     run(command + rest, work, tmp_path)  # the report with the other labels is the study's own
     assert len(read_results(tmp_path / "report")) == 4
     capsys.readouterr()
@@ -181,8 +157,8 @@ def test_the_plan_needs_no_data(work: Path, tmp_path: Path, capsys: pytest.Captu
     command = "report {model} --target-length 64 --methods none,yarn --documents 3 --trials 2 --plan"
     run(command, work, tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("perplexity: 3 rows, 3 documents each, about ")
-    assert lines[1].startswith("passkey at 64: 3 rows, 10 prompts each, about ")
+    assert lines[0].startswith("perplexity: 3 rows, 9 documents in all, about ")
+    assert lines[1].startswith("retrieval: 3 rows, 6 batches of prompts in all, about ")
     assert lines[2].startswith("in all, about ")
 
 
@@ -190,7 +166,7 @@ def test_the_plan_keeps_to_the_budget(
     work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With an estimate of one second for each window: three rows, the cropped one needs three windows."""
-    monkeypatch.setattr(Study, "_seconds", lambda self, tokens: 1.0)
+    monkeypatch.setattr(Measurement, "_seconds", lambda self, tokens: 1.0)
     command = "report {model} --target-length 64 --methods none,yarn --documents 2 --plan"
     command += " --depths 1 --trials 1"
     run(f"{command} --budget 1h", work, tmp_path)
@@ -199,8 +175,8 @@ def test_the_plan_keeps_to_the_budget(
     assert "left for --resume" not in shown
     run(f"{command} --budget 7s", work, tmp_path)  # a document of each row, 5 s, and two of three prompts
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "within the budget of 7 s: 5 of 9 measurements; left for --resume: yarn: 1 prompts, none: 1 "
-        "documents, none, cropped to 32: 1 documents, yarn: 1 documents"
+        "within the budget of 7 s: 5 of 9 measurements; left for --resume: yarn: 1 batches of "
+        "prompts, none: 1 documents, none, cropped to 32: 1 documents, yarn: 1 documents"
     )
     with pytest.raises(SystemExit):
         run(f"{command} --budget 0.5s", work, tmp_path)

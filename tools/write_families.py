@@ -1,6 +1,6 @@
 """Write docs/families.md: every family with a rotary module, and how it is patched.
 
-python scripts/write_families.py
+python tools/write_families.py
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ models in transformers that has a rotary module: %d are supported, %d are not.
 - **By length**: whether encodings that act inside attention can be patched in. Examples are biases and
   methods that follow the length. Static methods, such as `yarn`, work in every supported family.
 
-This page is written by `python scripts/write_families.py`.
+This page is written by `python tools/write_families.py`.
 
 | family | supported | what is rotated | which tables | by length |
 |-|-|-|-|-|

@@ -12,7 +12,7 @@ SHAPE, TARGET = RopeShape(dim=8, theta=10_000.0, trained_length=4096), 32_768
 PAGE = """\
 # Export
 
-<!-- written by scripts/write_export_support.py -->
+<!-- written by tools/write_export_support.py -->
 
     rope-extend export CHECKPOINT --to transformers --output DIRECTORY    # or vllm, or sglang
     rope-extend export CHECKPOINT --to llama.cpp --gguf MODEL.gguf --output DIRECTORY

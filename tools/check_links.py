@@ -1,7 +1,7 @@
 """Open every external link of the pages, and print those that do not answer. Needs a network; not in CI.
 
-    python scripts/check_links.py            # README, docs and the other pages
-    python scripts/check_links.py --list     # only print the links, without opening them
+    python tools/check_links.py            # README, docs and the other pages
+    python tools/check_links.py --list     # only print the links, without opening them
 
 Exits with 1 if a link is wrong. The links' form is checked by tests/front/test_links.py.
 """

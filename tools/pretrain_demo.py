@@ -1,9 +1,9 @@
 """Pretrain the demonstration model from the Python sources of this environment, on the CPU.
 
-    python scripts/pretrain_demo.py                                        # train (about 80 minutes)
-    python scripts/pretrain_demo.py --resume                               # resume from the checkpoint
-    python scripts/pretrain_demo.py --resume --total-tokens 30000000       # end earlier: decay from here
-    python scripts/pretrain_demo.py --resume --export rope_extend/demo/model
+    python tools/pretrain_demo.py                                        # train (about 80 minutes)
+    python tools/pretrain_demo.py --resume                               # resume from the checkpoint
+    python tools/pretrain_demo.py --resume --total-tokens 30000000       # end earlier: decay from here
+    python tools/pretrain_demo.py --resume --export rope_extend/demo/model
 
 The tokenizer, the token stream, the checkpoint, the loss curve and the final measurements go to the
 output directory. Training computes in bfloat16 with float32 master weights and optimizer states. The

@@ -25,7 +25,7 @@ ENGINES = {"transformers": "transformers", "vllm": "vLLM", "sglang": "SGLang", "
 PAGE = """\
 # {name}
 
-<!-- Formula and When to use it are written by hand, all else by scripts/write_methods.py -->
+<!-- Formula and When to use it are written by hand, all else by tools/write_methods.py -->
 
 {text}
 

@@ -1,0 +1,384 @@
+"""Measure a model cell by cell: every row on the first document, then every row on the second, and so on.
+
+So the rows can be compared at any time, and an interruption loses one cell at most. `evaluate`, `retrieve`
+and `compare_methods` are measurements with other settings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
+from itertools import accumulate
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from rope_extend.checkpoint.manifest import adapter_digests, check_directory
+from rope_extend.data.documents import Document, fingerprint, load_documents
+from rope_extend.data.token_cache import tokenizer_content
+from rope_extend.encodings import RemapEncoding, encoding
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.candidates import Candidates, adapter_labels
+from rope_extend.evaluation.cells import (
+    PERPLEXITY,
+    RETRIEVAL,
+    SAMPLE,
+    Cell,
+    Row,
+    finished_in,
+)
+from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig, Wanted
+from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
+from rope_extend.evaluation.prompts import Prompt, Task
+from rope_extend.evaluation.protocols import PROTOCOLS, protocol_named
+from rope_extend.evaluation.retrieval import make_prompts, prompts_fingerprint, visible_tokens
+from rope_extend.evaluation.samples import NEW_TOKENS
+from rope_extend.evaluation.tasks import make_tasks, template_for
+from rope_extend.journal import Identity
+from rope_extend.memory.segments import expand_segments
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.models.loading import pretrained
+from rope_extend.models.processes import processes
+from rope_extend.units import format_duration, format_length
+
+logger = logging.getLogger(__name__)
+
+KINDS = {PERPLEXITY: "documents", RETRIEVAL: "batches of prompts", SAMPLE: "samples of text"}
+"""What the cells of each kind are, in words."""
+LAST = 2**31
+"""The round of what is measured when all else is."""
+
+
+class Measurement:
+    """A measurement with all its settings, texts and prompts; the weights are loaded when it runs.
+
+    Args:
+        config: what to measure, and how.
+        texts: read the documents and write the prompts. Without them only an estimate can be made.
+        load_options: how the model is loaded; by default as in `config`.
+
+    Raises:
+        RopeExtendError: no such model, adapter, method or data, an adapter that is incomplete or damaged,
+            texts that are too short, a task that does not fit a length, or a length that does not fit into
+            memory.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, texts: bool = True, load_options: LoadOptions | None = None
+    ) -> None:
+        expand_segments("auto")
+        self.config = config
+        self.candidates = candidates = Candidates.of(config, load_options)
+        for adapter, record in candidates.records.items():
+            check_directory(Path(adapter), record.weights, record.configs)
+        self.trained = candidates.trained_length
+        wanted = self._wanted(config.max_documents or 1)
+        self.rule = protocol_named(wanted.protocol)
+        self.lengths = list(candidates.lengths)
+        if self.rule.nested and self._extends:  # a control, which comes with the same pass
+            self.lengths = sorted({*self.lengths, self.trained})
+        self.settings = self.rule.check_settings(wanted.window_settings, self.lengths)
+        same = wanted.protocol == "prefix" or self.rule.shares_targets(self.settings, self.trained)
+        self.crops = wanted.cropped and self._extends and same
+        self.rows = self._rows(wanted.documents, wanted.cropped)
+        self.wanted = self._wanted(config.max_documents or 1)
+        whole = [row for row in self.rows if row.crop is None and not row.within]
+        self.passes = dict(zip(whole, self._pass_lengths(), strict=True))
+        self.plan = self._plan() if wanted.planned else None
+        if self.plan is not None and texts:
+            logger.info("%s", self.plan)
+            self.plan.check()
+        self.documents: list[Document] = []
+        self.tasks: dict[str, Task] = {}
+        self.batches: list[list[Prompt]] = []
+        if texts:
+            self.tokenizer = pretrained(AutoTokenizer, candidates.name)
+            self.documents = self._documents()
+            self.wanted = self._wanted(len(self.documents))
+            self._write_prompts()
+
+    def _wanted(self, documents: int) -> Wanted:
+        candidates = self.candidates
+        plain = candidates.plain_methods
+        extended = len(candidates.encodings) + len(candidates.records) > len(plain)
+        controls = extended and bool(plain or getattr(self, "crops", False))
+        return self.config.wanted(candidates.lengths, self.trained, controls=controls, documents=documents)
+
+    @property
+    def _extends(self) -> bool:
+        return self.candidates.longest > self.candidates.trained_length
+
+    def _pass_lengths(self) -> list[list[int]]:
+        """The length of each pass over a document, of each method and then of each adapter.
+
+        A nested protocol needs one pass for all lengths; one for each group of lengths with equal tables, if
+        the tables depend on the length. Its windows of a fixed length have the same table at any length.
+        """
+        candidates, rule = self.candidates, self.rule
+        if rule.nested and not rule.settings:
+            return [[group[-1] for group in groups] for groups in candidates.length_groups(self.lengths)]
+        passes = [self.lengths[-1]] if rule.nested else self.lengths
+        return [passes] * (len(candidates.encodings) + len(candidates.records))
+
+    def _plan(self) -> ForwardPlan | None:
+        """The memory and time of windows of every length that occurs; None for a family without estimates."""
+        candidates, wanted = self.candidates, self.wanted
+        encodings = [
+            each for name, each in candidates.encodings.items() if each is not None and name != PLAIN
+        ]
+        lengths = {*self.lengths}
+        if not wanted.planned_maps:
+            encodings = [each for each in encodings if not isinstance(each, RemapEncoding)]
+            lengths = {self.lengths[-1], self.trained, *wanted.prompts.lengths}
+            lengths.update(*self.passes.values())
+        return plan_forward(
+            candidates.name,
+            sorted(lengths),
+            load_options=candidates.load_options,
+            empty=candidates.empty,
+            encodings=[None, *encodings],
+            adapters=[(Path(adapter), record.encoding) for adapter, record in candidates.records.items()],
+            trained_length=self.trained,
+            chunk=wanted.chunk,
+            batched=self.crops or not self.rule.nested,
+        )
+
+    def _documents(self) -> list[Document]:
+        config, rule, wanted = self.config, self.rule, self.wanted
+        if config.data is None:
+            return []
+        least = self.lengths[-1] + rule.extra_tokens if wanted.documents and not rule.joined else 0
+        cut = self.lengths[-1] if rule.nested else wanted.max_tokens
+        connected = processes(self.candidates.load_options.torch_device)
+        # The other processes use the tokens that the main process has cached.
+        with connected.main_process_first() if connected else nullcontext():
+            return load_documents(
+                config.data,
+                self.tokenizer,
+                text_column=config.text_column,
+                split=config.split,
+                min_tokens=least,
+                max_documents=config.max_documents,
+                max_tokens=cut,
+                distinct=wanted.documents and not rule.joined,
+            )
+
+    def _write_prompts(self) -> None:
+        """The prompts in batches of one task and length, the first trial of all depths first."""
+        wanted = self.wanted.prompts
+        if not wanted.tasks:
+            return
+        texts = [self.tokenizer.decode(each.input_ids, skip_special_tokens=True) for each in self.documents]
+        template = wanted.template or template_for(self.candidates.name)
+        tasks = make_tasks(wanted.tasks, haystack=texts, template=template)
+        self.tasks = {task.name: task for task in tasks}
+        for task in tasks:
+            for length in wanted.lengths:
+                try:
+                    prompts = make_prompts(
+                        [task], self.tokenizer, [length], options=wanted.options, progress=False
+                    )
+                except RopeExtendError as error:
+                    if length not in wanted.optional:
+                        raise
+                    logger.warning("%s at %s is not measured: %s", task.name, format_length(length), error)
+                    continue
+                prompts.sort(key=lambda prompt: prompt.trial)  # stable: keeps depths
+                size = max(1, wanted.batch_tokens // prompts[0].tokens)
+                self.batches += [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All prompts."""
+        return [prompt for batch in self.batches for prompt in batch]
+
+    def _rows(self, documents: bool, controls: bool) -> list[Row]:
+        """The rows, each control with a cropped context after the row of the same weights."""
+        candidates, crops = self.candidates, self.crops
+        plain = next(iter(candidates.plain_methods), None)
+        rows = []
+        for method, label in candidates.method_labels.items():
+            rows.append(Row(label, method=method))
+            if crops and method in candidates.plain_methods and (documents or method == plain):
+                rows.append(self._cropped(rows[-1]))
+        if plain is None and controls:
+            control = Row(PLAIN, method=PLAIN, within=True)
+            rows += [] if documents else [control]
+            rows += [self._cropped(control)] if crops else []
+        for adapter, label in adapter_labels(candidates.records).items():
+            rows.append(Row(label, adapter=adapter))
+            if crops and documents and adapter in candidates.plain_adapters:
+                rows.append(self._cropped(rows[-1]))
+        return rows
+
+    def _cropped(self, row: Row) -> Row:
+        """A row with its context cropped to the trained window."""
+        label = f"{row.label}, cropped to {format_length(self.trained)}"
+        return replace(row, label=label, crop=self.trained, within=False)
+
+    def _answers(self, row: Row, length: int) -> bool:
+        """Whether a row answers prompts of a length; a control those that no other row does."""
+        if row.crop is None:
+            return length <= self.trained or not row.within
+        alone = not self.candidates.plain_methods and self.wanted.documents and row.adapter is None
+        return length > row.crop or alone
+
+    def _seconds(self, tokens: int) -> float:
+        """Estimated seconds of a window: that of the shortest planned one that is as long, in proportion.
+
+        Without an estimate its tokens, which are as good for ratios.
+        """
+        if self.plan is None:
+            return float(tokens)
+        longer = [each for each in self.plan.lengths if each.length >= tokens]
+        nearest = longer[0] if longer else self.plan.longest
+        return nearest.seconds * tokens / nearest.length
+
+    def _windows(self, row: Row, tokens: int) -> list[int]:
+        """The tokens of each window of a row on a document."""
+        rule, settings, longest = self.rule, self.settings, self.lengths[-1]
+        passes = self.passes[row] if row.crop is None else [row.crop]
+        if row.crop is not None and rule.nested:
+            rule, settings, passes = PROTOCOLS["cropped"], {"window": row.crop}, [longest]
+        return [window.tokens for length in passes for window in rule.layout(tokens, length, settings)]
+
+    def cells(self) -> list[Cell]:
+        """All cells, in the order in which they are measured."""
+        cells = [*self._document_cells(), *self._prompt_cells(), *self._sample_cells()]
+        rows, kinds = {row: number for number, row in enumerate(self.rows)}, [*KINDS]
+        return sorted(cells, key=lambda cell: (cell.round, rows[cell.row], kinds.index(cell.kind)))  # stable
+
+    def _document_cells(self) -> Iterator[Cell]:
+        if not self.wanted.documents or not self.documents:
+            return
+        texts = [self.documents] if self.rule.joined else [[each] for each in self.documents]
+        for row in (row for row in self.rows if not row.within):
+            shared = {**self._row_identity(row), "protocol": self.rule.name, **self.settings}
+            shared |= {"lengths": self.lengths, "window of context": row.crop}
+            shared |= {"losses": True} if self.wanted.save_losses else {}
+            for number, documents in enumerate(texts):
+                windows = self._windows(row, sum(map(len, documents)))
+                work = sum(map(self._seconds, windows))
+                identity = {**shared, "data": fingerprint(documents)}
+                yield Cell(PERPLEXITY, row, number, number, work, sum(windows), identity)
+
+    def _prompt_cells(self) -> Iterator[Cell]:
+        content = tokenizer_content(self.tokenizer)[:16] if self.batches else None
+        tasks = {name: task.describe() for name, task in self.tasks.items()}
+        for row in self.rows:
+            shared = {**self._row_identity(row), "crop": row.crop, "tokenizer": content}
+            for number, batch in enumerate(self.batches):
+                first = batch[0]
+                if self._answers(row, first.length):
+                    tokens = [visible_tokens(prompt, row.crop) for prompt in batch]
+                    identity = {
+                        **shared, "task": tasks[first.task], "chat": first.chat, "length": first.length,
+                        "prompts": prompts_fingerprint(batch),
+                    }  # fmt: skip
+                    work = sum(map(self._seconds, tokens))
+                    yield Cell(RETRIEVAL, row, number, first.trial, work, sum(tokens), identity)
+
+    def _sample_cells(self) -> Iterator[Cell]:
+        longest = self.lengths[-1]
+        chosen = [each for each in self.documents if len(each) > 1][: self.wanted.samples]
+        for row in (row for row in self.rows if not row.within):
+            for number, document in enumerate(chosen):
+                identity = {**self._row_identity(row), "crop": row.crop, "length": longest}
+                identity |= {"data": fingerprint([document]), "new tokens": NEW_TOKENS}
+                yield Cell(SAMPLE, row, number, LAST, self._seconds(longest), longest, identity)
+
+    def _row_identity(self, row: Row) -> Identity:
+        """The encoding of a row, and the files of its adapter that decide what is computed."""
+        candidates = self.candidates
+        if row.adapter is not None:
+            record = candidates.records[row.adapter]
+            return {
+                "encoding": record.encoding.to_dict(),
+                "adapter": adapter_digests(Path(row.adapter)),
+                "shape": asdict(record.shape),
+            }
+        assert row.method is not None
+        changed_to = encoding(PLAIN) if row.method == PLAIN else candidates.encodings[row.method]
+        if changed_to is None:
+            return {"shape": None}  # the checkpoint's own encoding, which is in the identity of the model
+        return {"encoding": changed_to.to_dict(), "shape": asdict(candidates.info.shape)}
+
+    def missing(self, directory: str | Path) -> list[Cell]:
+        """The cells that are not finished in a directory, without a look at the weights, for an estimate."""
+        finished = finished_in(directory)
+        return [cell for cell in self.cells() if cell.digest not in finished]
+
+    def _planned(self) -> list[tuple[int, str, str, float]]:
+        """The round, row, kind and estimated seconds of each cell, in the order in which cells are measured.
+
+        Of a measurement without texts, as many documents and prompts are counted as the config asks for.
+        """
+        if self.documents or self.batches:
+            return [(cell.round, cell.row.label, cell.kind, cell.work) for cell in self.cells()]
+        wanted, planned = self.wanted, []
+        tokens = wanted.max_tokens or self.lengths[-1] + self.rule.extra_tokens
+        for row in self.rows:
+            if not row.within and wanted.documents:
+                seconds = sum(map(self._seconds, self._windows(row, tokens)))
+                count = self.config.max_documents or 1
+                planned += [(number, row.label, PERPLEXITY, seconds) for number in range(count)]
+                sample = self._seconds(self.lengths[-1])
+                planned += [(LAST, row.label, SAMPLE, sample)] * min(wanted.samples, count)
+            for length in wanted.prompts.lengths:
+                if self._answers(row, length):
+                    seconds = self._seconds(length) * len(wanted.prompts.options.depth_list)
+                    for trial in range(wanted.prompts.options.trials):
+                        planned += [(trial, row.label, RETRIEVAL, seconds)] * len(wanted.prompts.tasks)
+        return sorted(planned, key=lambda cell: cell[0])
+
+    def work_text(self, missing: Sequence[Cell] | None = None) -> str:
+        """What will be measured, and its estimated time; then what the budget leaves for later.
+
+        Args:
+            missing: the cells that are not finished; by default none is.
+
+        Raises:
+            RopeExtendError: there is a budget but no estimate of the time, or not even one cell fits.
+        """
+        planned = self._planned()
+        if missing is not None:
+            planned = [(cell.round, cell.row.label, cell.kind, cell.work) for cell in missing]
+            if not planned:
+                return "nothing is missing: everything is measured"
+        lines = []
+        for kind, words in KINDS.items():
+            work = [(label, seconds) for _, label, each, seconds in planned if each == kind]
+            if work:
+                rows = len({label for label, _ in work})
+                counted = f"{kind}: {rows} row{'' if rows == 1 else 's'}, {len(work)} {words} in all"
+                lines.append(self._timed(counted, sum(seconds for _, seconds in work)))
+        lines.append(self._timed("in all", sum(seconds for *_, seconds in planned)))
+        later = self._later(planned)
+        return "\n".join([*lines, *([later] if later else [])])
+
+    def _timed(self, words: str, work: float) -> str:
+        return f"{words}, about {format_duration(work)}" if self.plan else words
+
+    def _later(self, planned: Sequence[tuple[int, str, str, float]]) -> str:
+        """What the budget leaves for later, by the estimate; empty if all of it fits."""
+        budget = self.config.time_limit
+        if budget is None or self.plan is None:
+            return ""
+        within = sum(total <= budget for total in accumulate(seconds for *_, seconds in planned))
+        if within == len(planned):
+            return ""
+        if not within:
+            raise RopeExtendError(
+                f"a budget of {format_duration(budget)} is too short: the first of {len(planned)} "
+                f"measurements takes about {format_duration(planned[0][-1])}; allow more time, or use "
+                "shorter lengths"
+            )
+        counts = Counter((label, kind) for _, label, kind, _ in planned[within:])
+        later = ", ".join(f"{label}: {count} {KINDS[kind]}" for (label, kind), count in counts.items())
+        return (
+            f"within the budget of {format_duration(budget)}: {within} of {len(planned)} measurements; left "
+            f"for --resume: {later}"
+        )

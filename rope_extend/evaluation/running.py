@@ -1,0 +1,303 @@
+"""Run a measurement: its cells in order, each kept when it is finished, by one process or by several."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.candidates import Candidate, Candidates
+from rope_extend.evaluation.cells import (
+    PERPLEXITY,
+    RETRIEVAL,
+    SAMPLE,
+    Cell,
+    CellStore,
+    Row,
+    check_resumed,
+    perplexity_values,
+    remove_cells,
+)
+from rope_extend.evaluation.clock import Clock
+from rope_extend.evaluation.collecting import Collected, collect
+from rope_extend.evaluation.identity import model_identity
+from rope_extend.evaluation.measurement import KINDS, Measurement
+from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.protocols import WindowSettings
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
+from rope_extend.evaluation.retrieval import answer_batch, prompts_fingerprint
+from rope_extend.evaluation.samples import continuation
+from rope_extend.journal import only_writer
+from rope_extend.memory.budget import is_out_of_memory
+from rope_extend.models.load_options import input_device
+from rope_extend.models.processes import is_main_process, processes
+from rope_extend.progress import progress_bar
+from rope_extend.report.tables import Sentences
+from rope_extend.report.versions import versions
+from rope_extend.units import format_length
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a measurement has found.
+
+    Attributes:
+        collected: the rows.
+        missing: the cells that are not finished.
+    """
+
+    collected: Collected
+    missing: list[Cell]
+
+    @property
+    def lead(self) -> list[Sentences]:
+        """What a report begins with: what is missing, row by row; empty if nothing is."""
+        said = not_measured(self.missing)
+        return [] if said is None else [said]
+
+
+def not_measured(missing: Sequence[Cell]) -> Sentences | None:
+    """What is missing, row by row; None if nothing is."""
+    counts = Counter((cell.row.label, cell.kind) for cell in missing)
+    said = [f"{label}: {count} {KINDS[kind]}" for (label, kind), count in counts.items()]
+    return Sentences("Not measured yet", said) if said else None
+
+
+def run(
+    measurement: Measurement,
+    directory: str | Path | None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+) -> Found:
+    """Measure the cells that are not finished, and keep each.
+
+    Under `torchrun` or `accelerate launch` each process measures its share, and all get the same result.
+
+    Args:
+        directory: where finished cells are kept; None keeps them in memory.
+        resume: use the finished cells there, and refuse those of another measurement.
+        overwrite: delete the finished cells there, once the model is loaded.
+        progress: show progress.
+
+    Raises:
+        RopeExtendError: the directory holds another measurement, or another process writes to it, or the
+            budget is too short for one cell.
+    """
+    where = None if directory is None else Path(directory)
+    said = measurement.work_text(None if where is None or not resume else measurement.missing(where))
+    connected = processes(measurement.candidates.load_options.torch_device)
+    if connected:  # no process changes the directory before all have checked it
+        connected.wait_for_everyone()
+    with ExitStack() as stack:
+        if where is not None and is_main_process():
+            stack.enter_context(only_writer(where, "measurement"))
+        logger.info("%s", said)
+        reserve = measurement.plan.activations if measurement.plan else 0
+        lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
+        cells, identity = measurement.cells(), model_identity(lm)
+        store = None
+        if is_main_process():
+            if where is not None and overwrite:
+                remove_cells(where)
+            store = CellStore(where, identity)
+            stack.callback(store.close)
+            if resume:
+                check_resumed(store, cells)
+            store.take_parts()
+        rank, count, finished = 0, 1, {cell.digest for cell in cells if store and store.has(cell)}
+        if connected:
+            from accelerate.utils import broadcast_object_list
+
+            rank, count = connected.process_index, connected.num_processes
+            shared = [finished]
+            broadcast_object_list(shared)
+            finished = shared[0]
+            if store is None:
+                store = CellStore(where, identity, rank)
+                stack.callback(store.close)
+        assert store is not None
+        mine = [cell for cell in cells[rank::count] if cell.digest not in finished]
+        if finished:
+            logger.info("%d of %d cells are finished", len(finished), len(cells))
+        _measure_all(measurement, lm, mine, store, progress)
+        if connected:
+            _share(store, cells, connected)
+        return _found(measurement, store, cells)
+
+
+def _share(store: CellStore, cells: Sequence[Cell], connected: Any) -> None:
+    """Give all processes the finished cells of each; the main process takes over their files."""
+    from accelerate.utils import gather_object
+
+    arrays = {cell.digest: store.arrays[cell.digest] for cell in cells if cell.digest in store.arrays}
+    parts = gather_object([(store.records, arrays)])
+    for records, given in parts:
+        store.arrays |= given
+        if is_main_process():
+            store.take(records.values())
+        else:
+            store.records |= records
+    if not is_main_process():
+        store.close()
+    connected.wait_for_everyone()
+    if is_main_process():
+        store.take_parts()
+
+
+def _measure_all(
+    measurement: Measurement, lm: Any, cells: Sequence[Cell], store: CellStore, progress: bool
+) -> None:
+    """Measure some cells, within the budget."""
+    work = [(f"{cell.kind}, {cell.row.label}", cell.work) for cell in cells]
+    machine = {"device": _device_name(lm), **versions()}
+    clock = Clock(work, measurement.config.time_limit, in_seconds=measurement.plan is not None)
+    tokens = sum(cell.tokens for cell in cells)
+    shown = progress and is_main_process()
+    bar = progress_bar(logger, shown=shown, total=tokens, unit="tok", unit_scale=True, desc="measuring")
+    with bar, _Prepared(measurement.candidates, lm) as prepared:
+        for number, cell in enumerate(cells):
+            if not clock.has_time(number):
+                break
+            started, used = time.perf_counter(), time.process_time()
+            values, arrays = None, None
+            with _optional(measurement, cell):
+                values, arrays = _measure(measurement, prepared.candidate(cell.row), cell, bar)
+            if values is None:
+                continue
+            seconds = time.perf_counter() - started
+            cost = {"seconds": seconds, "cpu_seconds": time.process_time() - used, "machine": machine}
+            store.write(cell, {**values, **cost}, arrays)
+            clock.finished(number, seconds)
+            if progress:
+                logger.info("[%d/%d] %s; %s", number + 1, len(cells), _said(cell, values), clock)
+
+
+@contextmanager
+def _optional(measurement: Measurement, cell: Cell) -> Iterator[None]:
+    """If memory runs out in what is not worth losing the perplexity, only warn."""
+    try:
+        yield
+    except RopeExtendError as error:
+        is_needed = cell.kind == PERPLEXITY or not measurement.wanted.documents
+        if is_needed or error.__cause__ is None or not is_out_of_memory(error.__cause__):
+            raise
+        logger.warning("%s: %s is not measured: %s", cell.row.label, cell.kind, error)
+
+
+def _measure(
+    measurement: Measurement, candidate: Candidate, cell: Cell, bar: Any
+) -> tuple[dict[str, Any], Any]:
+    """The values of a cell, and its arrays."""
+    subject, model = measurement.candidates.subject(candidate, cell.row.label), candidate.model
+    if cell.kind == PERPLEXITY:
+        name = "all documents"
+        if not measurement.rule.joined:
+            name = Path(measurement.documents[cell.number].name).name
+        return perplexity_values(EvaluationRow.of(subject, _perplexity(measurement, model, cell, bar)), name)
+    values: dict[str, Any] = {**vars(subject), "crop": cell.row.crop}
+    if cell.kind == SAMPLE:
+        document = [each for each in measurement.documents if len(each) > 1][cell.number]
+        sample = continuation(model, measurement.tokenizer, document, measurement.lengths[-1], cell.row.crop)
+        values |= {"sample": sample._asdict()}
+    else:
+        batch = measurement.batches[cell.number]
+        task = measurement.tasks[batch[0].task]
+        trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)
+        lines = [
+            {**asdict(trial), "prompt": prompts_fingerprint([prompt])}
+            for trial, prompt in zip(trials, batch, strict=True)
+        ]
+        values |= {"trials": lines, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
+    bar.update(cell.tokens)
+    return values, None
+
+
+def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> PerplexityResult:
+    """The perplexity of a row on a document, or on all of them if they are joined."""
+    crop, wanted, rule = cell.row.crop, measurement.wanted, measurement.rule
+    protocol, settings, lengths = rule.name, wanted.window_settings, measurement.lengths
+    if crop is not None and rule.nested:
+        protocol, settings = "cropped", WindowSettings(window=crop)
+    elif crop is not None:
+        lengths = [crop]
+    suggested = measurement.plan.longest.chunk_size if measurement.plan else None
+    result = perplexity(
+        model,
+        measurement.documents if rule.joined else [measurement.documents[cell.number]],
+        lengths,
+        protocol=protocol,
+        save_losses=wanted.save_losses,
+        options=RunOptions(chunk=wanted.chunk, suggested_chunk=suggested, bar=bar),
+        **settings,
+    )
+    return result if crop is None or rule.nested else result.repeated(crop, measurement.lengths)
+
+
+def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) -> Found:
+    """What is measured so far."""
+    values = [store.read(cell) for cell in cells]
+    labels = [row.label for row in measurement.rows]
+    collected = collect([each for each in values if each is not None], labels)
+    collected = replace(collected, rows=[measurement.candidates.described(row) for row in collected.rows])
+    return Found(collected, [cell for cell, each in zip(cells, values, strict=True) if each is None])
+
+
+def _device_name(lm: Any) -> str:
+    """The name of the device on which a model runs: `cpu`, or that of the GPU."""
+    device = input_device(lm)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _said(cell: Cell, values: dict[str, Any]) -> str:
+    """What was measured, for the log."""
+    if cell.kind == RETRIEVAL:
+        trials = values["trials"]
+        score = sum(trial["score"] for trial in trials) / len(trials)
+        where = f"{trials[0]['task']}, {format_length(trials[0]['length'])}"
+        return f"{cell.row.label}: {where}, {len(trials)} prompts: {score:.0%}"
+    if cell.kind == SAMPLE:
+        return f"{cell.row.label}: a sample of text"
+    length, ppl = max(values["result"]["ppl"].items(), key=lambda pair: int(pair[0]))
+    shown = "not finite" if ppl is None else f"{ppl:.2f}"
+    return f"{cell.row.label}: {values['document']}, perplexity {shown} at {format_length(int(length))}"
+
+
+class _Prepared:
+    """The model under one row at a time; a row that follows itself stays."""
+
+    def __init__(self, candidates: Candidates, lm: Any) -> None:
+        self.candidates, self.lm = candidates, lm
+        self.row: Row | None = None
+        self.stack = ExitStack()
+
+    def __enter__(self) -> _Prepared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
+
+    def candidate(self, row: Row) -> Candidate:
+        """The model under a row."""
+        if self.row is None or (self.row.method, self.row.adapter) != (row.method, row.adapter):
+            self.stack.close()
+            self.stack = ExitStack()
+            context = (
+                self.candidates.untrained(self.lm, row.method)
+                if row.method is not None
+                else self.candidates.tuned(self.lm, str(row.adapter))
+            )
+            self.current = self.stack.enter_context(context)
+        self.row = row
+        return self.current

@@ -1,0 +1,77 @@
+"""Adapt a model to a longer window with LoRA, by transformers' own Trainer. Copy it and change it.
+
+python scripts/finetune.py MODEL TEXT... --target-length 32768 --method yarn --output adapter
+
+It saves a checkpoint every 50 steps. The same command with --resume continues from the latest one. At the
+end, --output holds an adapter for `rope_extend.load` and `rope-extend evaluate`.
+"""
+
+import argparse
+
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+import rope_extend as rx
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", help="directory or hub id of a causal language model")
+parser.add_argument("data", nargs="+", help="text files, directories, a hub dataset, or demo:finetuning")
+parser.add_argument("--target-length", type=int, required=True, help="new window in tokens")
+parser.add_argument("--method", default="yarn", help="see `rope-extend methods`")
+parser.add_argument(
+    "--block-length", type=int, help="tokens of a training block (default: the target length)"
+)
+parser.add_argument(
+    "--positions", help="pose, cream or random: short blocks at positions of the whole window"
+)
+parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--batch-size", type=int, default=1)
+parser.add_argument("--learning-rate", type=float, default=2e-4)
+parser.add_argument("--output", default="adapter")
+parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in --output")
+args = parser.parse_args()
+length = args.block_length or args.target_length
+latest = get_last_checkpoint(args.output) if args.resume else None
+set_seed(0)
+
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+rx.extend(model, args.target_length, args.method, tokenizer=tokenizer)
+lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+model = get_peft_model(model, lora)
+model.print_trainable_parameters()
+
+documents = rx.load_documents(args.data, tokenizer, min_tokens=length)
+blocks = [
+    {"input_ids": block, "labels": block}
+    for document in documents
+    for block in document.input_ids.split(length)
+    if len(block) == length
+]
+print(f"{len(documents)} documents, {len(blocks)} blocks of {length} tokens")
+
+drawn = int(latest.rpartition("-")[2]) * args.batch_size if latest else 0  # blocks of the steps so far
+pose = args.positions and rx.PositionCollator(args.positions, args.target_length, drawn=drawn)
+settings = TrainingArguments(
+    args.output, max_steps=args.steps, per_device_train_batch_size=args.batch_size,
+    learning_rate=args.learning_rate, lr_scheduler_type="cosine", warmup_steps=max(1, args.steps // 20),
+    logging_steps=10, save_steps=50, save_total_limit=2, report_to=[],
+)  # fmt: skip
+trainer = Trainer(
+    model,
+    settings,
+    train_dataset=blocks,
+    data_collator=pose or default_data_collator,
+    callbacks=[rx.SaveEncodingCallback()],  # without it, checkpoints do not say how they were extended
+)
+trainer.train(resume_from_checkpoint=latest)
+rx.save(model, args.output, tokenizer=tokenizer, overwrite=True)
+print(f"saved an adapter in {args.output}; next: python scripts/evaluate.py {args.output} TEXT...")

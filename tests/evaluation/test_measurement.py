@@ -1,0 +1,548 @@
+"""One runner of measurements: rows stay comparable, it is resumed at any point, and it keeps a budget."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import tiny_llama
+from peft import LoraConfig, get_peft_model
+from scaled_models import counted_tokens, scaled_copy
+from test_report_and_plots import result
+
+import rope_extend as rx
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation import running
+from rope_extend.evaluation.cells import (
+    ARRAYS,
+    CELLS,
+    Cell,
+    CellStore,
+    Row,
+    finished_in,
+    holds_cells,
+    perplexity_values,
+    remove_cells,
+    row_of_cell,
+)
+from rope_extend.evaluation.clock import Clock
+from rope_extend.evaluation.collecting import collect, merged
+from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig, default_trials
+from rope_extend.evaluation.identity import model_identity
+from rope_extend.evaluation.measurement import LAST, Measurement
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
+from rope_extend.evaluation.running import run
+from rope_extend.journal import differences, only_writer
+from rope_extend.models.parameters import learned_parameters
+from rope_extend.study.study_config import StudyConfig
+
+pytestmark = pytest.mark.usefixtures("private_cache")
+
+METHODS = ("none", "yarn", "rerope")
+
+
+def settings_of(work: Path, **changes: Any) -> dict[str, Any]:
+    common = {
+        "model": str(work / "model"), "data": str(work / "data"), "lengths": (16, 64, 128),
+        "methods": METHODS, "max_documents": 2, "retrieval": 0,
+    }  # fmt: skip
+    return {**common, **changes}
+
+
+def config_of(work: Path, **changes: Any) -> EvaluationConfig:
+    return EvaluationConfig(**settings_of(work, **changes))
+
+
+def numbers(found: PerplexityResult) -> dict[str, Any]:
+    """All values of a result except time and memory."""
+    values = found.to_dict()
+    return {name: values[name] for name in values if name not in ("seconds", "peak_memory_bytes")}
+
+
+def count_measured(monkeypatch: pytest.MonkeyPatch, stop_at: int = 0) -> list[Cell]:
+    """The cells that are measured from now on; the one with a number is interrupted."""
+    cells: list[Cell] = []
+    own = running._measure
+
+    def measured(measurement: Any, candidate: Any, cell: Cell, bar: Any) -> Any:
+        cells.append(cell)
+        if len(cells) == stop_at:
+            raise KeyboardInterrupt
+        return own(measurement, candidate, cell, bar)
+
+    monkeypatch.setattr(running, "_measure", measured)
+    return cells
+
+
+@pytest.fixture(scope="module")
+def whole(work: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[EvaluationRow], Path]:
+    """A finished evaluation."""
+    directory = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", work / "cache")
+        return rx.evaluate(config_of(work, output=str(directory)), progress=False), directory
+
+
+def test_rows_are_those_of_the_library_itself(work: Path, whole: tuple[list[EvaluationRow], Path]) -> None:
+    """Each row has the numbers of `rx.perplexity` on all documents in one call, bit for bit."""
+    rows, _ = whole
+    assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn", "rerope"]
+    one = Measurement(config_of(work))
+    lm = one.candidates.load_options.load(one.candidates.name)
+    with one.candidates.untrained(lm, "none") as plainly:
+        plain = rx.perplexity(plainly.model, one.documents, one.lengths, progress=False)
+        cropped = rx.perplexity(
+            plainly.model, one.documents, one.lengths, protocol="cropped", window=32, progress=False
+        )
+    with one.candidates.untrained(lm, "yarn") as extended:
+        yarn = rx.perplexity(extended.model, one.documents, one.lengths, progress=False)
+    for ours, theirs in zip(rows, (plain, cropped, yarn), strict=False):
+        assert numbers(replace(ours.result, data=theirs.data)) == numbers(theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"protocol": "sliding", "stride": 8, "max_tokens": 150},
+        {"protocol": "last-k", "last": 8},
+        {"protocol": "all-overlapping", "stride": 16},
+    ],
+    ids=lambda options: options["protocol"],
+)
+def test_every_protocol_is_merged_from_its_documents(options: dict[str, Any], work: Path) -> None:
+    config = config_of(work, methods=["none"], lengths=(16, 64), **options)
+    rows, one = rx.evaluate(config, progress=False), Measurement(config)
+    lm = one.candidates.load_options.load(one.candidates.name)
+    rule = {name: options[name] for name in ("stride", "last") if name in options}
+    with one.candidates.untrained(lm, "none") as plain:
+        expected = rx.perplexity(
+            plain.model, one.documents, [16, 64], protocol=options["protocol"], progress=False, **rule
+        )
+    assert rows[0].result.ppl == expected.ppl
+    assert (rows[0].result.tokens, rows[0].result.documents) == (expected.tokens, expected.documents)
+    np.testing.assert_allclose(rows[0].result.nll_by_position, expected.nll_by_position, rtol=1e-14)
+    np.testing.assert_array_equal(rows[0].result.scored_by_position, expected.scored_by_position)
+
+
+def test_rows_advance_together(work: Path, whole: tuple[list[EvaluationRow], Path]) -> None:
+    one = Measurement(config_of(work, samples=1, retrieval_lengths=None))
+    cells = one.cells()
+    assert [cell.round for cell in cells] == [0] * 4 + [1] * 4 + [LAST] * 4
+    assert [cell.row.label for cell in cells[:4]] == [cell.row.label for cell in cells[4:8]]
+    assert finished_in(whole[1]) == {cell.digest for cell in cells[:8]}
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 6, 8])
+def test_an_interruption_loses_one_cell(
+    stop_at: int, work: Path, tmp_path: Path, whole: tuple[list[EvaluationRow], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = config_of(work, output=str(tmp_path))
+    with monkeypatch.context() as patch:
+        assert count_measured(patch, stop_at) == []
+        with pytest.raises(KeyboardInterrupt):
+            rx.evaluate(config, progress=False)
+    assert len(finished_in(tmp_path)) == stop_at - 1
+    assert not (tmp_path / "results.jsonl").exists()
+    if stop_at > 1:
+        with (tmp_path / CELLS).open("a") as file:
+            file.write('{"cell": "0123')  # cut short in the middle of a line
+        with pytest.raises(RopeExtendError, match="holds a measurement; give resume=True"):
+            rx.evaluate(config)
+    measured = count_measured(monkeypatch)
+    rows = rx.evaluate(config, resume=stop_at > 1, progress=False)
+    assert len(measured) == 9 - stop_at
+    assert [numbers(row.result) for row in rows] == [numbers(row.result) for row in whole[0]]
+
+
+def test_a_finished_measurement_gets_more_rows_and_documents(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(work, output=str(tmp_path), methods=("none",), max_documents=1)
+    rx.evaluate(config, progress=False)
+    measured = count_measured(monkeypatch)
+    rows = rx.evaluate(
+        replace(config, methods=("none", "yarn"), max_documents=2), resume=True, progress=False
+    )
+    assert [(row.label, row.result.documents) for row in rows] == [
+        ("none", 2), ("none, cropped to 32", 2), ("yarn", 2),
+    ]  # fmt: skip
+    assert len(measured) == 4
+    measured.clear()
+    assert len(rx.evaluate(config, resume=True, progress=False)) == 2
+    assert not measured
+
+
+def test_the_three_commands_share_their_cells(work: Path, tmp_path: Path) -> None:
+    """A report finds everything that an evaluation has measured on the same documents."""
+    config = config_of(work, output=str(tmp_path / "out"))
+    rows = rx.evaluate(config, progress=False)
+    common = {name: getattr(config, name) for name in ("model", "data", "methods", "lengths", "output")}
+    study = StudyConfig(**common, max_documents=2, target_length=128, tasks=[])
+    assert Measurement(study).missing(tmp_path / "out") == []
+    found = rx.compare_methods(study, resume=True)
+    assert [numbers(row.result) for row in found.collected.rows] == [numbers(row.result) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "bfloat16"}, r"dtype \('torch.float32' there"),
+        ({"lengths": (8, 128)}, r"lengths \(\[16, 32, 64, 128\] there, \[8, 32, 128\] here\)"),
+        ({"protocol": "sliding", "stride": 8}, r"protocol \('prefix' there, 'sliding' here\)"),
+        ({"methods": ("yarn(beta_fast=16)",), "cropped": False}, "its rows"),
+        ({"trained_length": 16}, "differs in"),
+        ("weights", "weights"),
+        ("documents", "differs in data"),
+    ],
+)
+def test_another_measurement_is_not_resumed(
+    changes: Any, message: str, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    whole: tuple[list[EvaluationRow], Path],
+) -> None:  # fmt: skip
+    settings = settings_of(work, output=str(whole[1]))
+    if changes == "weights":
+        own = running.model_identity
+        monkeypatch.setattr(running, "model_identity", lambda lm: {**own(lm), "weights": "other"})
+    elif changes == "documents":
+        text = next((work / "data").glob("*")).read_text()
+        (tmp_path / "other.txt").write_text(text[::-1])
+        settings["data"] = str(tmp_path)
+    else:
+        settings |= changes
+    before = {path: path.read_bytes() for path in whole[1].rglob("*") if path.is_file()}
+    with pytest.raises(RopeExtendError, match=message):
+        rx.evaluate(EvaluationConfig(**settings), resume=True, progress=False)
+    assert {path: path.read_bytes() for path in whole[1].rglob("*") if path.is_file()} == before
+
+
+def test_one_process_writes_to_a_directory(work: Path, tmp_path: Path) -> None:
+    config = config_of(work, output=str(tmp_path), methods=("none",))
+    with only_writer(tmp_path, "measurement"), pytest.raises(RopeExtendError, match="another measurement is"):
+        rx.evaluate(config, progress=False)
+
+
+def test_a_damaged_array_is_measured_again(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(work, output=str(tmp_path), methods=("none",), save_losses=True)
+    rows = rx.evaluate(config, progress=False)
+    first, second, *_ = sorted((tmp_path / ARRAYS).iterdir())
+    first.write_bytes(first.read_bytes()[:-30])
+    second.unlink()
+    measured = count_measured(monkeypatch)
+    again = rx.evaluate(config, resume=True, progress=False)
+    assert len(measured) == 2
+    assert [numbers(row.result) for row in again] == [numbers(row.result) for row in rows]
+    for row, other in zip(rows, again, strict=True):
+        for ours, theirs in zip(row.result.losses[128], other.result.losses[128], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_only_our_files_are_removed(tmp_path: Path) -> None:
+    store, row = CellStore(tmp_path, {"weights": "w"}), Row("none", method="none")
+    theirs = ["cells.csv", "cells-mine.jsonl", "arrays/mine.npz", "arrays/deep/0123456789abcdef.npz"]
+    (tmp_path / "arrays" / "deep").mkdir(parents=True)
+    for name in theirs:
+        (tmp_path / name).write_text("precious")
+    assert not holds_cells(tmp_path)
+    cell = Cell("perplexity", row, 0, 0, 1.0, 8, {"data": "d"})
+    store.write(cell, {"label": "none"}, {"nll_by_position": np.zeros(3)})
+    store.close()
+    assert holds_cells(tmp_path)
+    remove_cells(tmp_path)
+    assert sorted(
+        str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()
+    ) == sorted(theirs)
+
+
+def test_a_cell_is_found_under_any_label(tmp_path: Path) -> None:
+    store, identity = CellStore(tmp_path, {}), {"adapter": "digest"}
+    first = Row("none + LoRA at 32", adapter="runs/a")
+    store.write(Cell("retrieval", first, 0, 0, 1.0, 1, identity), {"label": first.label, "adapter": "runs/a"})
+    again = Cell("retrieval", Row("none + LoRA at 32 (a)", adapter="a"), 0, 0, 1.0, 1, identity)
+    found = store.read(again)
+    assert found is not None
+    assert (found["label"], found["adapter"]) == ("none + LoRA at 32 (a)", "a")
+    assert not store.has(replace(again, identity={"adapter": "other"}))
+    assert not store.has(replace(again, kind="sample"))
+
+
+def saved(adapter: Path, *, alpha: int = 4, learned: float = 0.0) -> None:
+    """An adapter of `fire` on the model in `work`, with the same LoRA matrices every time."""
+    torch.manual_seed(0)
+    lm = tiny_llama()
+    rx.extend(lm, 128, "fire")
+    tuned = get_peft_model(lm, LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for weight in learned_parameters(tuned).values():
+            weight += learned
+    rx.save(tuned, adapter, overwrite=True)
+
+
+@pytest.mark.slow
+def test_an_adapter_is_all_its_files(work: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    config = config_of(work, methods=("none",), adapters=[str(adapter)], cropped=False, max_documents=1)
+    digests = []
+    for how in ({}, {}, {"alpha": 64}, {"learned": 0.5}):  # again; adapter_config.json; encoding.safetensors
+        saved(adapter, **how)
+        digests.append(Measurement(config).cells()[-1].digest)
+    assert digests[0] == digests[1]
+    assert len({*digests}) == 3
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(RopeExtendError, match=r"holds no adapter_model\.safetensors"):
+        Measurement(config)
+
+
+def test_adapters_of_plain_rope_are_cropped_too(work: Path, plain_adapters: list[str]) -> None:
+    """It shows what training gives without a longer context."""
+    config = config_of(work, methods=("none",), adapters=plain_adapters, max_documents=1)
+    rows = rx.evaluate(config, progress=False)
+    assert [row.label for row in rows] == [
+        "none", "none, cropped to 32", "none + LoRA at 32", "none + LoRA at 32, cropped to 32",
+        "none + LoRA at 64",
+    ]  # fmt: skip
+    assert [row.target_length for row in rows] == [None, None, 32, 32, 64]
+    (alone, *_) = rx.evaluate(replace(config, adapters=()), progress=False)
+    assert rows[0].result.document_nll == alone.result.document_nll
+
+
+def test_an_answer_depends_on_the_tokenizer() -> None:
+    config = RetrievalConfig(model=str(MODEL_DIR), lengths=(512,), methods=("none",), depths=1, trials=1)
+    one = Measurement(config)
+    first = one.cells()[0].digest
+    one.tokenizer.add_tokens(["another"])  # the prompt's text and its length stay
+    assert one.cells()[0].digest != first
+
+
+@pytest.mark.slow
+def test_interrupted_retrieval_answers_each_batch_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RetrievalConfig(
+        model=str(MODEL_DIR), lengths=(256, 320), methods=("none", "yarn"), depths=2, trials=2,
+        batch_tokens=700, output=str(tmp_path / "out"),
+    )  # fmt: skip
+    expected = rx.retrieve(replace(config, output=None), progress=False)
+    with monkeypatch.context() as patch:
+        count_measured(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            rx.retrieve(config, progress=False)
+    measured = count_measured(monkeypatch)
+    assert rx.retrieve(config, resume=True, progress=False) == expected
+    whole = Measurement(config).cells()
+    assert len(measured) == len(whole) - 3
+    assert {len(batch) for batch in Measurement(config).batches} == {2}
+    lines = [json.loads(line) for line in (tmp_path / "out" / CELLS).read_text().splitlines()[1:]]
+    assert all(trial["response"] for line in lines for trial in line["trials"])
+    with pytest.raises(RopeExtendError, match="differs in prompts"):
+        rx.retrieve(replace(config, seed=7), resume=True, progress=False)
+
+
+def test_a_budget_stops_and_says_what_is_missing(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(work, output=str(tmp_path), budget=5.5)
+    monkeypatch.setattr(Measurement, "_seconds", lambda self, tokens: 1.0)
+    # The cropped row has seven windows of a second, the others one.
+    with pytest.raises(RopeExtendError, match="is too short: the first of 8 measurements takes about 1 s"):
+        rx.evaluate(replace(config, budget=0.5), progress=False)
+    assert not any(tmp_path.iterdir())
+    said = Measurement(replace(config, budget=9.5)).work_text()
+    assert said.splitlines()[-1].startswith(
+        "within the budget of 9.5 s: 3 of 8 measurements; left for --resume"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Clock, "has_time", lambda self, number: number < 5)
+        rows = rx.evaluate(config, progress=False)
+    assert [row.result.documents for row in rows] == [1] * 4
+    assert (
+        "Not measured yet:\n\n- none, cropped to 32: 1 documents\n- yarn: 1 documents"
+        in (tmp_path / "table.md").read_text()
+    )
+    rows = rx.evaluate(replace(config, budget=None), resume=True, progress=False)
+    assert [row.result.documents for row in rows] == [2] * 4
+    assert "Not measured yet" not in (tmp_path / "table.md").read_text()
+
+
+def test_what_is_finished_costs_nothing(work: Path, whole: tuple[list[EvaluationRow], Path]) -> None:
+    one = Measurement(config_of(work, samples=1))
+    missing = one.missing(whole[1])
+    assert {cell.kind for cell in missing} == {"sample"}
+    assert one.work_text(missing).startswith("sample: 4 rows, 4 samples of text in all, about")
+    assert one.work_text([]) == "nothing is missing: everything is measured"
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "methods", "passes"),
+    [
+        ("dynamic", ["as-is", "none", "yarn"], {"as-is": [32, 64, 128], "none": [128], "yarn": [128]}),
+        ("longrope", ["none", "as-is"], {"none": [128], "as-is": [32, 128]}),
+        ("yarn", ["as-is"], {"as-is": [128]}),
+    ],
+)
+def test_the_plan_counts_what_is_processed(
+    rope_type: str, methods: list[str], passes: dict[str, list[int]], work: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Stock tables that depend on the length need a pass for each group of lengths with equal tables."""
+    model, counts = scaled_copy(work / "model", tmp_path, rope_type), counted_tokens(monkeypatch)
+    config = config_of(work, model=str(model), methods=methods)
+    one = Measurement(config)
+    assert {row.label: each for row, each in one.passes.items()} == passes
+    run(one, None, progress=False)
+    assert sum(cell.tokens for cell in one.cells()) == sum(counts) > 0
+    without_texts = Measurement(replace(config, data=None), texts=False)
+    assert without_texts.work_text() == one.work_text()
+
+
+def test_running_out_of_memory_in_a_control_costs_no_row(
+    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RopeExtendError("no room") from torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(running, "continuation", fail)
+    caplog.set_level(logging.WARNING)
+    rows = rx.evaluate(config_of(work, methods=("none",), samples=1), progress=False)
+    assert [row.result.documents for row in rows] == [2, 2]
+    assert "none: sample is not measured: no room" in caplog.text
+    monkeypatch.setattr(running, "perplexity", fail)
+    with pytest.raises(RopeExtendError, match="no room"):
+        rx.evaluate(config_of(work, methods=("none",)), progress=False)
+
+
+def test_passkeys_cost_no_more_than_the_documents() -> None:
+    assert default_trials(2, 512, 256) == 4  # cheap
+    assert default_trials(4, 32_768, 8192) == 3
+    assert default_trials(1, 8192, 8192) == 1
+
+
+def test_equal_documents_are_measured_once(work: Path, tmp_path: Path) -> None:
+    text = next((work / "data").glob("*")).read_text()
+    for name, content in (("a", text), ("b", text + " and more"), ("c", text[::-1])):
+        (tmp_path / f"{name}.txt").write_text(content)
+    one = Measurement(config_of(work, data=str(tmp_path), max_documents=3))
+    assert [Path(document.name).stem for document in one.documents] == ["a", "c"]
+
+
+def test_an_adapter_that_acts_otherwise_is_another_model() -> None:
+    from rope_extend.checkpoint.peft_models import tuner_layers
+
+    lora = LoraConfig(task_type="CAUSAL_LM", lora_alpha=8, target_modules=["q_proj"])
+    model = get_peft_model(tiny_llama(), lora)
+    identity = model_identity(model)
+    with model.disable_adapter():
+        assert "adapters" in differences(identity, model_identity(model))
+    assert model_identity(model) == identity
+    for _, layer in tuner_layers(model):
+        layer.scale_layer(2.0)
+    assert differences(identity, model_identity(model)).startswith("adapters (")
+
+
+def test_only_buffers_that_are_saved_are_part_of_a_model() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    module.register_buffer("saved", torch.zeros(2, dtype=torch.bool))
+    module[0].register_buffer("cached", torch.zeros(3), persistent=False)
+    before = model_identity(module)
+    module[0].cached += 1
+    assert model_identity(module) == before
+    module.saved[1] = True
+    assert differences(before, model_identity(module)).startswith("weights (")
+
+
+def values(label: str, document: str, sums: float) -> dict[str, Any]:
+    """A finished cell of perplexity."""
+    one = EvaluationRow(label, {"name": label}, "m", None, part_of(result(1.0), sums, document), 32)
+    lines, arrays = perplexity_values(one, document)
+    return {"kind": "perplexity", **json.loads(json.dumps(lines)), "arrays": arrays}
+
+
+def part_of(one: PerplexityResult, sums: float, data: str) -> PerplexityResult:
+    lengths = {n: [sums * n] for n in one.ppl}
+    terms = {n: [n - 1] for n in one.ppl}
+    tokens = {n: n - 1 for n in one.ppl}
+    return replace(one, documents=1, document_nll=lengths, document_terms=terms, tokens=tokens, data=data)
+
+
+def test_a_cell_has_all_of_its_row() -> None:
+    one = EvaluationRow("none", None, "m", None, part_of(result(1.0), 2.0, "d"), 32)
+    read = row_of_cell(values("none", "d", 2.0))
+    assert numbers(read.result) == numbers(one.result)
+
+
+def test_rows_are_compared_on_the_documents_that_fill_the_table() -> None:
+    cells = [values(label, document, 1.0) for document in "ab" for label in ("none", "ntk", "yarn")]
+    labels = ["none", "ntk", "yarn", "later"]
+    assert len(collect(cells, labels).rows) == 3
+    without = collect(cells[:-1], labels)  # two rows on two documents, or three on one
+    assert ([each.label for each in without.rows], without.documents) == (["none", "ntk"], ["a", "b"])
+    assert without.partial == {"yarn": 1, "later": 0}
+    early = collect(cells[:4], labels)
+    assert ([each.label for each in early.rows], early.documents) == (["none", "ntk", "yarn"], ["a"])
+    nothing = collect([], labels)
+    assert (nothing.rows, nothing.documents) == ([], [])
+
+
+def test_documents_of_one_file_name_are_two_and_weighted_by_tokens() -> None:
+    first, second = (
+        {**values("none", data, sums), "document": "text.txt"} for data, sums in (("a", 1.0), ("b", 2.0))
+    )
+    found = collect([first, second], ["none"])
+    assert found.documents == ["text.txt", "text.txt"]
+    both = found.rows[0].result
+    assert both.document_nll == {n: [n, 2.0 * n] for n in both.ppl}
+    for length in both.ppl:
+        assert both.ppl[length] == pytest.approx(np.exp(3.0 * length / (2 * (length - 1))))
+        assert both.tokens[length] == 2 * (length - 1)
+    alone = merged([row_of_cell(first)]).result
+    assert alone.data == "a"
+    assert both.data not in ("a", "b")
+
+
+def answered(label: str, trial: int, depths: tuple[float, ...]) -> dict[str, Any]:
+    """A finished cell of retrieval."""
+    trials = [
+        {
+            "task": "passkey", "length": 512, "depth": depth, "trial": trial, "distance": 100,
+            "score": depth, "prompt": f"{trial}{depth}",
+        }
+        for depth in depths
+    ]  # fmt: skip
+    subject = dict.fromkeys(("encoding", "adapter", "trained_length", "rope_parameters", "crop"))
+    cost = {"seconds": 1.0, "forward_tokens": 512, "peak_memory_bytes": 1}
+    return {"kind": "retrieval", "label": label, "model": "m", "trials": trials, **subject, **cost}
+
+
+def test_a_trial_counts_if_it_has_every_depth() -> None:
+    cells = [answered("none", trial, (depth,)) for trial in (1, 0) for depth in (0.0, 1.0)]
+    cells += [answered("yarn", 0, (1.0,)), answered("yarn", 1, (0.0, 1.0))]
+    first, second = collect(cells, ["none", "yarn"]).retrieval
+    assert [cell.scores for cell in first.cells] == [(0.0, 0.0), (1.0, 1.0)]
+    assert [cell.scores for cell in second.cells] == [(0.0,), (1.0,)]
+    assert first.against(second, "passkey", 512) is None  # not the same prompts
+    assert first.forward_tokens == 4 * 512
+
+
+def test_time_to_go_follows_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("rope_extend.evaluation.clock.time.perf_counter", lambda: now[0])
+    clock = Clock([("a", 1.0), ("a", 2.0), ("b", 1.0)], budget=20)
+    assert clock.to_go == 4
+    clock.finished(0, 3.0)
+    assert clock.to_go == pytest.approx(9)  # all others are three times as slow too
+    clock.finished(1, 10.0)
+    assert clock.to_go == pytest.approx(4)
+    clock.finished(2, 1.0)
+    assert str(clock) == "done"
+    late = Clock([("a", 2.0), ("a", 1.0)], budget=1.5)
+    assert (late.has_time(0), late.has_time(1)) == (False, True)
+    assert Clock([("a", 500.0)], budget=1, in_seconds=False).has_time(0)  # nothing is known yet

@@ -1,0 +1,76 @@
+"""The scripts for users run as they are, from start to end, on the bundled model."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from commands import ON_A_CPU, Commands
+from safetensors.torch import load_file
+
+import rope_extend as rx
+from rope_extend.demo.run import MODEL_DIR
+
+SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*.py"))
+FINETUNE, EVALUATE, GENERATE = (str(next(path for path in SCRIPTS if path.stem == name))
+                                for name in ("finetune", "evaluate", "generate"))  # fmt: skip
+TRAINING = [FINETUNE, str(MODEL_DIR), "demo:finetuning", "--target-length", "512", "--block-length", "128",
+            "--positions", "pose", "--batch-size", "2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_is_short_and_uses_public_names_alone(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80
+    assert "from rope_extend" not in text
+    assert "import rope_extend." not in text
+
+
+@pytest.mark.slow
+def test_from_training_to_text(commands: Commands, tmp_path: Path) -> None:
+    """A run that is killed and resumed ends with the weights of one that was not, which all commands read."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    words = [*TRAINING, "--steps", "60"]
+    commands.run(*words, "--output", str(whole), environment=ON_A_CPU)
+    process = commands.start(*words, "--output", str(killed), environment=ON_A_CPU)
+    state = killed / "checkpoint-50" / "trainer_state.json"  # the last file of a checkpoint
+    deadline = time.monotonic() + 300
+    while not state.exists() or not state.stat().st_size:
+        assert time.monotonic() < deadline, commands.printed()
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.kill(process, signal.SIGKILL)
+    assert commands.wait() == -signal.SIGKILL, commands.printed()
+    commands.run(*words, "--output", str(killed), "--resume", environment=ON_A_CPU)
+    weights = [load_file(each / "adapter_model.safetensors") for each in (whole, killed)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert str(rx.current_patch(rx.load(whole)).encoding) == "yarn(factor=2)"
+
+    said = commands.run(
+        EVALUATE, str(whole), "demo:evaluation", "--lengths", "128", "512", "--documents", "2",
+        "--output", str(tmp_path / "evaluation"), environment=ON_A_CPU,
+    )  # fmt: skip
+    head, ours, control = csv.reader((tmp_path / "evaluation" / "table.csv").open())
+    assert head == ["row", "128", "512"]
+    assert ours[0] == "yarn(factor=2)"
+    assert "cropped to 256" in control[0]
+    assert float(ours[1]) == pytest.approx(float(control[1]), rel=1e-3)
+    assert (tmp_path / "evaluation" / "perplexity.svg").exists()
+    assert "2 documents" in said
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("def read(path):\n    with open(path) as file:\n" * 20)
+    assert "tokens of prompt" in commands.run(GENERATE, str(whole), str(prompt), "--max-new-tokens", "5")
+    commands.run(
+        GENERATE, str(MODEL_DIR), str(prompt), "--method", "dynamic_yarn", "--target-length", "1024",
+        "--max-new-tokens", "5", environment=ON_A_CPU,
+    )  # fmt: skip
+    commands.run(
+        "evaluate", str(MODEL_DIR), "--adapters", str(whole), "--lengths", "256,512", "--retrieval", "0",
+        "--data", "demo:evaluation", "--documents", "2", "--output", str(tmp_path / "command"),
+        environment=ON_A_CPU,
+    )  # fmt: skip
