@@ -131,17 +131,6 @@ class Candidates:
         """The label of each method's row."""
         return method_labels(self.encodings)
 
-    @property
-    def cropped_labels(self) -> list[str]:
-        """The labels of the rows that are measured with a cropped context too.
-
-        They are all rows of plain RoPE without training beyond the trained window; at least `none`, also if
-        it has no row of its own.
-        """
-        untrained = [self.method_labels[method] for method in self.plain_methods] or [PLAIN]
-        labels = adapter_labels(self.records)
-        return [*untrained, *(labels[adapter] for adapter in self.plain_adapters)]
-
     def _is_plain(self, method: str) -> bool:
         return method == PLAIN or (method == AS_IS and self.info.encoding == PLAIN)
 
@@ -168,22 +157,6 @@ class Candidates:
                 ):
                     groups.append(length_groups(self.empty, lengths))
         return groups
-
-    def models(self, lm: Any, methods: Sequence[str]) -> Iterator[Candidate]:
-        """Yield the model under each method, untrained, and then with each adapter.
-
-        Each change is undone when the next model is requested, and at the end.
-
-        Args:
-            lm: the model with its weights.
-            methods: the methods, in order; others than those of `encodings` must be `none`.
-        """
-        for method in methods:
-            with self.untrained(lm, method) as candidate:
-                yield candidate
-        for adapter in self.records:
-            with self.tuned(lm, adapter) as candidate:
-                yield candidate
 
     @contextmanager
     def untrained(self, lm: Any, method: str) -> Iterator[Candidate]:

@@ -36,13 +36,6 @@ class Clock:
         if estimate > 0:
             self.measured.setdefault(kind, []).append(seconds / estimate)
 
-    def finished_one(self, kind: str, seconds: float) -> None:
-        """Note the seconds that the next piece of a kind took; nothing if all of them are finished."""
-        for number, (name, _) in enumerate(self.work):
-            if name == kind and number not in self.done:
-                self.finished(number, seconds)
-                return
-
     def seconds(self, number: int) -> float:
         """The estimated seconds of a piece."""
         kind, estimate = self.work[number]

@@ -206,8 +206,9 @@ class Measurement:
                 rows.append(self._cropped(rows[-1]))
         if plain is None and controls:
             control = Row(PLAIN, method=PLAIN, within=True)
-            rows += [] if documents else [control]
-            rows += [self._cropped(control)] if crops else []
+            added = [] if documents else [control]
+            added += [self._cropped(control)] if crops else []
+            rows = [*rows, *added] if documents else [*added, *rows]
         for adapter, label in adapter_labels(candidates.records).items():
             rows.append(Row(label, adapter=adapter))
             if crops and documents and adapter in candidates.plain_adapters:

@@ -215,8 +215,8 @@ class VariableTracking(Task):
 class CommonWords(Task):
     """A numbered list of words in which ten are common and all others rare. Which are the common ones?
 
-    This is RULER's task, zero-shot. As in RULER, a common word appears 30 times and a rare one 3 times in
-    prompts of 4,096 tokens or more, else 6 times and once. Longer prompts have more rare words. The words are
+    This is RULER's task, zero-shot. As in RULER, a common word appears 30 times and a rare one 3 times at
+    lengths of 4,096 tokens or more, else 6 times and once. Longer prompts have more rare words. The words are
     invented; RULER uses English words.
 
     Attributes:
@@ -233,7 +233,7 @@ class CommonWords(Task):
 
     def draft(self, rng: random.Random, depth: float, tokens: int) -> Draft:
         """The list grows by one rare word at a time."""
-        repeats, rare_repeats = (30, 3) if tokens >= 4096 else (6, 1)
+        repeats, rare_repeats = (30, 3) if tokens + self.new_tokens >= 4096 else (6, 1)
         words, common = _invented(rng, self.common + tokens // 3), self.common
         seed = rng.random()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from rope_extend.checkpoint.info import info
 from rope_extend.checkpoint.record import read_record
 from rope_extend.cli.main import main
 from rope_extend.errors import PatchError, RopeExtendError
-from rope_extend.evaluation.candidates import Candidates
+from rope_extend.evaluation.candidates import Candidate, Candidates
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.view import length_groups
@@ -106,13 +108,23 @@ def test_a_method_that_changes_nothing_is_refused_before_any_weights(
     assert not output.exists()
 
 
+def models(candidates: Candidates, lm: Any) -> Iterator[Candidate]:
+    """The model under each method, and then with each adapter."""
+    for method in candidates.encodings:
+        with candidates.untrained(lm, method) as candidate:
+            yield candidate
+    for adapter in candidates.records:
+        with candidates.tuned(lm, adapter) as candidate:
+            yield candidate
+
+
 def test_a_schedule_by_length_changes_a_model_that_has_its_longest_table(work: Path, tmp_path: Path) -> None:
     """Dynamic YaRN and YaRN have the same table at the target, and others below."""
     model = scaled_copy(work / "model", tmp_path, "yarn")
     config = EvaluationConfig(model=str(model), methods=("as-is", "dynamic_yarn"), lengths=(32, 128))
     candidates, ids = Candidates.of(config), tokens(1, 32)
     lm = candidates.load_options.load(candidates.name)
-    own, dynamic = (logits(candidate.model, ids) for candidate in candidates.models(lm, config.methods or ()))
+    own, dynamic = (logits(candidate.model, ids) for candidate in models(candidates, lm))
     assert not torch.allclose(own, dynamic, atol=1e-4)
     with pytest.raises(PatchError, match="use as-is"):
         Candidates.of(EvaluationConfig(model=str(model), methods=("yarn",), lengths=(128,)))
@@ -129,6 +141,6 @@ def test_the_groups_of_lengths_are_known_without_weights(work: Path, tmp_path: P
     )  # fmt: skip
     candidates, lengths = Candidates.of(config), [16, 32, 64, 100, 512]
     lm = candidates.load_options.load(candidates.name)
-    expected = [length_groups(each.model, lengths) for each in candidates.models(lm, config.methods or ())]
+    expected = [length_groups(each.model, lengths) for each in models(candidates, lm)]
     assert candidates.length_groups(lengths) == expected
     assert list(map(len, expected)) == [1, 2, 1, 4, 4]

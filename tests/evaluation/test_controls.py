@@ -239,7 +239,7 @@ def test_retrieval_is_measured_only_if_there_is_something_to_compare(
     asked = []
     monkeypatch.setattr(
         "rope_extend.evaluation.measurement.make_prompts",
-        lambda *args, **more: asked.append((args, more)) or [],
+        lambda *args, **more: asked.append((args, more)) or make_prompts(*args, **more),
     )
 
     def rows(**options) -> list[EvaluationRow]:

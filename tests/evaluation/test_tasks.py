@@ -163,7 +163,7 @@ def test_a_chain_of_variables_can_be_followed() -> None:
     assert sorted(name for name, value in values.items() if value == number) == sorted(prompt.answers)
 
 
-@pytest.mark.parametrize("length", [1024, 4500])
+@pytest.mark.parametrize("length", [1024, 4096])
 def test_the_answers_are_the_most_common_words(length: int) -> None:
     prompt = make_prompt(CommonWords(), PLAIN, length)
     counts = Counter(re.findall(r"\d+\. ([a-z]+)", prompt.text))
