@@ -18,7 +18,6 @@ from rope_extend.attention.causal_suffix import calls_by_name, causal_mask, in_p
 from rope_extend.attention.functions import attention_configs, attention_modules
 from rope_extend.attention.registry import PREFIX, SUFFIX, register
 from rope_extend.errors import RopeExtendError
-from rope_extend.memory import known_shapes
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.planned_device import device_of
 from rope_extend.models.undo import UndoLog
@@ -76,14 +75,14 @@ class MetaBytes(LiveBytes):  # type: ignore[no-untyped-call]
         self.scored = scored
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an operation, or allocate what it returned before."""
+        """Do an operation, or allocate what it returns where the meta device lacks it."""
         if function is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1  # the answer to whether all tokens belong to one text
         if self.scored and function is torch.ops.aten.nonzero.default and args[0].is_meta:
             return args[0].new_empty((min(args[0].numel(), self.scored), args[0].ndim), dtype=torch.int64)
         if function is torch.ops.aten._grouped_mm.default and args[0].is_meta:
             return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
-        return known_shapes.call(function, args, kwargs)
+        return function(*args, **kwargs)
 
 
 class DirectKernelCalls(TorchFunctionMode):
