@@ -1,10 +1,12 @@
-"""The default strategy: the best closed form, another attention factor for it, and then gradient steps.
+"""The default strategy: the best closed form, another attention factor, gradient steps, and then mutants.
 
 1. Closed forms on one document, and other attention factors for the best of them.
-2. Gradient steps from there, on the logarithms of all divisors and of the attention factor.
+2. Gradient steps from there, with half of what is left, on all divisors and the attention factor.
+3. Mutants of the best tables, as in LongRoPE's search, one after another. The loss is not smooth in the fast
+   pairs, so gradients say little about them.
 
 It measures at most a twentieth of the documents of LongRoPE's search. Without gradients (a device without
-float64, or `gradient_steps: false`), the second stage is mutants as in LongRoPE's search, one after another.
+float64, or `gradient_steps: false`), there are more mutants instead.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ def run(context: Context) -> list[Table]:
     forms = closed_forms(config, space) if space.long is None else seeds(space, space.long.attention_factor)
     closed = context.ranked(forms, 1)[0]
     found = context.ranked([_with_attention_factor(context, closed), closed])
-    left = budget(config) - evaluator.passes
     if config.gradient_steps and evaluator.has_gradients:
-        return context.ranked([*descend(context, found[0], left), *found])[:FINALISTS]
+        steps = descend(context, found[0], (budget(config) - evaluator.passes) // 2)
+        found = context.ranked([*steps, *found])[:FINALISTS]
     known = set(found)
-    for _ in range(left // config.documents):
+    for _ in range((budget(config) - evaluator.passes) // config.documents):
         child = new_mutant(context.random.choice(found), context, known)
         found = context.ranked([*found, child])[:FINALISTS]
     return found

@@ -137,7 +137,7 @@ class SearchConfig(Config):
     gradient_steps: Annotated[
         bool,
         FLAG,
-        "race: take gradient steps, which need the memory of a backward pass; otherwise random mutants",
+        "race: take gradient steps, which need the memory of a backward pass; otherwise more mutants",
     ] = True
     attention_factor: Annotated[
         float | None,

@@ -292,7 +292,8 @@ def test_evaluate_and_retrieve_take_the_options(
     main(shlex.split(
         f"retrieve {common} --lengths 256 --depths 1 --trials 1 --no-controls --output {tmp_path / 'keys'}"
     ))  # fmt: skip
-    assert json.loads((tmp_path / "keys" / "settings.json").read_text())["dtype"] == "torch.float32"
+    first, *_ = (tmp_path / "keys" / "cells.jsonl").read_text().splitlines()
+    assert json.loads(first)["identity"]["dtype"] == "torch.float32"
     capsys.readouterr()
     for command in ("evaluate --data x", "retrieve"):
         with pytest.raises(SystemExit):
