@@ -102,9 +102,9 @@ class AttentionHandler:
         return call.own(call.query, call.key, call.value, call.mask)
 
     def attended(self, module: Any) -> None:
-        """After the last layer, free the tables that all of them share."""
-        if self._latest is not None and module.layer_idx == self._last_layer:
-            self._latest[2].tables.clear()
+        """After the last layer, drop what they share: the same positions may come with other weights."""
+        if module.layer_idx == self._last_layer:
+            self._latest = None
 
     def check_implementation(self, implementation: str) -> None:
         """Refuse an attention implementation under which this handler is not exact.

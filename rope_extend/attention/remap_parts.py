@@ -44,10 +44,10 @@ Result = tuple[Tensor, Tensor]
 
 
 class Turn(Protocol):
-    """Rotates queries or keys `[batch, heads, n, head_dim]`, the first of which is the n-th of the text."""
+    """Turns queries or keys `[batch, heads, n, head_dim]`, the first of which is the n-th of the text."""
 
     def __call__(self, states: Tensor, start: int, region: int, length: int) -> Tensor:
-        """Rotate them for pairs of a region, for queries whose table has a length."""
+        """Turn them on for pairs of a region, for queries whose table has a length."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Text:
     """Rows of consecutive tokens without padding; the queries are the last of the keys.
 
     Attributes:
-        query: `[batch, heads, Q, head_dim]`, not rotated.
-        key: `[batch, kv_heads, K, head_dim]`, not rotated.
+        query: `[batch, heads, Q, head_dim]`, as the model rotates them.
+        key: `[batch, kv_heads, K, head_dim]`, as the model rotates them.
         value: `[batch, kv_heads, K, value_dim]`.
-        turn_query: rotates queries.
-        turn_key: rotates keys.
+        turn_query: turns queries on to the positions of a region.
+        turn_key: turns keys on.
         segments: the queries, cut where their table changes: first column, column after the last, length.
         lowest: the position of column 0.
         scale: the factor on the products of queries and keys.

@@ -14,7 +14,7 @@ class Effects:
     Attributes:
         depends_on_length: whether the rotary table changes with the length of the text.
         per_row: whether every token of a row uses the table of the row's whole length.
-        rotates_in_attention: whether keys are cached unrotated and rotated for each query that reads them.
+        rotates_in_attention: whether attention turns queries and keys on, from plain RoPE to their own table.
         scales_logits: whether the attention logits of a query have a factor.
         scales_by_position: whether that factor changes with the query's position.
         decays: whether the product of a query and a key shrinks with their distance.

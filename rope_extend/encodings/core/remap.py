@@ -117,7 +117,7 @@ Borders = Bands | Chunks | StartAndWindow
 class RemapEncoding(RopeEncoding):
     """A method that changes the positions of distant pairs, and needs no training.
 
-    Frequencies are plain RoPE's. Caches hold keys that are not rotated.
+    Frequencies are plain RoPE's. Caches hold keys as the stock model rotates them.
     """
 
     remaps = True

@@ -35,7 +35,7 @@ class RopeEncoding(Encoding):
 
     @property
     def rotates_in_attention(self) -> bool:
-        """Whether keys are cached unrotated, and rotated for each query that reads them."""
+        """Whether the model rotates by plain RoPE, and attention turns on to the table of a query."""
         return self.depends_on_length and not self.per_row
 
     def effects(self, shape: RopeShape) -> Effects:

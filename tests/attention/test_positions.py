@@ -1,0 +1,60 @@
+"""What layers share belongs to one forward: it depends on nothing but the call."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from batches import LENGTH, logits, same, tokens
+from cases import FACTOR, TARGET, llama
+from torch import Tensor
+
+import rope_extend as rx
+
+METHODS: dict[str, dict[str, Any]] = {
+    "dynamic_ntk": {"factor": FACTOR}, "self_extend": {"group": 9, "window": 8}, "fire": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_same_positions_may_come_with_other_weights(name: str) -> None:
+    """A training loop may use one tensor of positions again."""
+    model, ids, positions = llama(head_dim=16), tokens(1, LENGTH), torch.arange(LENGTH)[None]
+    with rx.patch_model(model, rx.encoding(name, **METHODS[name]), target_length=TARGET) as patch:
+        logits(model, ids, position_ids=positions)
+        with torch.no_grad():
+            for parameter in [*model.parameters(), *(patch.learned.parameters() if patch.learned else ())]:
+                parameter.mul_(1.3)
+        again = logits(model, ids, position_ids=positions)
+        assert torch.equal(again, logits(model, ids, position_ids=positions.clone()))
+        positions += 40  # in place
+        assert torch.equal(
+            logits(model, ids, position_ids=positions), logits(model, ids, position_ids=positions.clone())
+        )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_threads_do_not_see_each_other(name: str) -> None:
+    model = llama(head_dim=16)
+    texts = [tokens(1, length, seed=length) for length in (70, 80, 75, 60)]
+    with rx.patch_model(model, rx.encoding(name, **METHODS[name]), target_length=TARGET):
+        expected = [logits(model, text) for text in texts]
+        found: dict[int, Tensor] = {}
+        errors: list[BaseException] = []
+
+        def run(number: int) -> None:
+            try:
+                for _ in range(20):
+                    found[number] = logits(model, texts[number])
+                    same(found[number], expected[number])
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(texts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
