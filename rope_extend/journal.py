@@ -27,6 +27,9 @@ Identity = dict[str, Any]
 _IDENTITY = "identity"
 """Key of the first line."""
 
+_written: set[tuple[int, Path]] = set()
+"""The directories of which a process is the only writer, with its id: a fork of it is not."""
+
 
 def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """What differs between two identities, such as `crop (64 there, None here)`; empty if nothing does."""
@@ -68,21 +71,36 @@ def only_writer(directory: Path, work: str) -> Iterator[None]:
         work: what the block does, such as `training run`; begins the error message.
 
     Raises:
-        RopeExtendError: another process writes to the directory.
+        RopeExtendError: another process writes to the directory, or it cannot be made.
     """
-    made = not directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
+    except OSError as error:
+        raise RopeExtendError(
+            f"cannot write to {str(directory)!r}: {error.strerror}; choose another directory"
+        ) from error
+    place = os.getpid(), directory.resolve()
     try:
         if descriptor is not None:
             _lock(descriptor, f"another {work} is writing to {str(directory)!r}")
-        yield
+        _written.add(place)
+        try:
+            yield
+        finally:
+            _written.discard(place)
     finally:
         if descriptor is not None:
             os.close(descriptor)
-        if made:
+        for path in made:
             with suppress(OSError):  # not empty
-                directory.rmdir()
+                path.rmdir()
+
+
+def writes_to(directory: Path) -> bool:
+    """Whether this process is the only writer of a directory already."""
+    return (os.getpid(), directory.resolve()) in _written
 
 
 def _lock(descriptor: int, in_use: str) -> None:

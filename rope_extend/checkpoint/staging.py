@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -17,6 +17,7 @@ from rope_extend.checkpoint.card_mark import CARD_NAME, is_our_card
 from rope_extend.checkpoint.manifest import RECORD_NAME, is_weight_file
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, flush
+from rope_extend.journal import only_writer, writes_to
 
 try:
     import fcntl
@@ -49,7 +50,7 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
     Raises:
         RopeExtendError: `target` holds a checkpoint or a file of the same name and `overwrite` is false; it
-            cannot be written to; or the disk is full.
+            cannot be written to; another process writes to it; or the disk is full.
     """
     if target.exists() and not target.is_dir():
         raise RopeExtendError(f"cannot save to {target}: it is a file; give a directory")
@@ -61,6 +62,7 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
         target.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target)
         with (
+            nullcontext() if writes_to(target) else only_writer(target, "save"),
             tempfile.TemporaryDirectory(
                 dir=target, prefix=_UNFINISHED, ignore_cleanup_errors=True
             ) as directory,

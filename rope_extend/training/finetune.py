@@ -13,6 +13,7 @@ import math
 import shlex
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -37,12 +38,13 @@ from rope_extend.data.sampled_positions import SAMPLERS, Coverage, PositionColla
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, was_begun, write_text
+from rope_extend.journal import only_writer
 from rope_extend.loss import causal_lm
 from rope_extend.memory.segments import expand_segments
 from rope_extend.models.families import adapter_for
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model, one_error, pretrained
-from rope_extend.models.processes import PATIENCE
+from rope_extend.models.processes import PATIENCE, is_main_process
 from rope_extend.models.view import layer_types_except_full_attention, window_of
 from rope_extend.patching import Patch, current_patch
 from rope_extend.report.tables import is_private
@@ -159,6 +161,25 @@ def finetune(
     directory = Path(recipe.output_dir)
     refuse_base_model(directory, recipe.model if model is None else model.name_or_path)
     checkpoint = _starting_point(directory, recipe, resume, overwrite)
+    prepare = checkpoint is None or not directory.exists()
+    with only_writer(directory, "run") if is_main_process() else nullcontext():
+        return _finetune(
+            recipe, model, tokenizer, checkpoint, limit_memory, prepare=prepare, fresh=resume is False
+        )
+
+
+def _finetune(
+    recipe: Recipe,
+    model: Any | None,
+    tokenizer: Any | None,
+    checkpoint: Path | None,
+    limit_memory: int | None,
+    *,
+    prepare: bool,
+    fresh: bool,
+) -> FinetuneResult:
+    """As `finetune`, in a directory that no other process writes to; `prepare` it if the run begins in it."""
+    directory = Path(recipe.output_dir)
     accelerator = _accelerator(recipe, directory)
     dtype = _dtype(recipe, accelerator.device)
     sharding = Sharding.of(accelerator)
@@ -188,8 +209,8 @@ def finetune(
     if recipe.hub_model_id is not None and accelerator.is_main_process:  # rather now than after the run
         open_repository(recipe.hub_model_id, private=recipe.hub_private_repo or None)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process and (checkpoint is None or not directory.exists()):
-        _prepare_directory(directory, recipe, fresh=resume is False)
+    if accelerator.is_main_process and prepare:
+        _prepare_directory(directory, recipe, fresh=fresh)
     accelerator.wait_for_everyone()
 
     if model is None and sharding.weights:  # FSDP distributes what is in host memory

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.checkpoint.staging import staged
 from rope_extend.files import sha256
+from rope_extend.journal import only_writer, writes_to
 
 SHARD = "model-00001-of-00002.safetensors"
 TEMPLATES = "additional_chat_templates"
@@ -40,6 +43,20 @@ def publish(target: Path, *names: str, overwrite: bool = True) -> None:
 
 def texts(directory: Path) -> dict[str, str]:
     return {name: value.decode() for name, value in contents(directory).items()}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_saves_into_one_directory_do_not_mix(tmp_path: Path, overwrite: bool) -> None:
+    target = tmp_path / "model"
+    with staged(target, overwrite=overwrite) as staging:
+        files(staging, "config.json", "model.safetensors", text="new")
+        with ProcessPoolExecutor(1, get_context("fork")) as other:
+            refused = other.submit(publish, target, "config.json", overwrite=overwrite)
+            with pytest.raises(RopeExtendError, match="another save is writing to"):
+                refused.result()
+    assert texts(target) == {"config.json": "new", "model.safetensors": "new"}
+    with only_writer(target, "run"):  # a run saves into its own directory
+        assert writes_to(target)
 
 
 def test_files_that_only_look_like_weights_stay(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import read_record
 from rope_extend.checkpoint.restoring import load
 from rope_extend.data.mixing import block_index
+from rope_extend.journal import only_writer
 from rope_extend.loss import NextTokenLoss
 from rope_extend.training import loop
 from rope_extend.training import resume as resume_module
@@ -95,6 +96,21 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> AtStep:
         return computed
 
     return install
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"resume": True}, {"overwrite": True}], ids=["new", "resume", "overwrite"]
+)
+def test_a_second_process_in_the_directory_of_a_run_is_refused(how: dict[str, bool], recipe: Recipe) -> None:
+    """Before it removes or changes a file of the run that is going on."""
+    directory = Path(recipe.output_dir)
+    if how:
+        finetune(replace(recipe, steps=2, save_every=1))
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    with only_writer(directory, "run"), pytest.raises(RopeExtendError, match="another run is writing to"):
+        finetune(replace(recipe, steps=2, save_every=1), **how)
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+    assert directory.exists() == bool(how)
 
 
 def test_a_run_leaves_an_adapter_that_reloads_with_equal_logits(recipe: Recipe, work: Path) -> None:
