@@ -385,7 +385,7 @@ def test_the_command_prints_the_plan_and_does_nothing(
     assert "of weights" in out
     lines = out.splitlines()[2:]
     assert [line.split()[0] for line in lines[:3]] == ["32", "64", "256"]  # 32: the trained window
-    assert [line.partition(":")[0].partition(",")[0] for line in lines[3:5]] == ["perplexity", "control"]
+    assert [line.partition(":")[0].partition(",")[0] for line in lines[3:5]] == ["perplexity", "retrieval"]
     assert "in one pass" in out
     assert set(tmp_path.iterdir()) == before
     for arguments, message in (

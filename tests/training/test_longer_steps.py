@@ -141,4 +141,4 @@ def test_a_step_of_500k_tokens_of_an_8b_model_fits_on_80_gb(tmp_path: Path) -> N
     state = tokens * 4096 * 2
     assert step.host == 32 * state  # the inputs of all layers, exactly
     assert step.saved < 2.5 * state
-    assert step.saved + step.backward == pytest.approx(13.2 * state, rel=0.02)
+    assert step.saved + step.backward == pytest.approx(12.2 * state, rel=0.02)
