@@ -65,6 +65,7 @@ ADAPTERS = (
         ),
         note="all channels of a head",
         in_float32=("flex_olmo", "olmo", "olmo2"),
+        hides_positions=("ministral3",),  # in transformers 5.17
     ),
     FamilyAdapter(
         model_types=("falcon", "gpt_neox_japanese"),

@@ -71,16 +71,12 @@ def only_writer(directory: Path, work: str) -> Iterator[None]:
         work: what the block does, such as `training run`; begins the error message.
 
     Raises:
-        RopeExtendError: another process writes to the directory, or it cannot be made.
+        RopeExtendError: another process writes to the directory.
+        OSError: the directory cannot be made; see `files.check_creatable`.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
-    except OSError as error:
-        raise RopeExtendError(
-            f"cannot write to {str(directory)!r}: {error.strerror}; choose another directory"
-        ) from error
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
     place = os.getpid(), directory.resolve()
     try:
         if descriptor is not None:
@@ -90,12 +86,12 @@ def only_writer(directory: Path, work: str) -> Iterator[None]:
             yield
         finally:
             _written.discard(place)
+            for path in made:  # not if another process has the lock: it is about to fill them
+                with suppress(OSError):  # not empty
+                    path.rmdir()
     finally:
         if descriptor is not None:
             os.close(descriptor)
-        for path in made:
-            with suppress(OSError):  # not empty
-                path.rmdir()
 
 
 def writes_to(directory: Path) -> bool:

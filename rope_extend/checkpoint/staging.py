@@ -57,23 +57,18 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
     present = _present(target)
     if present and not overwrite:
         raise _in_use(target, f"a checkpoint ({present[0]})")
-    new_directories = [path for path in (target, *target.parents) if not path.exists()]
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
-        with (
-            nullcontext() if writes_to(target) else only_writer(target, "save"),
-            tempfile.TemporaryDirectory(
-                dir=target, prefix=_UNFINISHED, ignore_cleanup_errors=True
-            ) as directory,
-            _marked_as_in_use(Path(directory)),
-        ):
-            yield Path(directory)
-            _publish(Path(directory), target, overwrite)
+        with nullcontext() if writes_to(target) else only_writer(target, "save"):
+            _remove_leftovers(target)
+            with (
+                tempfile.TemporaryDirectory(
+                    dir=target, prefix=_UNFINISHED, ignore_cleanup_errors=True
+                ) as directory,
+                _marked_as_in_use(Path(directory)),
+            ):
+                yield Path(directory)
+                _publish(Path(directory), target, overwrite)
     except BaseException as error:
-        for path in new_directories:
-            with suppress(OSError):
-                path.rmdir()
         if isinstance(error, RopeExtendError) or not isinstance(
             error, OSError | SafetensorError | ValueError
         ):

@@ -279,7 +279,10 @@ class ExtendedRotaryEmbedding(nn.Module):
             self._check_one_position(position_ids)
         if self._plain_serves(x.device):
             layer_type = () if self.layer_type is None else (self.layer_type,)
-            cos_sin: tuple[Tensor, Tensor] | Tensor = self.plain(x, position_ids, *layer_type)
+            # In transformers 5.17, the stock module takes positions with all parts only.
+            parts = self.sections and position_ids.dim() == 2
+            at = position_ids.expand(3, -1, -1) if parts else position_ids
+            cos_sin: tuple[Tensor, Tensor] | Tensor = self.plain(x, at, *layer_type)
             return self._mark(cos_sin, position_ids)
         positions = position_ids[0] if position_ids.dim() == 3 else position_ids
         return self._laid_out(self._angles_of_table(positions, x.device), 1.0, x, position_ids)

@@ -37,7 +37,7 @@ from rope_extend.data.packing import check_packing
 from rope_extend.data.sampled_positions import SAMPLERS, Coverage, PositionCollator, check_meaning
 from rope_extend.encodings import RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import expand_home, was_begun, write_text
+from rope_extend.files import check_creatable, expand_home, was_begun, write_text
 from rope_extend.journal import only_writer
 from rope_extend.loss import causal_lm
 from rope_extend.memory.segments import expand_segments
@@ -161,6 +161,7 @@ def finetune(
     directory = Path(recipe.output_dir)
     refuse_base_model(directory, recipe.model if model is None else model.name_or_path)
     checkpoint = _starting_point(directory, recipe, resume, overwrite)
+    check_creatable(directory)
     prepare = checkpoint is None or not directory.exists()
     with only_writer(directory, "run") if is_main_process() else nullcontext():
         return _finetune(
