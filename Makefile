@@ -5,7 +5,7 @@ BIN := .venv/bin
 OLDEST := 5.17.0
 # Every process of the tests would compile the package and the tests again.
 export PYTHONDONTWRITEBYTECODE :=
-# Any Python with torch, transformers, accelerate and peft: nothing is installed for `make gpu`.
+# For `make gpu`: any Python with this package, pytest and hypothesis.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 # Tests are many and small: one thread each, and as many workers as cores. A worker takes whole files.
 PYTEST := -m pytest -n auto --dist loadfile
@@ -24,12 +24,11 @@ CORE := tests/encodings/test_encodings.py tests/encodings/test_critical.py \
 	tests/training/test_loss.py tests/evaluation/test_perplexity.py tests/checkpoint/test_checkpoint.py \
 	tests/attention/test_modes.py \
 	tests/evaluation/test_evaluation_on_a_gpu.py \
-	tests/training/test_steps_on_a_gpu.py tests/training/test_longer_steps.py tests/front/test_gpu_command.py \
+	tests/training/test_steps_on_a_gpu.py tests/training/test_longer_steps.py \
 	tests/models/test_gguf_models.py \
 	tests/attention/test_causal_suffix.py tests/evaluation/test_forward_plan.py \
 	tests/evaluation/test_chunked_forward.py tests/training/test_step_plan.py \
-	tests/training/test_memory_options.py tests/training/test_finetune.py tests/front/test_bench.py \
-	tests/front/test_bench_on_a_gpu.py
+	tests/training/test_memory_options.py tests/training/test_finetune.py tests/front/test_bench.py
 
 .PHONY: help demo docs test test-slow test-other-cpu test-oldest test-all lint format bench gpu clean
 
@@ -43,7 +42,7 @@ help:
 	@echo "make lint            ruff and mypy --strict"
 	@echo "make bench           speed and memory against named peers"
 	@echo "make docs            the documentation as a site, in build/site/"
-	@echo "make gpu             check and measure everything on a CUDA device; docs/gpu.md"
+	@echo "make gpu             tests and benchmarks on a CUDA device"
 
 .venv/.runtime: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -87,10 +86,10 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Without an installation: a machine with a GPU may have no network.
+# Nothing is installed: a machine with a GPU may have no network. NAMES chooses benchmarks; rows are kept.
 gpu:
-	$(GPU_PYTHON) benchmarks/gpu $(if $(SECTION),--section $(SECTION)) $(if $(DRY),--dry) $(if $(AGAIN),--again) \
-		$(if $(OUTPUT),--output $(OUTPUT))
+	$(GPU_PYTHON) -m pytest -q -m gpu -p no:cacheprovider
+	$(GPU_PYTHON) benchmarks/run_benchmarks.py --device cuda --output benchmarks/gpu.jsonl $(NAMES)
 
 .venv/.docs: .venv/.runtime
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"

@@ -80,7 +80,7 @@ def dynamic_cache(repetitions: int) -> Iterator[Row]:
                 for index in (0, 1) if (at + turn) % 2 else (1, 0):
                     started = clock()
                     (lm, stock)[index](text[:, at, None], past_key_values=own[index], use_cache=True)
-                    if torch.cuda.is_available():
+                    if stock.device.type == "cuda":
                         torch.cuda.synchronize()
                     total[index] += clock() - started
             totals.append(total)  # the first turn warms up

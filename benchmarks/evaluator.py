@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import measuring
 import torch
 import torch.nn.functional as F
 from measuring import EIGHT_BILLION, Row, device_name, document, in_bfloat16, model, row, timed
@@ -12,8 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rope_extend.data.documents import Document
 from rope_extend.evaluation.flops import operations_of
+from rope_extend.evaluation.forward_plan import plan_forward
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.models.load_options import LoadOptions
 
 
 def evaluator_memory(
@@ -107,7 +110,7 @@ def evaluator_8b(
 
     Runs on a GPU, with the attention kernels that a user gets.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else None)
+    device = device or ("cuda" if measuring.DEVICE == "cuda" else None)
     first, second = lengths
     curve = [first * step // 64 for step in range(1, 65)]
     name = f"{'8B' if config is EIGHT_BILLION else 'small'} model, bfloat16: %s at {first:,} tokens"
@@ -123,6 +126,11 @@ def evaluator_8b(
         ):
             yield row(what, target, unit, None, limit, limit and 1.0)
         return
+    plan = plan_forward(  # before there are weights
+        "random weights", [first], load_options=LoadOptions(device, dtype=torch.bfloat16), empty=empty,
+        encodings=[None],
+    )  # fmt: skip
+    assert plan is not None
     lm = in_bfloat16(config, device)
     weights = sum(parameter.nbytes for parameter in lm.parameters())
     text = document(second, config.vocab_size)
@@ -147,4 +155,6 @@ def evaluator_8b(
         share = "40 % of the device's peak FLOP/s"
         yield row(name % "time of a curve of 64 lengths", share, "s", seconds, flops / (0.4 * peak), 1.0)
     yield row(name % "peak memory besides the weights", "20 GB", "B", memory, 20e9, 1.0)
+    yield row(name % "time of a curve of 64 lengths", "the plan", "s", seconds, plan.longest.seconds, 1.25)
+    yield row(name % "peak memory", "the plan", "B", memory + weights, plan.longest.memory, 1.02)
     yield row(million, "finishes", "s", run([second])[0], None)

@@ -13,16 +13,19 @@ from rope_extend.data.documents import Document
 
 Row = dict[str, Any]
 
+DEVICE = "cpu"
+"""Where models and documents are; `run_benchmarks.py --device` sets it."""
+
 
 def model(vocabulary: int = 4096, window: int = 256, layers: int = 6, width: int = 192) -> LlamaForCausalLM:
-    """A random Llama, by default of about three million parameters; on the GPU if there is one."""
+    """A random Llama, by default of about three million parameters, on the device of the run."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=layers,
         num_attention_heads=6, num_key_value_heads=3, max_position_embeddings=window,
         tie_word_embeddings=True,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    return LlamaForCausalLM(config).eval().to(DEVICE)
 
 
 def document(tokens: int, vocabulary: int) -> Document:
@@ -45,7 +48,7 @@ def timed(
         for index in range(len(functions))[:: -1 if turn % 2 else 1]:
             started = clock()
             functions[index]()
-            if torch.cuda.is_available():
+            if DEVICE == "cuda":
                 torch.cuda.synchronize()
             if turn:
                 times[index].append(clock() - started)
@@ -57,7 +60,7 @@ def clock_of_steps() -> Callable[[], float]:
 
     Other programs on the machine change that less than the time on the wall.
     """
-    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    alone = torch.get_num_threads() == 1 and DEVICE == "cpu"
     return time.thread_time if alone else time.perf_counter
 
 
@@ -96,6 +99,6 @@ def in_bfloat16(config: LlamaConfig, device: str) -> LlamaForCausalLM:
 
 def device_name() -> str:
     """The name of the GPU, or the number of CPU threads."""
-    if torch.cuda.is_available():
+    if DEVICE == "cuda":
         return torch.cuda.get_device_name()
     return f"CPU, {torch.get_num_threads()} threads"

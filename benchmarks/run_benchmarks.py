@@ -2,6 +2,8 @@
 
 Each row prints ours, the peer's, and ours / peer. Times are the minimum of interleaved repetitions, or their
 median if a row says so. FLOPs, bytes, and counts of operations and graphs are deterministic.
+
+With `--output`, finished benchmarks are kept: the same command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -10,14 +12,18 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import measuring
 import torch
 import transformers
 from bias_cost import attention_biases
 from decoding import dynamic_cache, linear_attention
 from evaluator import evaluator_8b, evaluator_agreement, evaluator_memory, whole_curve
 from interpolation import interpolation_curve
+from kernel_cost import attention_kernels
 from measuring import Row, device_name
 from patched_forward import patched_forward
 from remap_cost import changed_positions
@@ -40,51 +46,58 @@ BENCHMARKS = {
     "changed-positions": changed_positions,
     "changed-positions-prefill": changed_positions_prefill,
     "attention-biases": attention_biases,
+    "attention-kernels": attention_kernels,
     "linear-attention": linear_attention,
     "interpolation-curve": interpolation_curve,
 }
 
 
-DRAWN = {"interpolation-curve"}
-"""The benchmarks that draw their results."""
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the named benchmarks; the exit status is 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"benchmarks to run: {', '.join(BENCHMARKS)} (default: all)"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of all models")
     parser.add_argument(
         "--repetitions", type=int, default=7, help="number of timed repetitions of each side (default: 7)"
     )
-    parser.add_argument("--output", type=Path, help="JSON lines file to write the rows to as well")
-    parser.add_argument(
-        "--pictures",
-        type=Path,
-        metavar="DIR",
-        help=f"directory for the curves of {', '.join(DRAWN)}",
-    )
-    arguments = parser.parse_args()
+    parser.add_argument("--output", type=Path, help="JSON lines file of the rows, made or continued")
+    arguments = parser.parse_args(argv)
     unknown = set(arguments.names) - set(BENCHMARKS)
     if unknown:
         parser.error(
             f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}"
         )
-    if arguments.output and arguments.output.exists():
-        parser.error(f"{arguments.output} already exists; give another file")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device; use --device cpu")
     logging.getLogger("rope_extend").setLevel(logging.ERROR)  # hide what a patch tells users
     expand_segments("auto")  # before anything initialises CUDA
-    device = device_name()
-    print(f"{device}, torch {torch.__version__}, transformers {transformers.__version__}", file=sys.stderr)
+    measuring.DEVICE = arguments.device
+    machine = {"device": device_name(), "torch": torch.__version__, "transformers": transformers.__version__}
+    kept = [json.loads(line) for line in arguments.output.open()] if _exists(arguments.output) else []
+    if other := [row for row in kept if any(row[name] != value for name, value in machine.items())]:
+        parser.error(f"{arguments.output} was measured on {_words(other[0])}; this is {_words(machine)}")
+    print(_words(machine), file=sys.stderr)
     print(f"{'benchmark':<84} {'ours':>12} {'peer':>12}  ratio  target  peer")
+    failed = 0
     for name in arguments.names or BENCHMARKS:
-        options = {"pictures": arguments.pictures} if name in DRAWN else {}
-        for result in BENCHMARKS[name](arguments.repetitions, **options):
-            print(line(result), flush=True)
-            if arguments.output:
-                versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-                with arguments.output.open("a") as file:
-                    file.write(json.dumps({**result, "device": device, **versions}) + "\n")
+        if rows := [row for row in kept if row["benchmark"] == name]:
+            print(*map(line, rows), sep="\n", flush=True)
+            continue
+        rows = []
+        try:
+            for result in BENCHMARKS[name](arguments.repetitions):
+                print(line(result), flush=True)
+                rows.append({"benchmark": name, **result, **machine})
+        except Exception:  # the others may still be right
+            logging.getLogger(__name__).exception("%s failed", name)
+            failed = 1
+            continue
+        if arguments.output:
+            with arguments.output.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+    return failed
 
 
 def line(result: Row) -> str:
@@ -97,9 +110,17 @@ def line(result: Row) -> str:
     )
 
 
+def _exists(path: Path | None) -> bool:
+    return path is not None and path.exists()
+
+
+def _words(machine: dict[str, Any]) -> str:
+    return f"{machine['device']}, torch {machine['torch']}, transformers {machine['transformers']}"
+
+
 def _or_dash(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+import measuring
 import torch
 from measuring import EIGHT_BILLION, Row, document, in_bfloat16, model, row, timed
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -272,7 +273,7 @@ def training_8b(
         limit: available bytes, weights included.
         tile: tokens in a tile of an MLP.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else None)
+    device = device or ("cuda" if measuring.DEVICE == "cuda" else None)
     name = f"{'8B' if config is EIGHT_BILLION else 'small'} model, bfloat16 LoRA: "
     longest, peer = name + "longest window that trains", "transformers + peft"
     overhead = name + f"time of a step of {tokens:,} tokens, checkpoints offloaded"

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import interpolation
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
@@ -78,15 +77,13 @@ def test_a_file_says_what_it_shows(suffix: str, tmp_path: Path) -> None:
 
 FOLDERS = {"gallery", "methods/pictures", "alternatives", "results", "search", "."}
 """The folders of `docs/` with pictures."""
-CURVE = DOCS / "interpolation_curve.json"
-"""The numbers of a picture that takes minutes of computing. The benchmark writes them next to it."""
 
 
 def test_every_picture_says_what_it_shows() -> None:
     pictures = {path for path in DOCS.rglob("*") if path.suffix in (".png", ".svg")}
     assert {path.parent.relative_to(DOCS).as_posix() for path in pictures} == FOLDERS
     own = {path.stem for path in DOCS.glob("*.png")}
-    named = {"perplexity", "training_free", "training_free_passkeys", "interpolation_curve"}
+    named = {"perplexity", "training_free", "training_free_passkeys"}
     assert own == named  # each has a test below
     for path in pictures:
         assert written(path), path
@@ -188,23 +185,3 @@ def compare_with_table(
     for ours, theirs in zip(drawn["lines"], shown[0]["lines"], strict=True):
         assert ours[:2] == theirs[:2]  # colour and lengths
         assert ours[2] == pytest.approx(theirs[2], rel=6e-3)
-
-
-def test_the_curve_of_interpolation_is_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The picture shows the numbers next to it, and the page says the same of them."""
-    found: list[Figure] = []
-    monkeypatch.setattr(style, "write_figure", lambda figure, path, *_: [found.append(figure), path.touch()])
-    curve = interpolation.Curve.read(CURVE)
-    interpolation.draw_curve(curve, tmp_path / "a.png")
-    for suffix in (".png", ".svg"):
-        other = differences(written(DOCS / f"interpolation_curve{suffix}"), contents(found[0]))
-        assert not other, f"draw it again, as docs/training.md says: {other[:3]}"
-    page = " ".join((DOCS / "training.md").read_text("utf-8").split())
-    ends = curve.direct[max(curve.direct)], curve.interpolated[max(curve.interpolated)]
-    assert f"{ends[0]:.1f} against {ends[1]:.1f} after {max(curve.direct)} steps" in page
-    below = min(step for step, value in curve.interpolated.items() if value < curve.base)
-    assert f"within {below} steps" in page
-    better = all(curve.direct[step] < curve.interpolated[step] for step in curve.direct if step)
-    assert better == ("without interpolation is better at every step" in page)

@@ -11,8 +11,8 @@ def to_device(values: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
     Unlike `values.to(device)`, the copy of a tensor on the host does not wait until a GPU has done all that
     it was given before. The source may be changed or dropped at once if it is in ordinary memory, not pinned.
-    CUDA then copies the values that it had, by PyTorch's guide on `non_blocking` and `pin_memory`. The step
-    "copies" of `make gpu` checks this on the device.
+    CUDA then copies the values that it had, by PyTorch's guide on `non_blocking` and `pin_memory`. A test
+    of `make gpu` checks this on the device.
     """
     waits_not = values.device.type == "cpu" and device.type == "cuda"
     return values.to(device, values.dtype if dtype is None else dtype, non_blocking=waits_not)

@@ -1,1 +1,0 @@
-"""The checks and measurements of `make gpu`, in sections that run alone."""
