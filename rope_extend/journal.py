@@ -75,8 +75,12 @@ def only_writer(directory: Path, work: str) -> Iterator[None]:
         OSError: the directory cannot be made; see `files.check_creatable`.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
+    except BaseException:
+        _remove_empty(made)
+        raise
     place = os.getpid(), directory.resolve()
     try:
         if descriptor is not None:
@@ -86,12 +90,16 @@ def only_writer(directory: Path, work: str) -> Iterator[None]:
             yield
         finally:
             _written.discard(place)
-            for path in made:  # not if another process has the lock: it is about to fill them
-                with suppress(OSError):  # not empty
-                    path.rmdir()
+            _remove_empty(made)  # not if another process has the lock: it is about to fill them
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def _remove_empty(directories: list[Path]) -> None:
+    for path in directories:
+        with suppress(OSError):  # not empty
+            path.rmdir()
 
 
 def writes_to(directory: Path) -> bool:
