@@ -208,7 +208,8 @@ def comparison_table(comparisons: Sequence[Comparison]) -> str:
         sections.append(Section(heading, lines))
     note = (
         "Difference: mean loss of the second minus that of the first; below zero the second is better. The "
-        "interval is a bootstrap over documents. If it contains zero, there is no clear difference."
+        "interval is Student's t over documents, and needs three. If it contains zero, there is no clear "
+        "difference."
     )
     sections[-1] = replace(sections[-1], notes=[note])
     retrieved = []

@@ -231,7 +231,7 @@ def _page(
             perplexity_chart(rows),
             position_chart(rows),
             perplexity_section(rows),
-            "Small: 95 % interval, by bootstrap over documents. To compare two rows, use their "
+            "Small: 95 % interval, Student's t over documents. To compare two rows, use their "
             "difference on the same documents, which is far more precise: rope-extend compare.",
             *control_sections(rows),
             *heat_maps([row.retrieval for row in rows if row.retrieval is not None]),

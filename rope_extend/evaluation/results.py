@@ -115,13 +115,13 @@ class PerplexityResult:
         return statistics.ppl(mean)
 
     def interval(self, length: int) -> tuple[float, float] | None:
-        """95 % interval of the perplexity at a length, by bootstrap over documents with a fixed seed.
+        """95 % interval of the perplexity at a length, over documents.
 
-        None for fewer than two documents, and for results without sums by document.
+        None for fewer than three documents, and for results without sums by document.
         """
         if self.document_nll is None or self.document_terms is None:
             return None
-        ends = statistics.bootstrap(self.document_nll[length], self.document_terms[length])
+        ends = statistics.mean_interval(self.document_nll[length], self.document_terms[length])
         return None if ends is None else (statistics.ppl(ends[0]), statistics.ppl(ends[1]))
 
     def repeated(self, length: int, lengths: Sequence[int]) -> Self:

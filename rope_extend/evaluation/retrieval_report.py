@@ -158,7 +158,7 @@ def retrieval_sections(results: Sequence[RetrievalResult]) -> list[Section]:
                     *("–" if k is None else f"{k:,}" for k in k_max),
                 ]
             )
-        notes = ["Share of trials solved, mean over depths, with the 95 % Wilson interval in percent."]
+        notes = ["Share of trials solved, mean over depths, with the 95 % interval in percent."]
         cells = [cell for result in measured for cell in result.cells if cell.task == task]
         counts = sorted({len(cell.scores) for cell in cells if cell.depth is not None})
         if counts:

@@ -1,7 +1,8 @@
-"""Statistics of losses and scores: bootstrap intervals over documents, position buckets, paired comparisons.
+"""Statistics of losses and scores: intervals over documents, position buckets, paired comparisons.
 
-The bootstrap draws documents, not tokens. The losses of one document are correlated, so an interval over
-tokens would be far too narrow. Everything is seeded and gives the same digits every time.
+The losses of one document are correlated, so documents are counted, not tokens. A test simulates 2 to 16
+documents of unequal lengths, with normal and with skewed differences: every 95 % interval here covers at
+least 93 %, or is not given.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from rope_extend.report.tables import interval, signed
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
-DRAWS = 2000
-"""Resamples of a bootstrap."""
-_BLOCK = 2**18
-"""Number of documents that are drawn at a time: 4 MiB of their sums and counts."""
+FEWEST = 3
+"""Documents below which there is no interval."""
+FEWEST_TO_DECIDE = 5
+"""Documents below which no difference is called certain."""
+_QUANTILE = 0.99
+"""Of Student's t at each end. Two ends of 0.975 cover 95 % of normal differences, but 88 % of skewed ones."""
+_CERTAIN = 0.9975
+"""The same for a difference that is called certain, so that skewed differences are in at most 3 %."""
 
 
 def ppl(nats: float) -> float:
@@ -31,41 +36,41 @@ def ppl(nats: float) -> float:
     return math.exp(nats) if not nats > 700 else math.inf  # math.exp raises on overflow
 
 
-def bootstrap(
-    sums: Sequence[float], terms: Sequence[int], *, level: float = 0.95, draws: int = DRAWS, seed: int = 0
+def mean_interval(
+    sums: Sequence[float], terms: Sequence[int], *, quantile: float = _QUANTILE
 ) -> tuple[float, float] | None:
-    """Percentile interval of `Σ sums / Σ terms` over documents drawn with replacement (Efron 1979).
+    """Interval of `Σ sums / Σ terms` over documents, of which these are a sample; by default of 95 %.
+
+    The mean, plus and minus its jackknife error times a quantile of Student's t. Documents of unequal length
+    count as fewer: as many as `(Σ terms)² / Σ terms²`.
 
     Args:
         sums: sum of each document's losses in nats, or of the differences of two measurements.
         terms: number of losses in each sum.
-        level: confidence level of the interval.
-        draws: number of resamples.
-        seed: random seed; the same seed gives the same interval.
+        quantile: of Student's t, at each end.
 
     Returns:
-        `(low, high)` in nats per token; None for fewer than two documents, or for a sum that is not finite.
+        `(low, high)` in nats per token; None for fewer than three documents, or for a sum that is not finite.
 
     Raises:
-        RopeExtendError: `sums` and `terms` differ in length, or the level is not between 0 and 1.
+        RopeExtendError: `sums` and `terms` differ in length.
     """
-    if len(sums) != len(terms) or not 0 < level < 1:
+    if len(sums) != len(terms):
         raise RopeExtendError(
-            f"a bootstrap needs a sum and a count for each document and a level between 0 and 1; got "
-            f"{len(sums)} sums, {len(terms)} counts and {level!r}"
+            f"an interval needs a sum and a count for each document; got {len(sums)} sums and {len(terms)} "
+            "counts"
         )
-    values, weights = np.asarray(sums, dtype=np.float64), np.asarray(terms, dtype=np.float64)
-    if len(values) < 2 or not np.isfinite(values).all():
+    from scipy.special import stdtrit  # of t, without the import of scipy.stats
+
+    values, counts = np.asarray(sums, dtype=np.float64), np.asarray(terms, dtype=np.float64)
+    values, counts = values[counts > 0], counts[counts > 0]
+    if len(values) < FEWEST or not np.isfinite(values).all():
         return None
-    random = np.random.default_rng(seed)
-    means = np.empty(draws)
-    block = max(1, _BLOCK // len(values))  # draws at a time, so that memory does not limit the documents
-    for first in range(0, draws, block):
-        count = min(block, draws - first)
-        chosen = random.integers(0, len(values), (count, len(values)))
-        means[first : first + count] = values[chosen].sum(axis=1) / weights[chosen].sum(axis=1)
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
-    return float(low), float(high)
+    weights, mean = counts / counts.sum(), values.sum() / counts.sum()
+    error = math.sqrt(np.square(weights * (values / counts - mean) / (1 - weights)).sum())
+    freedom = max(1.0, 1 / np.square(weights).sum() - 1)
+    half = float(stdtrit(freedom, quantile)) * error
+    return float(mean - half), float(mean + half)
 
 
 def mean_over(nll: Floats, scored: Counts | None, positions: slice) -> tuple[float, int]:
@@ -122,10 +127,12 @@ class Difference:
     Attributes:
         length: length in tokens.
         nats: mean loss of the second minus that of the first; below zero the second is better.
-        low: lower end of the 95 % interval over documents; None for fewer than two documents.
+        low: lower end of the 95 % interval over documents; None for fewer than three documents.
         high: upper end of the interval.
         ratio: perplexity of the second divided by that of the first, `exp(nats)`.
         documents: number of documents.
+        certain: whether the second is better beyond doubt: at most 3 % of such claims are wrong. None for
+            fewer than five documents.
     """
 
     length: int
@@ -134,6 +141,7 @@ class Difference:
     high: float | None
     ratio: float
     documents: int
+    certain: bool | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers. NaN and infinity become None."""
@@ -170,13 +178,15 @@ def paired(length: int, first: Sequence[float], second: Sequence[float], terms: 
         )
     differences = (np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)).tolist()
     nats = float(np.sum(differences)) / sum(terms)
-    low, high = bootstrap(differences, terms) or (None, None)
-    return Difference(length, nats, low, high, ppl(nats), len(terms))
+    low, high = mean_interval(differences, terms) or (None, None)
+    strict = mean_interval(differences, terms, quantile=_CERTAIN) if len(terms) >= FEWEST_TO_DECIDE else None
+    certain = None if strict is None else strict[1] < 0
+    return Difference(length, nats, low, high, ppl(nats), len(terms), certain)
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The mean score of some trials, 0 … 1, with its 95 % Wilson interval `low` … `high`."""
+    """The mean score of some trials, 0 … 1, with its 95 % interval `low` … `high`."""
 
     trials: int
     mean: float
@@ -187,21 +197,24 @@ class Rate:
     def of(cls, scores: Sequence[float]) -> Self:
         """From the scores of trials, at least one."""
         mean = sum(scores) / len(scores)
-        return cls(len(scores), mean, *wilson(mean, len(scores)))
+        return cls(len(scores), mean, *share_interval(mean, len(scores)))
 
     def __str__(self) -> str:
         return f"{self.mean:.0%} ({100 * self.low:.0f}–{100 * self.high:.0f})"
 
 
-def wilson(mean: float, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a mean score over `trials`; 95 % by default.
+def share_interval(mean: float, trials: int) -> tuple[float, float]:
+    """Clopper and Pearson's exact 95 % interval (1934) of a mean score over `trials`.
 
-    Scores between 0 and 1 have at most the variance of scores that are 0 or 1, so for them the interval is
-    conservative.
+    Wilson's interval has 95 % on average over all shares, but 83 % for shares near 0 or 1. Scores between 0
+    and 1 have at most the variance of scores that are 0 or 1, so for them the interval is conservative.
     """
-    width = z * math.sqrt(mean * (1 - mean) / trials + z**2 / (4 * trials**2))
-    middle, norm = mean + z**2 / (2 * trials), 1 + z**2 / trials
-    return max(0.0, (middle - width) / norm), min(1.0, (middle + width) / norm)
+    from scipy.special import betaincinv
+
+    solved = mean * trials
+    low = betaincinv(solved, trials - solved + 1, 0.025) if solved > 0 else 0.0
+    high = betaincinv(solved + 1, trials - solved, 0.975) if solved < trials else 1.0
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -235,8 +248,7 @@ def paired_rates(first: Sequence[float], second: Sequence[float]) -> RateDiffere
     """Compare the scores, 0 … 1, of two measurements on the same prompts, prompt by prompt.
 
     The interval is Newcombe's for paired proportions (1998, Statistics in Medicine 17, 2635, method 10). It
-    combines the two Wilson intervals by their correlation. So it has a width even if all trials succeed,
-    where a bootstrap interval would be empty.
+    combines the intervals of the two shares by their correlation; here the exact ones.
 
     Raises:
         RopeExtendError: the two differ in length, or are empty.

@@ -15,7 +15,7 @@ from rope_extend.evaluation.controls import (
     trained_when_cropped,
 )
 from rope_extend.evaluation.results import EvaluationRow
-from rope_extend.evaluation.statistics import Difference, ppl
+from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, Difference, ppl
 from rope_extend.report.tables import Sentences
 from rope_extend.units import format_length
 
@@ -124,20 +124,23 @@ def _gain_over_control(comparison: Comparison, change: Difference) -> tuple[str,
 
 
 def _gain(change: Difference) -> tuple[str, bool | None]:
-    """The perplexity compared with a cropped context, and whether it is below with the whole interval."""
+    """The perplexity compared with a cropped context, and whether it is certainly below."""
     at = f"at {format_length(change.length)}"
     if not math.isfinite(change.ratio):
         return f"{at}, perplexity is not finite", False
     percent = 100 * (1 - change.ratio)
     words = f"{abs(percent):.1f} % {'better' if percent >= 0 else 'worse'} than cropping"
     if change.low is None or change.high is None:
-        return f"{at}, {words} (one document, so no interval)", None
+        counted = "1 document" if change.documents == 1 else f"{change.documents} documents"
+        return f"{at}, {words} ({counted}, so no interval)", None
     ends = sorted(100 * (1 - ppl(nats)) for nats in (change.low, change.high))
     if percent < 0:
         ends = sorted(-end for end in ends)
-    used = change.high < 0
     unclear = "" if change.clear else ", which may be chance"
-    return f"{at}, {words} ({ends[0]:.1f} to {ends[1]:.1f}){unclear}", used
+    said = f"{at}, {words} ({ends[0]:.1f} to {ends[1]:.1f}, {change.documents} documents){unclear}"
+    if change.certain is None and change.nats < 0:
+        return f"{said}; {FEWEST_TO_DECIDE} documents decide", None
+    return said, bool(change.certain)
 
 
 def _found(row: EvaluationRow, length: int) -> tuple[str, bool | None]:

@@ -61,7 +61,7 @@ class StudyConfig(ModelConfig):
     target_length: Annotated[
         int | None, optional(LENGTH), "the window to reach, in tokens; every method extends the model to it"
     ] = None
-    max_documents: Annotated[int, POSITIVE_COUNT, "number of documents to use"] = 4
+    max_documents: Annotated[int, POSITIVE_COUNT, "number of documents; none is a success below 5"] = 8
     tasks: Annotated[
         tuple[str, ...], _TASKS, f"retrieval tasks, of {', '.join(TASKS)}; none for no tasks"
     ] = ("passkey",)

@@ -27,7 +27,6 @@ from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.evaluation.retrieval import answer_prompts, generate, make_prompts
 from rope_extend.evaluation.retrieval_report import read_retrieval, retrieval_table, write_retrieval
 from rope_extend.evaluation.retrieve import retrieve
-from rope_extend.evaluation.statistics import wilson
 from rope_extend.evaluation.tasks import TASKS, Passkey, make_tasks
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.plots import retrieval_maps as plots
@@ -79,16 +78,6 @@ def measured(model: Any, **changes: Any) -> RetrievalResult:
     how = {name: options.pop(name) for name in ("crop", "batch_tokens") if name in options}
     prompts = written(**options)
     return answer_prompts(model, TOKENIZER, options["tasks"], prompts, progress=False, **how)
-
-
-def test_the_interval_is_wilson_s() -> None:
-    """Against the roots of (p − m)² = z² p (1 − p) / n, which define it."""
-    for successes, n in ((0, 10), (3, 10), (10, 10), (94, 100)):
-        mean, z = successes / n, 1.96
-        low, high = wilson(mean, n)
-        for p in (low, high):
-            assert (p - mean) ** 2 == pytest.approx(z**2 * p * (1 - p) / n, abs=1e-12)
-        assert 0 <= low <= mean <= high <= 1
 
 
 def retrieved(output: Path, *, resume: bool = False, overwrite: bool = False, **settings: Any) -> Any:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 from test_perplexity import measure, naive_losses, texts, tiny
 from test_report_and_plots import row
 
@@ -17,51 +19,86 @@ from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.comparison import compare, compare_runs, comparison_table
 from rope_extend.evaluation.statistics import (
-    bootstrap,
     buckets,
+    mean_interval,
     mean_over,
     paired,
     paired_rates,
-    wilson,
+    share_interval,
 )
 from rope_extend.plots import curves as plots
 from rope_extend.plots.style import Canvas
 
-
-def test_the_interval_has_its_coverage() -> None:
-    """300 experiments with 40 documents of different lengths: about 95 % of intervals contain the mean."""
-    random = np.random.default_rng(0)
-    inside = 0
-    for _ in range(300):
-        terms = random.integers(50, 150, 40)
-        sums = terms * random.normal(2.0, 0.3, 40)
-        found = bootstrap(sums.tolist(), terms.tolist(), draws=500)
-        assert found is not None
-        inside += found[0] <= 2.0 <= found[1]
-    assert 0.90 <= inside / 300 <= 0.98
+DOCUMENTS = (2, 3, 4, 5, 8, 16)
+RUNS = 2000
+BELOW = 3 * math.sqrt(0.93 * 0.07 / RUNS)
+"""Three standard errors of a simulated coverage."""
 
 
-def test_the_interval_is_close_to_the_formula_for_a_mean() -> None:
-    values = np.random.default_rng(1).normal(3.0, 0.5, 200)
-    low, high = bootstrap(values.tolist(), [1] * 200)
-    half = 1.96 * values.std() / math.sqrt(200)
-    assert low == pytest.approx(values.mean() - half, abs=0.01)
-    assert high == pytest.approx(values.mean() + half, abs=0.01)
-    assert (low, high) == bootstrap(values.tolist(), [1] * 200)  # the same seed
-    assert (low, high) != bootstrap(values.tolist(), [1] * 200, seed=1)
-    narrow = bootstrap(values.tolist(), [1] * 200, level=0.5)
+def experiments(kind: str, lengths: str, count: int) -> Iterator[tuple[list[float], list[int]]]:
+    """Differences of documents whose true mean is zero, as sums over tokens, and the tokens."""
+    random = np.random.default_rng(count)
+    for _ in range(RUNS):
+        terms = {
+            "equal": lambda: np.full(count, 1000),
+            "unequal": lambda: (1000 * random.lognormal(0, 0.7, count)).astype(int) + 1,
+            "one long": lambda: np.where(np.arange(count) == 0, 4000, 1000),
+        }[lengths]()
+        nats = random.normal(0, 1, count) if kind == "normal" else random.exponential(1, count) - 1
+        yield (terms * (nats if kind != "skewed down" else -nats)).tolist(), terms.tolist()
+
+
+@pytest.mark.parametrize("count", DOCUMENTS)
+@pytest.mark.parametrize("lengths", ["equal", "unequal", "one long"])
+@pytest.mark.parametrize("kind", ["normal", "skewed up", "skewed down"])
+def test_intervals_cover_the_truth_or_are_not_given(kind: str, lengths: str, count: int) -> None:
+    """And at most 3 % of differences that do not exist are called certain."""
+    given = covered = certain = 0
+    for sums, terms in experiments(kind, lengths, count):
+        found = paired(64, [0.0] * count, sums, terms)
+        given += found.low is not None
+        covered += found.low is not None and found.low <= 0 <= found.high
+        certain += bool(found.certain)
+    assert given == (RUNS if count >= 3 else 0)
+    assert covered >= (0.93 - BELOW) * given
+    assert certain <= (0.03 + 3 * math.sqrt(0.03 * 0.97 / RUNS)) * RUNS
+    assert count >= 5 or not certain
+
+
+def test_the_interval_is_student_s_for_documents_of_equal_length() -> None:
+    """The jackknife error of a mean is the standard error times the root of n / (n − 1)."""
+    values = np.random.default_rng(1).normal(3.0, 0.5, 20)
+    low, high = mean_interval(values.tolist(), [1] * 20)
+    half = stats.t.ppf(0.99, 19) * values.std(ddof=1) / math.sqrt(20) * math.sqrt(20 / 19)
+    assert (low, high) == pytest.approx((values.mean() - half, values.mean() + half))
+    narrow = mean_interval(values.tolist(), [1] * 20, quantile=0.9)
     assert low < narrow[0] < narrow[1] < high
 
 
 def test_the_interval_weighs_documents_by_their_tokens() -> None:
-    low, high = bootstrap([1000.0, 3.0], [1000, 1])
-    assert low == pytest.approx(1.0)  # only the long one drawn
-    assert high == pytest.approx(3.0)  # only the short one
-    assert bootstrap([1.0], [1]) is None
-    assert bootstrap([1.0, math.nan], [1, 1]) is None
-    for arguments in (([1.0], [1, 2]), ([1.0, 2.0], [1, 1])):
-        with pytest.raises(RopeExtendError, match="a sum and a count"):
-            bootstrap(*arguments, level=0.95 if len(arguments[0]) == 1 else 1.0)
+    equal = mean_interval([1.0, 2.0, 6.0], [1, 1, 1])
+    low, high = mean_interval([1000.0, 2.0, 6.0], [1000, 1, 1])
+    assert low < 1.0 < high  # nearly one document, so it says little
+    assert (low + high) / 2 == pytest.approx(1008 / 1002)
+    assert mean_interval([1.0, 2.0, 6.0, 0.0], [1, 1, 1, 0]) == equal  # without a loss it does not count
+    assert mean_interval([1.0, 2.0], [1, 1]) is None
+    assert mean_interval([1.0, math.nan, 1.0], [1, 1, 1]) is None
+    with pytest.raises(RopeExtendError, match="got 1 sums and 2 counts"):
+        mean_interval([1.0], [1, 2])
+
+
+@pytest.mark.parametrize("trials", [2, 3, 5, 10, 20, 50])
+def test_intervals_of_shares_cover_every_share(trials: int) -> None:
+    """Exactly, by the binomial distribution; the ends are scipy's."""
+    ends = [share_interval(solved / trials, trials) for solved in range(trials + 1)]
+    for solved, found in enumerate(ends):
+        assert found == pytest.approx(stats.binomtest(solved, trials).proportion_ci(method="exact"))
+    for share in np.linspace(0.001, 0.999, 200):
+        chances = stats.binom.pmf(np.arange(trials + 1), trials, share)
+        covered = sum(
+            chance for chance, (low, high) in zip(chances, ends, strict=True) if low <= share <= high
+        )
+        assert covered >= 0.95
 
 
 def test_buckets_cover_every_position_once() -> None:
@@ -93,7 +130,8 @@ def test_the_difficulty_of_documents_cancels_in_a_paired_difference() -> None:
     assert found.ratio == pytest.approx(math.exp(found.nats))
     assert found.low < found.nats < found.high < 0
     assert found.clear
-    assert found.high - found.low < 0.1 * np.subtract(*reversed(bootstrap(first, terms)))
+    assert found.certain
+    assert found.high - found.low < 0.1 * np.subtract(*reversed(mean_interval(first, terms)))
     assert not paired(64, first, first, terms).clear
     assert paired(64, [1.0], [2.0], [4]).low is None
     with pytest.raises(RopeExtendError, match="same documents twice"):
@@ -253,40 +291,27 @@ def test_a_comparison_is_drawn_with_both_curves_and_the_interval(tmp_path, monke
         plots.plot_comparison([], 32, tmp_path / "b.png")
 
 
-def from_table(both: int, first: int, second: int, neither: int) -> tuple[list[float], list[float]]:
-    pairs = [(1.0, 1.0)] * both + [(1.0, 0.0)] * first + [(0.0, 1.0)] * second + [(0.0, 0.0)] * neither
-    return [a for a, _ in pairs], [b for _, b in pairs]
-
-
-def test_the_interval_of_paired_scores_is_newcombe_s() -> None:
-    """The worked example of 1998, Statistics in Medicine 17, 2635: 0.2 with 0.0569 to 0.3404."""
-    ours, other = from_table(36, 12, 2, 0)
-    found = paired_rates(other, ours)
-    assert found.change == pytest.approx(0.2)
-    assert (found.low, found.high) == (pytest.approx(0.0569, abs=1e-4), pytest.approx(0.3404, abs=1e-4))
-    back = paired_rates(ours, other)
-    assert (back.low, back.high) == pytest.approx((-found.high, -found.low))
-
-
 def test_paired_scores_that_all_agree_have_an_interval() -> None:
-    low, _ = wilson(1.0, 20)
+    low, _ = share_interval(1.0, 20)
     found = paired_rates([1.0] * 20, [1.0] * 20)
     assert (found.change, found.low, found.high) == (0.0, pytest.approx(low - 1), pytest.approx(1 - low))
     equal = paired_rates([0.25, 0.5, 1.0] * 10, [0.25, 0.5, 1.0] * 10)  # scores between 0 and 1
-    assert equal.low < equal.change == 0 < equal.high < 0.1
+    assert equal.low < equal.change == 0 < equal.high < 0.15
     for scores in (([1.0], []), ([], [])):
         with pytest.raises(RopeExtendError, match="same prompts twice"):
             paired_rates(*scores)
 
 
-@pytest.mark.parametrize("correlated", [False, True])
-def test_paired_intervals_have_their_coverage(correlated: bool) -> None:
-    random = np.random.default_rng(4)
+@pytest.mark.parametrize("trials", [3, 5, 10, 20])
+@pytest.mark.parametrize("correlation", [0.0, 0.9])
+@pytest.mark.parametrize(("first", "second"), [(0.05, 0.05), (0.5, 0.7), (0.97, 0.3), (0.9, 0.95)])
+def test_paired_intervals_have_their_coverage(
+    first: float, second: float, correlation: float, trials: int
+) -> None:
+    random, runs = np.random.default_rng(4), 1000
+    both = random.multivariate_normal([0, 0], [[1, correlation], [correlation, 1]], (runs, trials))
     inside = 0
-    for _ in range(1000):
-        draws = random.random((2, 30))
-        one = draws[0] < 0.85
-        other = (draws[0] if correlated else draws[1]) < 0.65
+    for one, other in zip(*np.moveaxis(both < stats.norm.ppf([first, second]), -1, 0), strict=True):
         found = paired_rates(one.astype(float).tolist(), other.astype(float).tolist())
-        inside += found.low <= -0.2 <= found.high
-    assert 0.92 <= inside / 1000 <= 0.995
+        inside += found.low <= second - first <= found.high
+    assert inside / runs >= 0.93 - 3 * math.sqrt(0.93 * 0.07 / runs)

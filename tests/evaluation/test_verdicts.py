@@ -38,9 +38,9 @@ def retrieval(rates: dict[float, float], length: int = 64) -> RetrievalResult:
 def measured(
     label: str, method: str, level: float, adapter: str | None = None, **changes: Any
 ) -> EvaluationRow:
-    """A row with a mean loss of `level` nats in three documents, one easier and one harder."""
-    sums = {n: [(level + offset) * (n - 1) for offset in (-0.2, 0.0, 0.2)] for n in (32, 64)}
-    terms = {n: [n - 1] * 3 for n in (32, 64)}
+    """A row with a mean loss of `level` nats in five documents, two easier and two harder."""
+    sums = {n: [(level + offset) * (n - 1) for offset in (-0.2, -0.1, 0.0, 0.1, 0.2)] for n in (32, 64)}
+    terms = {n: [n - 1] * 5 for n in (32, 64)}
     ppl = {n: math.exp(level) for n in (32, 64)}
     found = row(
         label, method, level, adapter, lengths=(32, 64), ppl=ppl, document_nll=sums, document_terms=terms,
@@ -63,12 +63,25 @@ def rows(level: float, found: RetrievalResult | None = None) -> list[EvaluationR
     [
         # 1 - exp(-0.1) = 9.5 %, and 18.1 and 1.0 % at the ends.
         (
-            Difference(64, -0.1, -0.2, -0.01, math.exp(-0.1), 9),
-            "9.5 % better than cropping (1.0 to 18.1)",
+            Difference(64, -0.1, -0.2, -0.01, math.exp(-0.1), 9, True),
+            "9.5 % better than cropping (1.0 to 18.1, 9 documents)",
             True,
         ),
-        (Difference(64, 0.1, 0.05, 0.2, math.exp(0.1), 9), "10.5 % worse than cropping (5.1 to 22.1)", False),
-        (Difference(64, -0.1, -0.3, 0.1, math.exp(-0.1), 9), "(-10.5 to 25.9), which may be chance", False),
+        (
+            Difference(64, -0.1, -0.2, -0.01, math.exp(-0.1), 4),
+            "(1.0 to 18.1, 4 documents); 5 documents",
+            None,
+        ),
+        (
+            Difference(64, 0.1, 0.05, 0.2, math.exp(0.1), 9),
+            "worse than cropping (5.1 to 22.1, 9 documents)",
+            False,
+        ),
+        (
+            Difference(64, -0.1, -0.3, 0.1, math.exp(-0.1), 9, False),
+            "(-10.5 to 25.9, 9 documents), which may be chance",
+            False,
+        ),
         (Difference(64, -0.1, None, None, math.exp(-0.1), 1), "no interval", None),
         (Difference(64, math.inf, None, None, math.inf, 9), "not finite", False),
     ],
@@ -82,7 +95,7 @@ def test_the_gain_over_a_cropped_context(change: Difference, text: str, used: bo
 
 @given(st.floats(-5, 5), st.floats(0, 5), st.floats(0, 5))
 def test_the_interval_contains_the_gain_and_decides(nats: float, below: float, above: float) -> None:
-    change = Difference(64, nats, nats - below, nats + above, math.exp(nats), 9)
+    change = Difference(64, nats, nats - below, nats + above, math.exp(nats), 9, nats + above < 0)
     words, used = _gain(change)
     gain, low, high = map(float, re.findall(r"-?\d+\.\d", words))
     assert low - 0.06 <= gain <= high + 0.06  # each is rounded to 0.1
@@ -94,7 +107,7 @@ def test_a_verdict_has_the_gain_the_passkeys_and_the_cost() -> None:
     level = 2.9
     (verdict,) = verdicts(rows(level, retrieval({0.0: 1.0, 0.5: 0.9, 1.0: 0.8})))
     # Every loss is 0.1 nats less than that of plain RoPE and of the control.
-    assert verdict.gain == "at 64, 9.5 % better than cropping (9.5 to 9.5)"
+    assert verdict.gain == "at 64, 9.5 % better than cropping (9.5 to 9.5, 5 documents)"
     assert verdict.found == "passkey 90%, 80% at the worst depth"
     assert verdict.cost == "texts within 32 -9.5 % perplexity"
     assert verdict.success is False  # one depth is below 90 %
@@ -111,13 +124,13 @@ def test_each_control_has_a_line_and_no_verdict() -> None:
     assert [verdict.label for verdict in verdicts(found)] == ["yarn + LoRA"]
     assert control_lines(found) == [
         "none, cropped to 32, a control: the others are compared with it.",
-        "none, a control with no extension: at 64, 0.0 % better than cropping (0.0 to 0.0), "
+        "none, a control with no extension: at 64, 0.0 % better than cropping (0.0 to 0.0, 5 documents), "
         "which may be chance.",
         # exp(0.5) is 64.9 % more, and 1 - exp(-0.05) is 4.9 %.
         "none + LoRA at 32, a control with training in the old window only: at 64, 64.9 % worse than "
-        "cropping (64.9 to 64.9).",
+        "cropping (64.9 to 64.9, 5 documents).",
         "none + LoRA at 32, cropped to 32, a control with the same training without a longer context: at 64, "
-        "4.9 % better than cropping (4.9 to 4.9).",
+        "4.9 % better than cropping (4.9 to 4.9, 5 documents).",
     ]
     text = markdown_report(found)
     assert all(f"\n- {line}\n" in text for line in control_lines(found))
@@ -138,7 +151,7 @@ def test_a_control_is_known_before_it_is_measured_with_a_cropped_context() -> No
 
 def test_what_is_not_finite_is_not_called_unmeasured() -> None:
     def broken(one: EvaluationRow) -> EvaluationRow:
-        nothing = {n: [math.nan] * 3 for n in (32, 64)}
+        nothing = {n: [math.nan] * 5 for n in (32, 64)}
         ppl = dict.fromkeys((32, 64), math.nan)
         return replace(one, result=replace(one.result, ppl=ppl, document_nll=nothing))
 
@@ -172,7 +185,10 @@ def test_all_three_criteria_are_a_success() -> None:
     # 2.02 % more within the window is too much, and 1.98 % is not; the gain is at 64.
     for ratio, success in ((1.0202, False), (1.0198, True)):
         found = rows(2.9, retrieval({0.5: 1.0}))
-        nll = {**found[2].result.document_nll, 32: [(3 + math.log(ratio) + d) * 31 for d in (-0.2, 0.0, 0.2)]}
+        nll = {
+            **found[2].result.document_nll,
+            32: [(3 + math.log(ratio) + d / 10) * 31 for d in range(-2, 3)],
+        }
         ppl = {**found[2].result.ppl, 32: math.exp(3) * ratio}
         found[2] = replace(found[2], result=replace(found[2].result, document_nll=nll, ppl=ppl))
         assert verdicts(found)[0].success is success

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("private_cache")
 
 def judged(label: str, level: float, found: float | None) -> EvaluationRow:
     one = row(label, label, level, lengths=(32, 64))
-    nll = {n: [level * (n - 1), (level + 0.01) * (n - 1)] for n in (32, 64)}
-    terms = {n: [n - 1, n - 1] for n in (32, 64)}
+    nll = {n: [(level + 0.01 * k) * (n - 1) for k in range(5)] for n in (32, 64)}
+    terms = {n: [n - 1] * 5 for n in (32, 64)}
     measured = replace(one.result, document_nll=nll, document_terms=terms)
     cells = () if found is None else (Trials("passkey", 64, 0.5, 30, (found,), "x"),)
     return replace(
