@@ -16,18 +16,9 @@ from rope_extend.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 WITHOUT = {
-    "demo",
-    "generate",
-    "retrieve",
-    "plot",
-    "convert",
-    "merge",
-    "push",
-    "card",
-    "completion",
-    "search",
+    "demo", "generate", "retrieve", "plot", "convert", "merge", "push", "card", "completion", "search",
     "report",
-}
+}  # fmt: skip
 """Commands that run, write files or print a text: there is nothing to give another program."""
 
 
