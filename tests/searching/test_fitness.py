@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TRAINED, tiny_llama
+from cases import TRAINED, llama, tiny_llama
 from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import logit_tolerance
@@ -68,13 +68,7 @@ def test_the_score_is_the_weighted_mean_loss_under_the_candidate() -> None:
 
 def test_held_out_documents_are_measured_under_both_lists() -> None:
     """Queries within the trained window keep plain RoPE: as in the encoding that is written."""
-    model, texts = tiny_llama().eval(), documents(2)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1:  # so that the model looks at positions
-                weight.normal_(
-                    0, (2 if "q_proj" in name or "k_proj" in name else 1) / weight.shape[-1] ** 0.5
-                )
+    model, texts = llama(vocab_size=300), documents(2)
     space = Space(rx.info(model).shape, TARGET, 1.25, original_short=True)
     evaluator = Evaluator(
         model, Fitness(texts, [TARGET]), settings(documents=1), space, log=SearchLog(None, {})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TRAINED, tiny_llama
+from cases import TRAINED, llama, tiny_llama
 from tolerances import assert_same_but_rounding
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,13 +145,7 @@ def test_the_search_for_short_texts_ends_in_two_lists(
 
 def test_as_it_is_means_exactly_the_list_that_the_model_has() -> None:
     """With two lists that no candidate has: divisors below 1, falling ones, and digits beyond hundredths."""
-    model = tiny_llama().eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1:  # so that the model looks at positions
-                weight.normal_(
-                    0, (2 if "q_proj" in name or "k_proj" in name else 1) / weight.shape[-1] ** 0.5
-                )
+    model = llama(vocab_size=300)
     lists = {
         "long_factor": [0.9, 1, 1.2, 1.5, 2, 2, 2, 2],
         "short_factor": [0.93, 0.9, 1, 1.1234, 1.2, 1.2, 1.3, 2.5],

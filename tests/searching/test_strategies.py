@@ -251,11 +251,7 @@ def test_a_log_that_lacks_a_part_of_the_fitness_is_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "table",
     [
-        Table((1.0,) * 15),
-        Table((1.0,) * 15 + (0.99,)),
-        Table((1.0,) * 14 + (2.0, 1.5)),
-        Table((1.0,) * 15 + (10.01,)),
-        Table((1.0,) * 15 + (1.005,)),
+        *(Table((1.0,) * 14 + end) for end in ((1.0,), (1.0, 0.99), (2.0, 1.5), (1.0, 10.01), (1.0, 1.005))),
         Table((1.0,) * 16, start_tokens=3),
         Table((1.0,) * 16, attention_factor=0.0),
     ],
