@@ -91,12 +91,15 @@ def test_the_race_takes_at_most_a_twentieth_of_longrope(documents: int, holdout:
     assert evaluator.log.cost.passes == evaluator.passes
 
 
-def test_the_race_finds_what_the_formula_hides() -> None:
-    """It beats every closed form."""
+@pytest.mark.parametrize("attention", [0.8, 1.15, 1.6])
+def test_the_race_finds_what_the_formula_hides(attention: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It beats every closed form, and looks for attention factors on both sides of theirs."""
+    monkeypatch.setattr(FakeEvaluator, "attention", attention)
     _, finalists, evaluator = asked("race")
     best = evaluator.scores(finalists)[0]
     closed = evaluator.scores(closed_forms(evaluator.config, evaluator.space))
     assert best < min(closed) - 0.1
+    assert finalists[0].attention_factor == pytest.approx(attention, rel=0.06)
 
 
 def test_a_fixed_attention_factor_is_kept() -> None:
