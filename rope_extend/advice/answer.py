@@ -22,7 +22,7 @@ from rope_extend.advice.advice import (
     Advice,
 )
 from rope_extend.advice.estimates import Memory, fit
-from rope_extend.advice.gpus import Gpu, find_gpu
+from rope_extend.memory.gpus import Gpu, find_gpu
 from rope_extend.advice.measuring_commands import measuring_commands
 from rope_extend.advice.question import Question
 from rope_extend.advice.training_amount import first_fields, notes_on_books, within_hours

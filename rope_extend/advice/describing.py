@@ -8,7 +8,7 @@ from textwrap import fill
 
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.estimates import Memory, Work
-from rope_extend.advice.gpus import UTILISATION
+from rope_extend.memory.gpus import UTILISATION
 from rope_extend.advice.serving import Serving
 from rope_extend.units import format_bytes, format_duration, format_length
 

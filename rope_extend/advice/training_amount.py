@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_extend.advice.estimates import Cost, Memory, Work, cost_of, fit, short_blocks, work
-from rope_extend.advice.gpus import Gpu
+from rope_extend.memory.gpus import Gpu
 from rope_extend.advice.question import Question
 from rope_extend.errors import RopeExtendError
 from rope_extend.units import format_length

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 
-from rope_extend.advice.gpus import find_gpu
+from rope_extend.memory.gpus import find_gpu
 from rope_extend.advice.shipped import check_new, copy_recipe, shipped_path, shipped_recipes, write_recipe
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.arguments import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 
-from rope_extend.advice.gpus import gpu_words
+from rope_extend.memory.gpus import gpu_words
 from rope_extend.advice.shipped import find_recipe, shipped_names
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.advise import gpu, recipe_name

@@ -26,6 +26,7 @@ from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
 from rope_extend.journal import Identity
 from rope_extend.memory.meta_device import try_estimate
+from rope_extend.memory.plan import Need
 from rope_extend.memory.segments import expand_segments
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import CurrentTable, current_table, divisors_of
@@ -38,7 +39,6 @@ from rope_extend.searching import genetic, race
 from rope_extend.searching.closed_forms import AS_IT_IS, published
 from rope_extend.searching.evaluations import Evaluator, score
 from rope_extend.searching.fitness import Fitness, needle_windows
-from rope_extend.searching.gradient_memory import gradient_bytes
 from rope_extend.searching.search_config import (
     GENETIC,
     GRADIENT,
@@ -50,7 +50,7 @@ from rope_extend.searching.search_config import (
     SearchConfig,
 )
 from rope_extend.searching.search_log import LOG, SearchLog
-from rope_extend.searching.search_plan import SearchPlan
+from rope_extend.searching.search_plan import SearchPlan, gradient_bytes
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
 from rope_extend.searching.space import STEP, Space, Table
 from rope_extend.searching.strategies import Context, Strategy
@@ -153,9 +153,12 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
     )
     passes = documents * each
     gradient_step = None
-    if forward is not None and options.device_map is None and _takes_gradient_steps(config, forward.device):
-        count = partial(gradient_bytes, empty, space, config.target_length, forward.device)
-        gradient_step = try_estimate(count, empty, "a gradient step")
+    if forward is not None and options.device_map is None:
+        device, weights = forward.budget.device, forward.longest.weights
+        if _takes_gradient_steps(config, device):
+            count = partial(gradient_bytes, empty, space, config.target_length, device)
+            peak = try_estimate(count, empty, "a gradient step")
+            gradient_step = None if peak is None else Need(weights=weights, peak=peak)
     return space, SearchPlan(config.strategy, passes, passes * config.target_length, forward, gradient_step)
 
 

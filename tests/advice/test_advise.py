@@ -18,7 +18,7 @@ from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe
 from rope_extend.advice.estimates import Cost, Memory
-from rope_extend.advice.gpus import UTILISATION, Gpu
+from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.advice.training_amount import FEWEST_STEPS, STEPS
 from rope_extend.advice.windows import window_of_config
 from rope_extend.checkpoint.export.support import support

@@ -12,7 +12,7 @@ from rope_extend.advice import answer, training_amount
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
 from rope_extend.advice.estimates import Cost, Memory, cost_of
-from rope_extend.advice.gpus import find_gpu
+from rope_extend.memory.gpus import find_gpu
 from rope_extend.advice.training_amount import within_hours
 from rope_extend.training.recipe import Recipe
 
