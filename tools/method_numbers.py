@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from method_pictures import MODEL, ROTARY, TARGET, example, learned_rows, shown_kind, target_of
 
 from rope_extend.encodings import (
     AbsoluteEncoding,
@@ -17,8 +18,6 @@ from rope_extend.encodings import (
     RemapEncoding,
     RopeEncoding,
 )
-from rope_extend.plots.gallery import MODEL, ROTARY, TARGET
-from rope_extend.plots.method_pictures import example, learned_rows, shown_kind, target_of
 from rope_extend.units import format_length
 
 Rows = list[list[str]]

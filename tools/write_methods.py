@@ -11,12 +11,11 @@ from dataclasses import MISSING
 from pathlib import Path
 
 from method_numbers import factors, numbers
+from method_pictures import MODEL, ROTARY, SHOWN, caption, draw_method, example, linked, target_of
 
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.encodings import Encoding, Learned, RopeEncoding, encoding_class, encoding_names
-from rope_extend.plots.gallery import MODEL, ROTARY, linked
-from rope_extend.plots.method_pictures import SHOWN, caption, draw_method, example, target_of
 from rope_extend.report.tables import markdown_table
 
 PAGES = Path(__file__).parent.parent / "docs" / "methods"

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rope_extend.memory.gpus import UTILISATION, Gpu, gpus_with
 from rope_extend.errors import RopeExtendError
+from rope_extend.memory.gpus import UTILISATION, Gpu, gpus_with
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted

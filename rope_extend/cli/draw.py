@@ -49,20 +49,11 @@ def plot_arguments(parser: argparse.ArgumentParser) -> None:
                 "--methods", type=methods, metavar="NAME,NAME",
                 help="methods (default: all that need only a target length)",
             )  # fmt: skip
-    text = "pictures of each kind of encoding, in a directory; needs no model"
-    gallery = kinds.add_parser("encodings", help=text, description=text.capitalize() + ".")
-    add_output(gallery, "DIR", "directory of the pictures", required=True)
 
 
 def plot(arguments: argparse.Namespace) -> None:
-    """Draw pictures from saved results, from a run, from a checkpoint's config, or of encodings alone."""
+    """Draw pictures from saved results, from a run, or from a checkpoint's config."""
     output = Path(arguments.output)
-    if arguments.kind == "encodings":
-        from rope_extend.plots.gallery import draw_gallery
-
-        for path in draw_gallery(output, overwrite=arguments.overwrite):
-            print("written:", path)
-        return
     if output.exists() and not arguments.overwrite:
         raise RopeExtendError(f"{output} exists; choose another file, or overwrite=True")
     check_creatable(output.parent)

@@ -18,10 +18,7 @@ from rope_extend.evaluation.cells import ARRAYS, holds_cells
 from rope_extend.files import check_creatable
 
 RESULTS = "results.jsonl"
-FILES = (
-    RESULTS, "table.md", "table.csv", "perplexity.png", "perplexity.svg", "loss_by_position.png",
-    "loss_by_position.svg", "report.html",
-)  # fmt: skip
+FILES = (RESULTS, "report.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")
 """The files of a report of perplexity."""
 
 LOSSES = "losses"

@@ -33,11 +33,11 @@ from rope_extend.evaluation.report_sections import (
     position_section,
 )
 from rope_extend.evaluation.results import EvaluationRow, file_name, or_none
-from rope_extend.evaluation.retrieval_report import retrieval_sections
+from rope_extend.evaluation.retrieval_report import heat_maps, retrieval_sections
 from rope_extend.evaluation.samples import sample_parts
 from rope_extend.evaluation.verdicts import verdict_sentences
 from rope_extend.files import replacing_files, write_text
-from rope_extend.report.html import Part, page
+from rope_extend.report.page import Part, page, picture
 from rope_extend.report.tables import Code, Sentences, public_name, writable
 from rope_extend.report.versions import versions
 
@@ -84,7 +84,7 @@ def write_report(
         for row in rows:
             if row.label in kept:
                 row.result.write_losses(partial / kept[row.label])
-        results, table, data, *pictures, html = (partial / name for name in FILES)
+        results, table, data, curve, positions, html = (partial / name for name in FILES)
         write_text(results, _lines(rows, kept))
         parts = [part.markdown() for part in (*sample_parts(rows), *made_by)]
         head = "".join(f"{part.markdown()}\n\n" for part in lead)
@@ -92,10 +92,9 @@ def write_report(
         write_text(table, writable(text))
         write_text(data, writable(csv_table(rows)))
         shown = [replace(row, label=writable(row.label)) for row in rows]
-        for picture in pictures:
-            draw = plot_perplexity if picture.stem == "perplexity" else plot_loss_by_position
-            draw(shown, trained_length, picture, title=title)
-        write_text(html, _page(rows, title or "Perplexity by length", lead, made_by))
+        plot_perplexity(shown, trained_length, curve, title=title)
+        plot_loss_by_position(shown, trained_length, positions, title=title)
+        write_text(html, _page(shown, title or "Perplexity by length", lead, made_by))
     remove_losses(directory, earlier - {*kept.values()})
     return [directory / name for name in (*FILES, *kept.values())]
 
@@ -218,18 +217,21 @@ def _page(
     rows: Sequence[EvaluationRow], title: str, lead: Sequence[Sentences], made_by: Sequence[Code]
 ) -> str:
     """The HTML page: the verdicts and what they rest on, curves, tables, samples of text, and commands."""
-    from rope_extend.evaluation.report_charts import heat_maps, perplexity_chart, position_chart, ratio_chart
+    from rope_extend.plots.curves import plot_loss_by_position, plot_perplexity, plot_ratio
 
+    trained = rows[0].trained_length
     said, gains = verdict_sentences(rows), against_cropped(rows)
     answers: list[Part] = [*lead, *([] if said is None else [said])]
-    answers += [ratio_chart(gains)] if gains else []
+    if gains:
+        heading = f"Perplexity divided by that of {gains[0].first.label}"
+        answers.append(picture(heading, plot_ratio, gains))
     return page(
         title,
         ["Model: " + ", ".join(sorted({public_name(row.model) for row in rows}))],
         [
             *answers,
-            perplexity_chart(rows),
-            position_chart(rows),
+            picture("Perplexity by length", plot_perplexity, rows, trained),
+            picture("Loss by position", plot_loss_by_position, rows, trained),
             perplexity_section(rows),
             "Small: 95 % interval, Student's t over documents. To compare two rows, use their "
             "difference on the same documents, which is far more precise: rope-extend compare.",

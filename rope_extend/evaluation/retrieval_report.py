@@ -14,14 +14,14 @@ from rope_extend.evaluation.labels import distinct_labels, distinct_names
 from rope_extend.evaluation.output_directory import RESULTS
 from rope_extend.evaluation.results import RetrievalResult, file_name
 from rope_extend.files import replacing_files, write_text
-from rope_extend.report.html import Part, page
+from rope_extend.report.page import Part, Picture, page, picture
 from rope_extend.report.tables import Code, Line, Section, interval, public_name, writable
 from rope_extend.report.versions import versions
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-TABLE, PAGE = "table.md", "report.html"
+TABLE, PAGE = "report.md", "report.html"
 PICTURES = ("heat_map_*.png", "accuracy_*.png")
 """Name patterns of the pictures of a report, see `write_retrieval`."""
 
@@ -75,7 +75,7 @@ def read_retrievals(paths: Sequence[str | Path]) -> list[RetrievalResult]:
 def write_retrieval(
     results: Sequence[RetrievalResult], directory: str | Path, *, made_by: Sequence[Code] = ()
 ) -> list[Path]:
-    """Write `results.jsonl`, `table.md`, the pictures and `report.html`; return their paths.
+    """Write `results.jsonl`, `report.md`, the pictures and `report.html`; return their paths.
 
     Args:
         results: the rows, in the order of the table.
@@ -94,10 +94,9 @@ def write_retrieval(
     with replacing_files(directory, last=RESULTS) as partial:
         for name, (task, result) in pictures.items():
             if result is None:
-                shown = [replace(each, label=writable(each.label)) for each in results]
-                plot_accuracy(shown, task, partial / name)
+                plot_accuracy(_shown(results), task, partial / name)
             else:
-                plot_heat_map(replace(result, label=writable(result.label)), task, partial / name)
+                plot_heat_map(_shown([result])[0], task, partial / name)
         rows = [json.dumps({**result.to_dict(), "versions": versions()}) + "\n" for result in results]
         write_text(partial / RESULTS, "".join(rows))
         commands = "".join(f"\n{part.markdown()}\n" for part in made_by)
@@ -196,10 +195,30 @@ def _window(results: Sequence[RetrievalResult]) -> list[Section]:
     return [Section(f"Within the trained window, {trained} tokens, before and after", lines, [note])]
 
 
-def _page(results: Sequence[RetrievalResult], made_by: Sequence[Code]) -> str:
-    from rope_extend.evaluation.report_charts import accuracy_chart, heat_maps
+def heat_maps(results: Sequence[RetrievalResult]) -> list[Picture]:
+    """A heat map for each task and each row that has trials of the task with a depth."""
+    from rope_extend.plots.retrieval_maps import plot_heat_map
 
-    charts: list[Part] = [accuracy_chart(results, task) for task in _tasks(results)]
+    return [
+        picture(f"{task}, {result.label}: trials solved by depth and length", plot_heat_map, result, task)
+        for task in _tasks(results)
+        for result in _shown(results)
+        if result.depths(task)
+    ]
+
+
+def _shown(results: Sequence[RetrievalResult]) -> list[RetrievalResult]:
+    """The rows with labels that can be drawn."""
+    return [replace(each, label=writable(each.label)) for each in results]
+
+
+def _page(results: Sequence[RetrievalResult], made_by: Sequence[Code]) -> str:
+    from rope_extend.plots.retrieval_maps import plot_accuracy
+
+    results = _shown(results)
+    charts: list[Part] = [
+        picture(f"{task}: trials solved", plot_accuracy, results, task) for task in _tasks(results)
+    ]
     cost: list[Line] = [["", "prompt tokens", "tokens/s", "peak memory, MiB"]]
     cost += [
         [

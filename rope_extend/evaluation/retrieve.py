@@ -26,9 +26,9 @@ def retrieve(
     Every row answers the same prompts. Methods extend the model to the longest length. Everything is checked
     before the weights are loaded.
 
-    If `config.output` is set, the report goes there: `prompts.jsonl`, `results.jsonl`, `table.md`, a heat map
-    for each row and task, accuracy against length for each task, and all of it in `report.html`. What is
-    finished is kept there too, so an interrupted run can be resumed.
+    If `config.output` is set, the report goes there: `prompts.jsonl`, `results.jsonl`, `report.md`, a heat
+    map for each row and task, accuracy against length for each task, and all of it in `report.html`. What
+    is finished is kept there too, so an interrupted run can be resumed.
 
     Args:
         config: what to measure, and how.

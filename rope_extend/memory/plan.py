@@ -1,7 +1,7 @@
 """The planner: what a computation needs, what a device has, and the table that compares the two.
 
-There is no formula per family. Training, evaluation and search each run their own step on the meta device,
-where tensors have shapes and no values, and the bytes that it would hold are counted (`dry_run`, `counter_of`).
+There is no formula per family. Training and evaluation each run their own step on the meta device, where
+tensors have shapes and no values, and the bytes that it would hold are counted (`dry_run`, `counter_of`).
 Memory that kernels and allocators need apart from tensors is covered by the margin of the budget.
 """
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots.grouping import loss_by_group
-from rope_extend.plots.rows import ComparedRows, PerplexityRow
 from rope_extend.plots.style import (
     INK,
     QUIET,
     Canvas,
+    Floats,
     draw_line,
     legend,
     length_axis,
@@ -23,21 +24,24 @@ from rope_extend.plots.style import (
     name_ends,
     perplexity_axis,
 )
-from rope_extend.report.chart import MOST_RATIO
+
+MOST_RATIO = 2.0
+"""Larger ratios are not drawn. Next to plain RoPE, which fails beyond its window, the others could not be
+told apart."""
 
 
-def _is_cropped(row: PerplexityRow) -> bool:
+def _is_cropped(row: Any) -> bool:
     return row.result.cropped
 
 
 def plot_perplexity(
-    rows: Sequence[PerplexityRow], trained_length: int, path: str | Path, *, title: str | None = None
+    rows: Sequence[Any], trained_length: int, path: str | Path, *, title: str | None = None
 ) -> Path:
     """Draw perplexity against length, both logarithmic, with the trained window marked.
 
     Args:
-        rows: one line each, in the colour of its method. Untrained rows are dashed, fine-tuned rows solid,
-            and rows with a cropped context dotted.
+        rows: `EvaluationRow`s, one line each, in the colour of its method. Untrained rows are dashed,
+            fine-tuned rows solid, and rows with a cropped context dotted.
         trained_length: the window the model was pretrained with, in tokens.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
         title: the heading.
@@ -60,7 +64,7 @@ def plot_perplexity(
 
 
 def plot_loss_by_position(
-    rows: Sequence[PerplexityRow], trained_length: int, path: str | Path, *, title: str | None = None
+    rows: Sequence[Any], trained_length: int, path: str | Path, *, title: str | None = None
 ) -> Path:
     """Draw the mean loss in nats per token against the position of the predicted token.
 
@@ -86,8 +90,28 @@ def plot_loss_by_position(
     return canvas.save()
 
 
+def loss_by_group(losses: Floats, first: int) -> tuple[Floats, Floats]:
+    """The middle of each group of positions and its mean loss, from `first` on, four groups to a doubling.
+
+    Args:
+        losses: `[length - 1]` nats; entry p is the loss of the target at position p + 1. NaN: not scored.
+        first: the first position.
+    """
+    last = len(losses) + 1
+    edges = first * 2 ** np.arange(0, np.log2(last / first) + 0.25, 0.25)
+    groups = list(itertools.pairwise(np.unique(edges.round().astype(np.int64).clip(1, last)).tolist()))
+    means = np.array([_mean(losses[start - 1 : stop - 1]) for start, stop in groups])
+    return np.array([np.sqrt(start * (stop - 1)) for start, stop in groups]), means
+
+
+def _mean(losses: Floats) -> float:
+    """The mean of the positions that were scored; the others are NaN."""
+    scored = losses[~np.isnan(losses)]
+    return float(scored.mean()) if scored.size else np.nan
+
+
 def plot_comparison(
-    comparisons: Sequence[ComparedRows], trained_length: int, path: str | Path, *, title: str | None = None
+    comparisons: Sequence[Any], trained_length: int, path: str | Path, *, title: str | None = None
 ) -> Path:
     """Draw the perplexities of pairs of rows, and below the difference of the second from the first.
 
@@ -127,14 +151,14 @@ def plot_comparison(
     return canvas.save()
 
 
-def plot_ratio(comparisons: Sequence[ComparedRows], path: str | Path) -> Path:
+def plot_ratio(comparisons: Sequence[Any], path: str | Path) -> Path:
     """Draw the perplexity of rows divided by that of a control on the same targets, by length.
 
     The bars are 95 % intervals over documents. Below 1, the longer context helps. Ratios above 2 lie outside
     the picture, so that those near 1 can be told apart.
 
     Args:
-        comparisons: the rows, each with the control first.
+        comparisons: `Comparison`s of the rows, each with the control first.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
 
     Raises:

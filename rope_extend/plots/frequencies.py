@@ -10,8 +10,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots.style import INK, QUIET, Canvas, LineEnd, draw_line, name_ends
-from rope_extend.report.chart import looks_of_rows
+from rope_extend.plots.style import INK, QUIET, Canvas, LineEnd, draw_line, looks_of_rows, name_ends
 from rope_extend.units import format_length
 
 
@@ -51,7 +50,7 @@ def plot_frequencies(
         rotating = np.where(frequencies > 0, frequencies, np.nan)  # frequency zero has no wavelength
         pairs = np.arange(len(frequencies), dtype=np.float64)
         # Where schedules agree, the earlier line is visible as a border of the later one.
-        style = {"color": looks[rank].light, "linewidth": 1.5 + 0.6 * (len(encodings) - 1 - rank)}
+        style = {"color": looks[rank].colour, "linewidth": 1.5 + 0.6 * (len(encodings) - 1 - rank)}
         ends += draw_line(upper, pairs, 2 * np.pi / rotating, str(encoding), **style)
         draw_line(lower, pairs, frequencies / plain, str(encoding), **style)
     upper.set_yscale("log")

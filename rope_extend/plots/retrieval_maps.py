@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots.rows import RetrievalRow
 from rope_extend.plots.style import (
     INK,
     MOST_TICKS,
@@ -26,18 +26,16 @@ from rope_extend.plots.style import (
 from rope_extend.units import format_length
 
 
-def _is_cropped(row: RetrievalRow) -> bool:
+def _is_cropped(row: Any) -> bool:
     return row.crop is not None
 
 
-def plot_accuracy(
-    results: Sequence[RetrievalRow], task: str, path: str | Path, *, title: str | None = None
-) -> Path:
+def plot_accuracy(results: Sequence[Any], task: str, path: str | Path, *, title: str | None = None) -> Path:
     """Draw the share of trials solved against length, with 95 % intervals and the trained window marked.
 
     Args:
-        results: one line each, in the same style as in `plot_perplexity`; those without the task are left
-            out.
+        results: `RetrievalResult`s, one line each, in the same style as in `plot_perplexity`; those without
+            the task are left out.
         task: the name of the task.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
         title: the heading.
@@ -69,11 +67,11 @@ def plot_accuracy(
     return canvas.save()
 
 
-def plot_heat_map(result: RetrievalRow, task: str, path: str | Path, *, title: str | None = None) -> Path:
+def plot_heat_map(result: Any, task: str, path: str | Path, *, title: str | None = None) -> Path:
     """Draw the share of trials solved over depth and length, the trained window marked between columns.
 
     Args:
-        result: the results of one model.
+        result: the `RetrievalResult` of one model.
         task: a task that has depths.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
         title: the heading.

@@ -7,9 +7,11 @@ has its name at its end, and dashes distinguish untrained from fine-tuned.
 
 from __future__ import annotations
 
-import json
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,18 +24,14 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocat
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
-from rope_extend.plots.contents import KEY, contents
 from rope_extend.plots.dark import with_dark_colours
-from rope_extend.plots.rows import Row
-from rope_extend.report.chart import kind_of, looks_of_rows
-from rope_extend.report.colours import HUES, look
+from rope_extend.report.colours import HUES, Look, look
 from rope_extend.report.colours import PLAIN as PLAIN_LOOK
-from rope_extend.report.spreading import spread_apart
-from rope_extend.report.ticks import length_ticks
 from rope_extend.units import format_length
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-AnyRow = TypeVar("AnyRow", bound=Row)
+Row = TypeVar("Row", bound=Any)
+"""A row of results, with a `label`, a `method` and an `adapter`."""
 
 FORMATS = (".png", ".svg", ".pdf")
 PALETTE = tuple(light for light, _ in HUES)
@@ -106,9 +104,7 @@ class Canvas:
 
 
 def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
-    """Write a figure; an equal figure makes an equal file. The file says what it shows, see `contents`.
-
-    SVG files have colours for dark pages too.
+    """Write a figure; an equal figure makes an equal file. SVG files have colours for dark pages too.
 
     Args:
         figure: the figure.
@@ -116,15 +112,18 @@ def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
         kind: `png`, `svg` or `pdf`.
         dpi: dots per inch of a PNG file.
     """
-    shows = json.dumps(contents(figure))
-    keys = {"png": {KEY: shows}, "svg": {"Date": None, "Description": shows}, "pdf": {"CreationDate": None}}
-    with rc_context({"svg.hashsalt": "rope_extend"}):  # else the names in an SVG file are random
-        figure.savefig(path, dpi=dpi, format=kind, metadata=keys[kind])
+    unstated: dict[str, dict[str, None]] = {
+        "svg": dict.fromkeys(("Date", "Creator", "Format", "Type")),
+        "pdf": {"CreationDate": None},
+    }
+    # Text as text, and names in an SVG file that are not random.
+    with rc_context({"svg.hashsalt": "rope_extend", "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=dpi, format=kind, metadata=unstated.get(kind))
     if kind == "svg":
         path.write_text(with_dark_colours(path.read_text("utf-8")), "utf-8")
 
 
-def legend(rows: Sequence[AnyRow], cropped: Callable[[AnyRow], bool]) -> str:
+def legend(rows: Sequence[Row], cropped: Callable[[Row], bool]) -> str:
     """The meaning of the dashes, if there is more than one kind of row."""
     kinds = {_kind(row, cropped) for row in rows}
     return " · ".join(
@@ -132,18 +131,33 @@ def legend(rows: Sequence[AnyRow], cropped: Callable[[AnyRow], bool]) -> str:
     )
 
 
-def _kind(row: AnyRow, cropped: Callable[[AnyRow], bool]) -> str:
+def kind_of(adapter: str | None, *, cropped: bool) -> str:
+    """The kind of a row, a key of `DASHES`; `adapter` is None for an untrained model."""
+    if cropped:
+        return "context cropped"
+    return "untrained" if adapter is None else "fine-tuned"
+
+
+def looks_of_rows(rows: Sequence[tuple[str, str]]) -> list[Look]:
+    """The look of each row, given as `(method, kind)`: rows that would look the same get other shades."""
+    seen: Counter[tuple[str, str]] = Counter()
+    looks = []
+    for method, kind in rows:
+        looks.append(look(method).shaded(seen[method, kind]))
+        seen[method, kind] += 1
+    return looks
+
+
+def _kind(row: Row, cropped: Callable[[Row], bool]) -> str:
     return kind_of(row.adapter, cropped=cropped(row))
 
 
 def method_colour(method: str) -> str:
     """The colour of a method, in every picture."""
-    return look(method).light
+    return look(method).colour
 
 
-def line_styles(
-    rows: Sequence[AnyRow], cropped: Callable[[AnyRow], bool]
-) -> list[tuple[AnyRow, dict[str, Any]]]:
+def line_styles(rows: Sequence[Row], cropped: Callable[[Row], bool]) -> list[tuple[Row, dict[str, Any]]]:
     """Each row with the style of its line: the colour of its method, and the dashes of its kind.
 
     Further rows of one method and kind have other shades and markers.
@@ -162,7 +176,7 @@ def line_styles(
     styled = []
     for row, kind, found in zip(rows, kinds, looks, strict=True):
         style = {
-            "color": found.light,
+            "color": found.colour,
             "marker": found.marker,
             "linestyle": DASHES[kind][0],
             "linewidth": 1.8,
@@ -200,6 +214,26 @@ def name_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
         )  # fmt: skip
 
 
+def spread_apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Move heights in 0 … 1 apart to at least `gap`, with the least squared movement, in the same order.
+
+    With q_i = height_i − i · gap, the condition is that q does not fall. This is isotonic regression, which
+    pooling adjacent violators solves exactly.
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    pools: list[list[float]] = []
+    for rank, i in enumerate(order):
+        pools.append([heights[i] - rank * gap])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    flat = [fmean(pool) for pool in pools for _ in pool]
+    highest = max(0.0, 1 - (len(heights) - 1) * gap)
+    spread = [0.0] * len(heights)
+    for rank, i in enumerate(order):
+        spread[i] = min(max(flat[rank], 0.0), highest) + rank * gap
+    return spread
+
+
 def perplexity_axis(axes: Axes) -> None:
     """Make the vertical axis one of perplexities, logarithmic."""
     axes.set_yscale("log")
@@ -217,6 +251,23 @@ def length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
     axes.set_xlabel(label, color=INK)
+
+
+def length_ticks(lengths: Sequence[float], most: int) -> list[float]:
+    """The lengths whose labels fit next to each other on a logarithmic axis: powers of two first.
+
+    Args:
+        lengths: the measured lengths, in tokens.
+        most: the largest number of labels that fit.
+    """
+    logs = {length: math.log2(length) for length in sorted(set(lengths), reverse=True)}
+    room = (max(logs.values()) - min(logs.values())) / most
+    powers = [length for length in logs if length == round(length) and round(length).bit_count() == 1]
+    kept: list[float] = []
+    for length in powers if len(logs) > most and len(powers) > 2 else [*powers, *logs]:
+        if all(abs(logs[other] - logs[length]) >= room for other in kept if other != length):
+            kept.append(length)
+    return sorted(set(kept))
 
 
 def mark_window(axes: Axes, trained_length: int) -> None:

@@ -41,23 +41,15 @@ HUE_OF = {
 
 @dataclass(frozen=True)
 class Look:
-    """How the lines of a method look.
+    """How the lines of a method look: a colour on white, and a marker by matplotlib's name."""
 
-    Attributes:
-        light: colour on white.
-        dark: colour on a dark page.
-        marker: marker, by matplotlib's name.
-    """
-
-    light: str
-    dark: str
+    colour: str
     marker: str
 
     def shaded(self, step: int) -> Look:
-        """The same hue, further from the background with each step, for further rows of one method."""
-        part = min(step, 3) / 5
-        markers = (MARKERS.index(self.marker) + step) % len(MARKERS)
-        return Look(mix(self.light, "#000000", part), mix(self.dark, "#FFFFFF", part), MARKERS[markers])
+        """The same hue, darker with each step, for further rows of one method."""
+        marker = (MARKERS.index(self.marker) + step) % len(MARKERS)
+        return Look(mix(self.colour, "#000000", min(step, 3) / 5), MARKERS[marker])
 
 
 def look(method: str) -> Look:
@@ -67,7 +59,7 @@ def look(method: str) -> Look:
     """
     name = method.partition("(")[0].strip()
     if name == "none":
-        return Look(*PLAIN, MARKERS[0])
+        return Look(PLAIN[0], MARKERS[0])
     return _LOOKS.get(name) or _ALL[crc32(name.encode()) % len(_ALL)]
 
 
@@ -76,13 +68,13 @@ def _assigned() -> dict[str, Look]:
     seen: Counter[int] = Counter()
     looks = {}
     for name, hue in HUE_OF.items():
-        looks[name] = Look(*HUES[hue], MARKERS[(hue + seen[hue]) % len(MARKERS)])
+        looks[name] = Look(HUES[hue][0], MARKERS[(hue + seen[hue]) % len(MARKERS)])
         seen[hue] += 1
     return looks
 
 
 _LOOKS = _assigned()
-_ALL = tuple(Look(*hue, marker) for marker in MARKERS for hue in HUES)
+_ALL = tuple(Look(hue, marker) for marker in MARKERS for hue, _ in HUES)
 
 
 def channels(colour: str) -> tuple[float, float, float]:
@@ -95,25 +87,3 @@ def mix(colour: str, other: str, part: float) -> str:
     """A colour with a part of another, from 0 to 1."""
     pairs = zip(channels(colour), channels(other), strict=True)
     return "#" + "".join(f"{round(255 * ((1 - part) * a + part * b)):02X}" for a, b in pairs)
-
-
-def contrast(colour: str, background: str) -> float:
-    """The contrast ratio of two colours, from 1 to 21, by the formula of WCAG 2."""
-    light, dark = sorted((_luminance(colour), _luminance(background)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels(colour)]
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
-
-
-_CIVIDIS = ("#00204C", "#414D6B", "#7C7B78", "#BAAE6C", "#FFE945")
-
-
-def heat(share: float) -> tuple[str, str]:
-    """The colour of a share from 0 to 1 in a heat map (matplotlib's cividis), and of the text on it."""
-    at = max(0.0, min(1.0, share)) * (len(_CIVIDIS) - 1)
-    low = min(int(at), len(_CIVIDIS) - 2)
-    colour = mix(_CIVIDIS[low], _CIVIDIS[low + 1], at - low)
-    return colour, max(("#FFFFFF", "#000000"), key=lambda text: contrast(text, colour))

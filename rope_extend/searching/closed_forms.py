@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import suppress
 
 from rope_extend.encodings import NTK, Linear, Llama3, RopeEncoding, YaRN
 from rope_extend.encodings.core.critical import critical_range
@@ -25,11 +26,6 @@ def longrope_attention_factor(config: SearchConfig, space: Space) -> float:
     return math.sqrt(1 + math.log(space.factor) / math.log(space.shape.trained_length))
 
 
-def yarn_attention_factor(space: Space) -> float:
-    """The attention factor of YaRN, `0.1 ln s + 1`."""
-    return YaRN(space.factor).attention_factor(space.shape)
-
-
 def seeds(space: Space, attention_factor: float) -> list[Table]:
     """LongRoPE's seeds, position interpolation, NTK and YaRN, all with the same attention factor.
 
@@ -49,8 +45,8 @@ def seeds(space: Space, attention_factor: float) -> list[Table]:
     return [space.of_encoding(encoding, attention_factor) for encoding in encodings]
 
 
-def published(space: Space) -> dict[str, Table]:
-    """The closed forms as published, by name, each with its own attention factor.
+def published(config: SearchConfig, space: Space) -> dict[str, Table]:
+    """The closed forms as published, by name, each with its own attention factor or that of the settings.
 
     For short texts: what the model has for them now, plain RoPE, and the table of long texts. These are
     exact, so they may be outside the space: they are measured, and no strategy starts from them.
@@ -69,36 +65,30 @@ def published(space: Space) -> dict[str, Table]:
         encodings["ntk"] = NTK(space.factor)
     encodings["llama3"] = Llama3(space.factor)
     return {
-        name: space.of_encoding(encoding, encoding.attention_factor(space.shape))
+        name: space.of_encoding(encoding, config.attention_factor or encoding.attention_factor(space.shape))
         for name, encoding in encodings.items()
     }
 
 
-def with_moved_critical_pair(space: Space) -> dict[str, Table]:
-    """YaRN and NTK with up to four critical pairs each, with YaRN's attention factor (2502.20082).
-
-    None for short texts.
-    """
-    if space.long is not None:
-        return {}
+def with_moved_critical_pair(config: SearchConfig, space: Space) -> list[Table]:
+    """YaRN and NTK with up to four critical pairs each, with YaRN's attention factor (2502.20082)."""
     first, last = critical_range(space.shape)
-    indices = sorted({round(first + (last - first) * n / 3) for n in range(4)})
-    tables: dict[str, Table] = {}
-    for name, cls in (("ntk", NTK), ("yarn", YaRN)):
-        for index in indices:
-            encoding = cls(space.factor, critical=index)
-            try:
-                tables[f"{name}(critical={index})"] = space.of_encoding(
-                    encoding, yarn_attention_factor(space)
-                )
-            except RopeExtendError:  # not above the start of YaRN's ramp, or the model has no such pair
-                continue
+    factor = config.attention_factor or YaRN(space.factor).attention_factor(space.shape)
+    tables = []
+    for index in sorted({round(first + (last - first) * n / 3) for n in range(4)}):
+        for cls in (NTK, YaRN):
+            # YaRN's must be above the start of its ramp, and the model must have the pair.
+            with suppress(RopeExtendError):
+                tables.append(space.of_encoding(cls(space.factor, critical=index), factor))
     return tables
 
 
 def closed_forms(config: SearchConfig, space: Space) -> list[Table]:
-    """The closed forms, as published and with a moved critical pair, with the settings' attention factor."""
-    tables = [*published(space).values(), *with_moved_critical_pair(space).values()]
-    if config.attention_factor is not None:
-        tables = [space.table(table.divisors, config.attention_factor) for table in tables]
+    """What the race starts from: the closed forms, as published and with a moved critical pair.
+
+    For short texts: `seeds`.
+    """
+    if space.long is not None:
+        return seeds(space, space.long.attention_factor)
+    tables = [*published(config, space).values(), *with_moved_critical_pair(config, space)]
     return list(dict.fromkeys(tables))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
+import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,13 +12,11 @@ from torch import nn
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory.meta_device import quiet_patching
-from rope_extend.models.rotary import has_float64
 from rope_extend.patching import patch_model
 from rope_extend.searching.fitness import Fitness, Losses
+from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import Cost, SearchLog
 from rope_extend.searching.space import Space, Table
-
-logger = logging.getLogger(__name__)
 
 SEARCH, HOLDOUT, AS_WRITTEN = "search", "held out", "held out, as written"
 """The two groups of documents.
@@ -42,13 +40,13 @@ def score(losses: Iterable[Losses], weights: Mapping[str, float]) -> float:
 
 
 class Evaluator:
-    """Measures candidates on documents.
+    """Measures the candidates of a search on documents, and ranks them.
 
     Args:
         model: the model.
-        fitness: the losses of documents; the first `documents` are searched on, the others are held out.
-        weights: the weight of each part of the fitness.
-        documents: the number of documents to search on.
+        fitness: the losses of documents; the first ones are searched on, the others are held out.
+        config: the settings.
+        space: where the search looks.
         log: what is measured already, and where the rest is written.
         bar: progress bar that counts documents; None for none.
 
@@ -60,14 +58,17 @@ class Evaluator:
         self,
         model: nn.Module,
         fitness: Fitness,
-        weights: Mapping[str, float],
-        documents: int,
+        config: SearchConfig,
+        space: Space,
         *,
         log: SearchLog,
         bar: Any = None,
     ) -> None:
-        self.model, self.fitness, self.weights, self.documents = model, fitness, dict(weights), documents
+        self.model, self.fitness, self.config, self.space = model, fitness, config, space
+        self.weights, self.documents = config.weights(), config.documents
         self.log, self.bar = log, bar
+        self.random = random.Random(config.seed)
+        """Source of all random choices of the search."""
         for (_, name), losses in log.losses.items():
             if missing := self.weights.keys() - losses.keys():
                 raise RopeExtendError(
@@ -76,54 +77,47 @@ class Evaluator:
                 )
         self.requested: set[tuple[Table, str]] = set()
         """What this search has asked for. Unlike the log, it is the same in a resumed search."""
-        self.other_passes = 0
-        """Passes of this search that are not those of `requested`, such as gradients."""
         self.curve: list[tuple[int, float]] = []
         """Passes over documents, and the best score on all documents so far, each time that it improves."""
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether the losses can be differentiated: the device computes in float64."""
-        return has_float64(next(self.model.parameters()).device)
-
-    @property
     def passes(self) -> int:
         """Documents that this search has asked for, each counted once for each candidate."""
-        return len(self.requested) + self.other_passes
+        return len(self.requested)
 
-    def count(self, passes: int) -> None:
-        """Count passes that are not those of `scores` and `held_out`."""
-        self.other_passes += passes
-        if self.bar is not None:
-            self.bar.update(passes)
-
-    def scores(self, space: Space, tables: Sequence[Table], documents: int | None = None) -> list[float]:
-        """The fitness of candidates on the first documents to search on, by default on all.
+    def scores(self, tables: Sequence[Table], documents: int | None = None) -> list[float]:
+        """The fitness of candidates, lower is better: on the first documents to search on, or on all.
 
         Raises:
             RopeExtendError: a candidate is outside the space.
         """
         for table in tables:
-            space.check(table)
-        count = self.documents if documents is None else min(documents, self.documents)
-        return [score(self._losses(space, table, SEARCH, range(count)), self.weights) for table in tables]
+            self.space.check(table)
+        numbers = range(min(documents or self.documents, self.documents))
+        return [score(self._losses(table, SEARCH, numbers), self.weights) for table in tables]
 
-    def held_out(self, space: Space, table: Table) -> list[Losses]:
+    def ranked(self, tables: Sequence[Table], documents: int | None = None) -> list[Table]:
+        """Different candidates by fitness, the best first; those with equal fitness keep their order."""
+        different = list(dict.fromkeys(tables))
+        scores = dict(zip(different, self.scores(different, documents), strict=True))
+        return sorted(different, key=scores.__getitem__)
+
+    def held_out(self, table: Table) -> list[Losses]:
         """The losses of a candidate on each of the documents that are not searched on.
 
         They are those of the encoding that the search would write, `space.result(table)`.
         """
-        count = len(self.fitness.documents) - self.documents
-        group = HOLDOUT if space.result(table) == space.encoding(table) else AS_WRITTEN
-        return self._losses(space, table, group, range(count))
+        one_table = self.space.result(table) == self.space.encoding(table)
+        numbers = range(len(self.fitness.documents) - self.documents)
+        return self._losses(table, HOLDOUT if one_table else AS_WRITTEN, numbers)
 
-    def _losses(self, space: Space, table: Table, group: str, numbers: Sequence[int]) -> list[Losses]:
+    def _losses(self, table: Table, group: str, numbers: Sequence[int]) -> list[Losses]:
         names = [f"{group} {number}" for number in numbers]
         new = len({(table, name) for name in names} - self.requested)
         self.requested |= {(table, name) for name in names}
         missing = [number for number in numbers if (table, f"{group} {number}") not in self.log.losses]
         if missing:
-            self._measure(space, table, group, missing)
+            self._measure(table, group, missing)
         losses = [self.log.losses[table, name] for name in names]
         if group == SEARCH and len(names) == self.documents:
             self._note(score(losses, self.weights))
@@ -131,9 +125,9 @@ class Evaluator:
             self.bar.update(new)
         return losses
 
-    def _measure(self, space: Space, table: Table, group: str, numbers: Sequence[int]) -> None:
+    def _measure(self, table: Table, group: str, numbers: Sequence[int]) -> None:
         """Measure a candidate on the documents with these numbers of a group, and write the line."""
-        started = time.perf_counter()
+        started, space = time.perf_counter(), self.space
         shift = 0 if group == SEARCH else self.documents
         with (
             quiet_patching(),
@@ -144,10 +138,10 @@ class Evaluator:
                 target_length=space.target_length,
             ),
         ):
-            measured = self.fitness.measure(self.model, [shift + number for number in numbers])
-        seconds = time.perf_counter() - started
-        cost = Cost(1, measured.passes, measured.forward_tokens, seconds)
-        self.log.add(table, [f"{group} {number}" for number in numbers], measured.losses, cost)
+            losses = self.fitness.measure(self.model, [shift + number for number in numbers])
+        passes, tokens = len(numbers) * self.fitness.passes, len(numbers) * self.fitness.tokens
+        cost = Cost(1, passes, tokens, time.perf_counter() - started)
+        self.log.add(table, [f"{group} {number}" for number in numbers], losses, cost)
 
     def _note(self, value: float) -> None:
         if self.curve and not value < self.curve[-1][1]:

@@ -45,14 +45,6 @@ Losses = Mapping[str, Loss]
 """The losses of a document, by part of the fitness: a length as text, or `needle`."""
 
 
-class Measured(NamedTuple):
-    """The losses of some documents, and what they cost."""
-
-    losses: list[Losses]
-    passes: int
-    forward_tokens: int
-
-
 @dataclass(frozen=True)
 class NeedleWindow:
     """A document with a needle near its start, and the question at its end.
@@ -143,16 +135,11 @@ class Fitness:
         return bool(self.lengths) + bool(self.needles)
 
     @property
-    def window(self) -> int:
-        """Tokens of the longest forward."""
-        return max([*self.lengths, *(len(window.input_ids) for window in self.needles)])
-
-    @property
     def tokens(self) -> int:
         """Forward tokens for a document."""
         return max(self.lengths, default=0) + (len(self.needles[0].input_ids) if self.needles else 0)
 
-    def measure(self, model: nn.Module, numbers: Sequence[int]) -> Measured:
+    def measure(self, model: nn.Module, numbers: Sequence[int]) -> list[Losses]:
         """The losses of the documents with these numbers, under the model's present tables."""
         losses: list[dict[str, Loss]] = [{} for _ in numbers]
         if self.lengths:
@@ -172,7 +159,7 @@ class Fitness:
         if self.needles:
             for row, number in zip(losses, numbers, strict=True):
                 row[NEEDLE] = self._answer(model, self.needles[number])
-        return Measured(list(losses), self.passes * len(numbers), self.tokens * len(numbers))
+        return list(losses)
 
     def _answer(self, model: nn.Module, window: NeedleWindow) -> Loss:
         """The losses of the tokens of a needle's answer; the head runs on these positions only."""

@@ -10,9 +10,9 @@ import itertools
 import random
 
 from rope_extend.searching.closed_forms import longrope_attention_factor, seeds
-from rope_extend.searching.search_config import SearchConfig
+from rope_extend.searching.evaluations import Evaluator
+from rope_extend.searching.search_config import FINALISTS, SearchConfig
 from rope_extend.searching.space import START_TOKENS, STEP, Space, Table, steps_of
-from rope_extend.searching.strategies import FINALISTS, Context, Strategy
 
 HEAD_ROOM = 1.25
 """The largest divisor, divided by the factor."""
@@ -47,43 +47,43 @@ def crossover(first: Table, second: Table, space: Space, rng: random.Random) -> 
     return space.from_steps(steps, first.attention_factor, start)
 
 
-def new_mutant(parent: Table, context: Context, known: set[Table]) -> Table:
+def new_mutant(parent: Table, search: Evaluator, known: set[Table]) -> Table:
     """A mutant that is not known, or the last of several attempts; it is known afterwards."""
     for _ in range(TRIES):
-        child = mutant(parent, context.space, context.config, context.random)
+        child = mutant(parent, search.space, search.config, search.random)
         if child not in known:
             break
     known.add(child)
     return child
 
 
-def new_crossover(parents: list[Table], context: Context, known: set[Table]) -> Table:
+def new_crossover(parents: list[Table], search: Evaluator, known: set[Table]) -> Table:
     """A crossover of two parents that is not known; a mutant of the first, if several attempts fail."""
-    first, second = context.random.sample(parents, 2)
+    first, second = search.random.sample(parents, 2)
     for _ in range(TRIES):
-        child = crossover(first, second, context.space, context.random)
+        child = crossover(first, second, search.space, search.random)
         if child is not None and child not in known:
             known.add(child)
             return child
-    return new_mutant(first, context, known)
+    return new_mutant(first, search, known)
 
 
-def run(context: Context) -> list[Table]:
+def run(search: Evaluator) -> list[Table]:
     """Search, and return the best candidates ever seen."""
-    config = context.config
+    config = search.config
     assert config.population is not None
     assert config.mutants is not None
     assert config.crossovers is not None
     assert config.parents is not None
-    first = seeds(context.space, longrope_attention_factor(config, context.space))
+    first = seeds(search.space, longrope_attention_factor(config, search.space))
     population, known = list(first), set(first)
     for number in range(config.population - len(first)):
-        population.append(new_mutant(first[number % len(first)], context, known))
-    best = context.ranked(population)[: config.parents]
+        population.append(new_mutant(first[number % len(first)], search, known))
+    best = search.ranked(population)[: config.parents]
     for _ in range(config.iterations):
-        mutants = [new_mutant(context.random.choice(best), context, known) for _ in range(config.mutants)]
-        crossed = [new_crossover(best, context, known) for _ in range(config.crossovers)]
-        best = context.ranked([*best, *mutants, *crossed])[: config.parents]
+        mutants = [new_mutant(search.random.choice(best), search, known) for _ in range(config.mutants)]
+        crossed = [new_crossover(best, search, known) for _ in range(config.crossovers)]
+        best = search.ranked([*best, *mutants, *crossed])[: config.parents]
     return best[:FINALISTS]
 
 
@@ -94,6 +94,3 @@ def passes(config: SearchConfig) -> int:
     assert config.crossovers is not None
     offspring = config.mutants + config.crossovers
     return (config.population + config.iterations * offspring) * config.documents
-
-
-STRATEGY = Strategy(HEAD_ROOM, passes, run)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -25,14 +22,11 @@ from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.output_directory import check_files
 from rope_extend.evaluation.statistics import paired
 from rope_extend.journal import Identity
-from rope_extend.memory.meta_device import try_estimate
-from rope_extend.memory.plan import Need
 from rope_extend.memory.segments import expand_segments
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import CurrentTable, current_table, divisors_of
 from rope_extend.models.loading import pretrained
 from rope_extend.models.processes import process_count
-from rope_extend.models.rotary import has_float64
 from rope_extend.models.view import shape_of
 from rope_extend.progress import progress_bar
 from rope_extend.searching import genetic, race
@@ -41,7 +35,6 @@ from rope_extend.searching.evaluations import Evaluator, score
 from rope_extend.searching.fitness import Fitness, needle_windows
 from rope_extend.searching.search_config import (
     GENETIC,
-    GRADIENT,
     HELD_OUT_TABLES,
     LOAD_FIELDS,
     ORIGINAL,
@@ -50,24 +43,37 @@ from rope_extend.searching.search_config import (
     SearchConfig,
 )
 from rope_extend.searching.search_log import LOG, SearchLog
-from rope_extend.searching.search_plan import SearchPlan, gradient_bytes
+from rope_extend.searching.search_plan import SearchPlan
 from rope_extend.searching.search_result import FILES, HeldOutRow, SearchResult
 from rope_extend.searching.space import STEP, Space, Table
-from rope_extend.searching.strategies import Context, Strategy
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
-STRATEGIES: dict[str, Strategy] = {
-    RACE: race.STRATEGY,
-    GENETIC: genetic.STRATEGY,
-    GRADIENT: race.STRATEGY,
+
+class Strategy(NamedTuple):
+    """A way to search.
+
+    Attributes:
+        head_room: the largest divisor, divided by the factor.
+        passes: the largest number of documents that it measures, each counted once for each candidate.
+        run: searches, and returns the finalists, the best first.
+    """
+
+    head_room: float
+    passes: Callable[[SearchConfig], int]
+    run: Callable[[Evaluator], list[Table]]
+
+
+STRATEGIES = {
+    RACE: Strategy(race.HEAD_ROOM, lambda config: config.race_passes, race.run),
+    GENETIC: Strategy(genetic.HEAD_ROOM, genetic.passes, genetic.run),
 }
 """The strategies by name."""
 
 _NOT_IN_IDENTITY = (
-    "model", "data", "output", "short", "start", "current_length", "search_for", "gradient_steps",
-    "iterations", "text_column", "split", *LOAD_FIELDS,
+    "model", "data", "output", "short", "start", "current_length", "search_for", "iterations",
+    "text_column", "split", *LOAD_FIELDS,
 )  # fmt: skip
 """Settings on which no evaluation depends, or that have an entry of their own.
 
@@ -119,8 +125,7 @@ def search(
     total = STRATEGIES[config.strategy].passes(config) + HELD_OUT_TABLES * config.holdout
     name = f"search, {config.strategy}"
     with log, progress_bar(logger, shown=progress, total=total, unit="doc", desc=name) as bar:
-        evaluator = Evaluator(model, fitness, config.weights(), config.documents, log=log, bar=bar)
-        result = _searched(config, space, evaluator)
+        result = _searched(Evaluator(model, fitness, config, space, log=log, bar=bar))
         if output is not None:
             result.write(output)
     return result
@@ -152,18 +157,7 @@ def _planned(config: SearchConfig) -> tuple[Space, SearchPlan]:
         trained_length=space.pretrained.trained_length,
     )
     passes = documents * each
-    gradient_step = None
-    if forward is not None and options.device_map is None:
-        device, weights = forward.budget.device, forward.longest.weights
-        if _takes_gradient_steps(config, device):
-            count = partial(gradient_bytes, empty, space, config.target_length, device)
-            peak = try_estimate(count, empty, "a gradient step")
-            gradient_step = None if peak is None else Need(weights=weights, peak=peak)
-    return space, SearchPlan(config.strategy, passes, passes * config.target_length, forward, gradient_step)
-
-
-def _takes_gradient_steps(config: SearchConfig, device: torch.device) -> bool:
-    return config.strategy in (RACE, GRADIENT) and config.gradient_steps and has_float64(device)
+    return space, SearchPlan(config.strategy, passes, passes * config.target_length, forward)
 
 
 def _space(config: SearchConfig, empty: Any, head_room: float) -> Space:
@@ -307,19 +301,15 @@ def _identity(config: SearchConfig, model: nn.Module, fitness: Fitness, shape: R
     return {**settings, **fitness.identity(), **model_identity(model), "trained": asdict(shape)}
 
 
-def _searched(config: SearchConfig, space: Space, evaluator: Evaluator) -> SearchResult:
-    context = Context(config, space, evaluator, random.Random(config.seed))
-    finalists = STRATEGIES[config.strategy].run(context)
-    rows: dict[Table, str] = {table: f"{config.strategy} {n}" for n, table in enumerate(finalists, start=1)}
-    for name, table in published(space).items():
-        if config.attention_factor is None or table in rows:
-            rows.setdefault(table, name)
-        else:
-            rows.setdefault(space.table(table.divisors, config.attention_factor), name)
-        if name == AS_IT_IS:  # also if the strategy ends on it
+def _searched(evaluator: Evaluator) -> SearchResult:
+    config, space = evaluator.config, evaluator.space
+    finalists = STRATEGIES[config.strategy].run(evaluator)
+    rows = {table: f"{config.strategy} {n}" for n, table in enumerate(finalists, start=1)}
+    for name, table in published(config, space).items():
+        if name == AS_IT_IS or table not in rows:  # also if the strategy ends on what the model has
             rows[table] = name
-    weights = config.weights()
-    losses = {table: evaluator.held_out(space, table) for table in rows}
+    weights = evaluator.weights
+    losses = {table: evaluator.held_out(table) for table in rows}
     scores = {table: score(values, weights) for table, values in losses.items()}
     winner = min(rows, key=lambda table: scores[table])
     if not math.isfinite(scores[winner]):

@@ -36,9 +36,8 @@ from rope_extend.models.locating import check_path
 if TYPE_CHECKING:
     from rope_extend.models.load_options import LoadOptions
 
-RACE, GENETIC, GRADIENT = "race", "longrope", "gradient"
-STRATEGIES = (RACE, GENETIC, GRADIENT)
-"""The strategies by name, the default first; `gradient` is another name of `race`."""
+RACE, GENETIC = "race", "longrope"
+"""The strategies by name, the default first."""
 
 LONG_TEXTS, SHORT_TEXTS = "long", "short"
 """Which texts the table is searched for; LongRoPE ends with a search for short ones."""
@@ -50,7 +49,9 @@ PAPER_EVALUATIONS = 64 + 40 * 32
 """Evaluations of LongRoPE's search: its first population, and 32 new candidates in each of 40 iterations."""
 RACE_SHARE = 20
 """The race uses at most one document pass for this number of passes of LongRoPE's search."""
-HELD_OUT_TABLES = 7
+FINALISTS = 3
+"""Candidates of a strategy that are compared on held-out documents."""
+HELD_OUT_TABLES = FINALISTS + 4
 """Tables that are measured on the held-out documents: the finalists, and the closed forms as published."""
 SMALLEST_RACE, SMALLEST_FOR_EACH = 50, 8
 """The fewest passes of a race, in all and for each document: it compares closed forms, and looks further."""
@@ -82,7 +83,7 @@ class SearchConfig(Config):
         "long documents: a directory, glob, file or hub id; may be given several times",
     ] = None
     output: Annotated[str | None, optional(PATH), "directory of the search: its log, and the encoding"] = None
-    strategy: Annotated[str, choice(*STRATEGIES), "how candidates are chosen"] = RACE
+    strategy: Annotated[str, choice(RACE, GENETIC), "how candidates are chosen"] = RACE
     documents: Annotated[int, POSITIVE_COUNT, "documents to search on, each of target_length tokens"] = 5
     holdout: Annotated[
         int, POSITIVE_COUNT, "further documents, which decide between the finalists and are not searched on"
@@ -134,11 +135,6 @@ class SearchConfig(Config):
         "also search the number of first positions that keep plain RoPE (only longrope); such a result "
         "cannot be exported",
     ] = False
-    gradient_steps: Annotated[
-        bool,
-        FLAG,
-        "race: take gradient steps, which need the memory of a backward pass; otherwise more mutants",
-    ] = True
     attention_factor: Annotated[
         float | None,
         optional(number(0.01, below=100)),

@@ -1,6 +1,6 @@
 """The log of a search: a journal with one line for each evaluation, from which a search is resumed.
 
-A line has a candidate, the losses of the documents that were measured, and what that cost; or a gradient.
+A line has a candidate, the losses of the documents that were measured, and what that cost.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from rope_extend.searching.space import Table
 
 LOG = "evaluations.jsonl"
 """Name of the file."""
-GRADIENT_AT = "at"
-"""Key of a line with a gradient: the point and the document that it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,6 @@ class SearchLog:
         advice = "give the settings of that search, use another directory, or overwrite=True"
         self.file = file
         self.losses: dict[tuple[Table, str], Losses] = {}
-        self.gradients: dict[str, list[float]] = {}
-        """Gradients by the text of the point and document that they belong to."""
         self.cost = Cost()
         self._journal = Journal(file, identity, holds="evaluations", advice=advice)
         try:
@@ -112,33 +108,16 @@ class SearchLog:
             name: {part: [or_none(loss.total), loss.terms] for part, loss in parts.items()}
             for name, parts in zip(names, losses, strict=True)
         }
-        self._append({**vars(table), "losses": by_name, **vars(replace(cost, evaluations=1))})
-
-    def add_gradient(self, key: str, gradient: Sequence[float], cost: Cost) -> None:
-        """Add a gradient, and write its line.
-
-        Args:
-            key: the point and the document, as text.
-            gradient: its values; what is not finite is kept as NaN.
-            cost: what it cost.
-        """
-        self._append({GRADIENT_AT: key, "gradient": list(map(or_none, gradient)), **vars(cost)})
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        self._journal.append(record)
+        self._journal.append({**vars(table), "losses": by_name, **vars(replace(cost, evaluations=1))})
         self._keep(self._journal.records[-1])  # as it will be read again
 
     def _keep(self, record: Mapping[str, Any]) -> None:
         cost = Cost.from_dict(record)
-        if GRADIENT_AT in record:
-            gradient = [math.nan if value is None else float(value) for value in record["gradient"]]
-            self.gradients[str(record[GRADIENT_AT])] = gradient
-        else:
-            table = Table(tuple(record["divisors"]), record["start_tokens"], record["attention_factor"])
-            for number in (*table.divisors, table.start_tokens, table.attention_factor):
-                check_number("table", "a value", number, minimum=0)
-            for name, parts in record["losses"].items():
-                self.losses[table, name] = {part: _loss(part, *loss) for part, loss in parts.items()}
+        table = Table(tuple(record["divisors"]), record["start_tokens"], record["attention_factor"])
+        for number in (*table.divisors, table.start_tokens, table.attention_factor):
+            check_number("table", "a value", number, minimum=0)
+        for name, parts in record["losses"].items():
+            self.losses[table, name] = {part: _loss(part, *loss) for part, loss in parts.items()}
         self.cost = self.cost.plus(cost)
 
 

@@ -216,7 +216,7 @@ Held out:
         Raises:
             OSError: a file cannot be written.
         """
-        from rope_extend.plots.search_curve import plot_search_curve
+        from rope_extend.plots.training_curves import plot_search_curve
 
         with replacing_files(directory, last=ENCODING_FILE) as files:
             write_text(files / CARD, self.card())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -32,17 +31,6 @@ class Table:
     divisors: tuple[float, ...]
     start_tokens: int = 0
     attention_factor: float = 1.0
-
-    @property
-    def key(self) -> str:
-        """The candidate as text: equal for equal candidates."""
-        return json.dumps([self.divisors, self.start_tokens, self.attention_factor])
-
-    @classmethod
-    def from_key(cls, key: str) -> Table:
-        """Inverse of `key`."""
-        divisors, start_tokens, attention_factor = json.loads(key)
-        return cls(tuple(divisors), start_tokens, attention_factor)
 
 
 @dataclass(frozen=True)

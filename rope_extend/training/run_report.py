@@ -14,12 +14,11 @@ from typing import Any
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.commands import commands_part
 from rope_extend.files import replacing_directory
-from rope_extend.report.html import Part, page
+from rope_extend.report.page import Part, page, picture
 from rope_extend.report.tables import Line, Section, number, public_name
 from rope_extend.report.versions import versions
 from rope_extend.training.metrics import same_text
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.run_charts import course_chart, loss_chart
 from rope_extend.units import format_duration, format_length
 
 logger = logging.getLogger(__name__)
@@ -117,24 +116,26 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
     log = RunLog.read(directory / "metrics.jsonl", recipe.steps)
     final = directory / REPORT
     with replacing_directory(final) as partial:
-        plot_training(directory / "metrics.jsonl", partial / "training.png")
-        pictures = {"training.png": "Loss and norm of the gradient by step"}
-        charts: list[Part] = [loss_chart(log.steps)]
+        drawn: dict[str, tuple[Any, ...]] = {}
         if log.curves:
-            plot_course(log.curves, trained_length, partial / "perplexity.png")
-            pictures = {"perplexity.png": "Perplexity against length, before and after training", **pictures}
-            charts.insert(0, course_chart(log.curves, trained_length))
+            words = "Perplexity against length, before and after training"
+            drawn["perplexity.png"] = words, plot_course, log.curves, trained_length
+        words = "Loss and norm of the gradient by step"
+        drawn["training.png"] = words, plot_training, directory / "metrics.jsonl"
+        for name, (_, draw, *arguments) in drawn.items():
+            draw(*arguments, partial / name)
+        pictures: list[Part] = [picture(*each) for each in drawn.values()]
         sections = _sections(log)
         title, lead = f"Training report: {directory.resolve().name}", _lead(recipe, trained_length)
         text = [f"# {title}", lead, *(section.markdown() for section in sections)]
-        text += [f"![{description}]({name})" for name, description in pictures.items()]
+        text += [f"![{words}]({name})" for name, (words, *_) in drawn.items()]
         # Another directory, because a command refuses one that holds a run.
         again = directory.resolve().with_name(f"{directory.resolve().name}-again")
         made_by = commands_part([["finetune", str(directory / "recipe.yaml"), "--output-dir", str(again)]])
         text.append(made_by.markdown())
         (partial / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
         (partial / "report.html").write_text(
-            page(title, [lead], [*charts, *sections, made_by], versions()), encoding="utf-8"
+            page(title, [lead], [*pictures, *sections, made_by], versions()), encoding="utf-8"
         )
     return final
 

@@ -1,4 +1,4 @@
-"""Counts the bytes of a training step: with adapter, loss, backward pass and optimizer, on the meta device."""
+"""Counts the bytes of a training step: adapter, loss, backward pass and optimizer, on the meta device."""
 
 from __future__ import annotations
 
@@ -42,6 +42,11 @@ class Step(Need):
 
     memory_options: MemoryOptions
     quantized: bool
+
+    @property
+    def options(self) -> str:
+        """All that is done to need less memory, as a phrase."""
+        return f"{self.memory_options}, weights in 4 bits" if self.quantized else str(self.memory_options)
 
 
 class StepEstimator:

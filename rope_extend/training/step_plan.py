@@ -26,7 +26,6 @@ from rope_extend.training.option_choice import candidate_options
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_estimator import Step, StepEstimator, casting_as_autocast
 from rope_extend.training.text_reach import TextReach, text_reach
-from rope_extend.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,9 @@ class TrainingPlan:
         for step in self.steps:
             parts = step.memory_options.parts
             added = [part for part in parts if part not in (before or ())]
-            rows.append((f"{'' if before is None else '+ '}{', '.join(added) or 'no memory options'}", step, ""))
+            rows.append(
+                (f"{'' if before is None else '+ '}{', '.join(added) or 'no memory options'}", step, "")
+            )
             before = tuple(parts)
         if self.quantized is not None:
             rows.append(("+ quantize: 4bit", self.quantized, ""))

@@ -30,6 +30,7 @@ from rope_extend.memory.gpus import peak_flops
 
 logger = logging.getLogger(__name__)
 
+
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     """The peak of a device for weights of a dtype; None if it is unknown, as on a CPU."""
     if device.type != "cuda" or dtype != torch.bfloat16:

@@ -18,7 +18,6 @@ from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe
 from rope_extend.advice.estimates import Cost, Memory
-from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.advice.training_amount import FEWEST_STEPS, STEPS
 from rope_extend.advice.windows import window_of_config
 from rope_extend.checkpoint.export.support import support
@@ -26,6 +25,7 @@ from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
+from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.models.loading import empty_model
 from rope_extend.models.locating import check_path
 from rope_extend.training.recipe import Recipe

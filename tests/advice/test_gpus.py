@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rope_extend as rx
-from rope_extend.memory.gpus import GPUS, find_gpu
 from rope_extend.cli.main import parse
 from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.memory.gpus import GPUS, find_gpu
 from rope_extend.training.utilisation import peak_flops
 
 

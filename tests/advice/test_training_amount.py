@@ -12,8 +12,8 @@ from rope_extend.advice import answer, training_amount
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
 from rope_extend.advice.estimates import Cost, Memory, cost_of
-from rope_extend.memory.gpus import find_gpu
 from rope_extend.advice.training_amount import within_hours
+from rope_extend.memory.gpus import find_gpu
 from rope_extend.training.recipe import Recipe
 
 FITS = Memory("24 GB", 24 * 10**9, 1, 0, "none", fits=True, evaluates=True, recomputes=False)

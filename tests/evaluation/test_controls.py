@@ -220,7 +220,7 @@ def test_retrieval_within_the_window_is_in_the_default_report(
     assert lines[0]["within_window"]["difference"]["nats"] > 0
     assert lines[2]["within_window"] is None
     page = (tmp_path / "report" / "report.html").read_text()
-    table = (tmp_path / "report" / "table.md").read_text()
+    table = (tmp_path / "report" / "report.md").read_text()
     # The command is in the file alone: the user has just given it.
     assert table.split("The command that made this report:")[0].rstrip() in shown
     points = str(found["linear"].retrieval["passkey"])

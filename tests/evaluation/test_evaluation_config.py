@@ -60,7 +60,7 @@ def test_a_file_gives_the_rows_of_the_same_flags(work: Path, tmp_path: Path, cap
     )
     assert [row["label"] for row in one] == ["none", "none, cropped to 32", "linear"]
     assert [row["result"]["ppl"] for row in one] == [row["result"]["ppl"] for row in two]
-    tables, _, command = (tmp_path / "one" / "table.md").read_text().partition("The command that made")
+    tables, _, command = (tmp_path / "one" / "report.md").read_text().partition("The command that made")
     assert tables.strip() in shown
     assert "rope-extend evaluate model --methods none,linear --lengths 16,64" in command
     rows = rx.evaluate(rx.EvaluationConfig(**{**values, "lengths": [16, 64], "output": None}), progress=False)

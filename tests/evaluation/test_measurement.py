@@ -366,11 +366,11 @@ def test_a_budget_stops_and_says_what_is_missing(
     assert [row.result.documents for row in rows] == [1] * 4
     assert (
         "Not measured yet:\n\n- none, cropped to 32: 1 documents\n- yarn: 1 documents"
-        in (tmp_path / "table.md").read_text()
+        in (tmp_path / "report.md").read_text()
     )
     rows = rx.evaluate(replace(config, budget=None), resume=True, progress=False)
     assert [row.result.documents for row in rows] == [2] * 4
-    assert "Not measured yet" not in (tmp_path / "table.md").read_text()
+    assert "Not measured yet" not in (tmp_path / "report.md").read_text()
 
 
 def test_what_is_finished_costs_nothing(work: Path, whole: tuple[list[EvaluationRow], Path]) -> None:

@@ -50,7 +50,7 @@ FOREIGN_FILES = (
     "cells-mine.jsonl",
     "heat_map_mine.png",
 )
-FOREIGN_LINKS = ("link.txt", "losses/link.npz", ".results.jsonl.partial", ".table.md.partial")
+FOREIGN_LINKS = ("link.txt", "losses/link.npz", ".results.jsonl.partial", ".report.md.partial")
 """Links to a file elsewhere: also under names that an earlier version wrote to."""
 
 ROWS = st.sampled_from([("none",), ("none", "yarn"), ("yarn",)])
@@ -103,7 +103,7 @@ def contents(directory: Path) -> dict[str, Any]:
 def draw(rows: Any, _: Any, path: Path, **__: Any) -> Path:
     """Imitates every function that draws a picture."""
     with replacing(path) as partial:
-        partial.write_bytes(b"a picture")
+        partial.write_bytes(b"<svg/>")
     return path
 
 
@@ -324,7 +324,7 @@ class Retrievals(Runs):
 
     def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
         pictures = [path.name for path in self.output.glob("*.png")]
-        names = ("prompts.jsonl", "results.jsonl", "table.md", "report.html", *pictures)
+        names = ("prompts.jsonl", "results.jsonl", "report.md", "report.html", *pictures)
         if reason := self.refused(names, how, rows, version):
             return reason
         others = how == "resume" and self.kept(("none", "yarn"))
@@ -336,7 +336,7 @@ class Retrievals(Runs):
     def check_report(self) -> None:
         for found in read_retrieval(self.output):
             assert (self.output / f"heat_map_passkey_{found.label}.png").stat().st_size
-        for name in ("accuracy_passkey.png", "table.md", "report.html"):
+        for name in ("accuracy_passkey.png", "report.md", "report.html"):
             assert (self.output / name).stat().st_size
 
     def check_finished(self, rows: tuple[str, ...], version: int, more: bool) -> None:

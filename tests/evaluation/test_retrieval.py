@@ -326,7 +326,7 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
     assert [result.label for result in results] == ["none", "none, cropped to 256", "yarn"]
     assert [result.lengths("passkey") for result in results] == [[256], [320], [256, 320]]
     assert retrieval_table(results) in table
-    table, made_by = (out / "table.md").read_text().split("The command that made this report:")
+    table, made_by = (out / "report.md").read_text().split("The command that made this report:")
     assert table.rstrip() == retrieval_table(results).rstrip()
     assert "rope-extend retrieve " in made_by
     assert "Within the trained window, 256 tokens, before and after" in table

@@ -199,7 +199,7 @@ def test_the_report_begins_with_the_verdicts(tmp_path: Path) -> None:
     assert text.startswith("In short:\n\n- yarn + LoRA: at 64, ")
     write_report(rows(2.9), tmp_path, trained_length=TRAINED)
     page = (tmp_path / "report.html").read_text()
-    headings = re.findall(r"<h2 id=[^>]*>([^<]*)</h2>", page)
+    headings = re.findall(r'<a href="#part-[^>]*>([^<]*)</a>', page)
     assert headings[:5] == [
         "In short", "Perplexity divided by that of none, cropped to 32", "Perplexity by length",
         "Loss by position", "Perplexity",

@@ -109,7 +109,7 @@ def test_finetune_evaluate_and_plot(work: Path, tmp_path: Path, capsys: pytest.C
     assert by_label["none"].ppl[32] == by_label["none, cropped to 32"].ppl[32]
     assert by_label["none"].ppl[128] != by_label["none, cropped to 32"].ppl[128]
     assert by_label["dynamic_ntk"].passes == 1
-    for name in ("perplexity.png", "loss_by_position.png", "table.md", "table.csv"):
+    for name in ("perplexity.png", "loss_by_position.png", "report.md", "table.csv"):
         assert (tmp_path / "report" / name).stat().st_size > 0
 
     for kind, source in (

@@ -138,7 +138,7 @@ def check_files(output: Path, shown: str) -> None:
         card = (output / "runs" / name / "README.md").read_text()
         assert "Not measured yet" not in card
         assert "| yarn + LoRA" in card
-    table = (output / "table.md").read_text()
+    table = (output / "report.md").read_text()
     assert re.search(r"Retrieval, passkey:\n\n\| +\| +256 \| +2k \|", table)
     assert "Sample 1, continued by each row:" in table
     assert "rope-extend evaluate" in table

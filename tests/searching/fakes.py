@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from rope_extend.searching.fitness import Fitness, Loss
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.searching.search_log import Cost, SearchLog
 from rope_extend.searching.space import Space, Table
-from rope_extend.searching.strategies import Context
 
 SHAPE = rx.RopeShape(32, 1e4, 256)
 TARGET = 2048
@@ -33,37 +31,32 @@ class FakeEvaluator(Evaluator):
     attention = 1.15
     """The best attention factor."""
 
-    def __init__(self, settings: SearchConfig, log: SearchLog | None = None) -> None:
+    def __init__(
+        self,
+        settings: SearchConfig,
+        head_room: float = 1.25,
+        log: SearchLog | None = None,
+        shape: rx.RopeShape = SHAPE,
+    ) -> None:
         super().__init__(
             None,  # type: ignore[arg-type]
             Fitness([], list(settings.lengths or ())),
-            settings.weights(),
-            settings.documents,
+            settings,
+            Space(shape, settings.target_length, head_room),
             log=log or SearchLog(None, {}),
         )
-        self.settings = settings
         self.asked: list[Table] = []
 
-    @property
-    def has_gradients(self) -> bool:
-        return False
-
-    def _measure(self, space: Space, table: Table, group: str, numbers: Sequence[int]) -> None:
+    def _measure(self, table: Table, group: str, numbers: Sequence[int]) -> None:
         names = [f"{group} {number}" for number in numbers]
         losses = []
         for number in numbers:
             distance = 0.0
             for pair, divisor in enumerate(table.divisors):
-                goal = (1.2 * space.factor) ** min(1.0, max(0.0, (pair - 2) / 4))
+                goal = (1.2 * self.space.factor) ** min(1.0, max(0.0, (pair - 2) / 4))
                 distance += math.log(divisor / goal) ** 2
             distance += 10 * (table.attention_factor - self.attention) ** 2 + table.start_tokens / 1000
             wave = 0.01 * math.sin(1e3 * sum(table.divisors) + number)
             losses.append({part: Loss(64 * (3 + distance + number / 10 + wave), 64) for part in self.weights})
         self.asked.append(table)
         self.log.add(table, names, losses, Cost(1, len(numbers), TARGET * len(numbers), 0.0))
-
-
-def context(settings: SearchConfig, head_room: float, log: SearchLog | None = None) -> Context:
-    """What a strategy works with, on a formula."""
-    space = Space(SHAPE, settings.target_length, head_room)
-    return Context(settings, space, FakeEvaluator(settings, log), random.Random(settings.seed))

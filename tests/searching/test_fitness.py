@@ -30,6 +30,12 @@ def documents(count: int, length: int = TARGET) -> list[rx.Document]:
     return [rx.Document(f"d{n}", torch.randint(1, 90, (length,), generator=generator)) for n in range(count)]
 
 
+def settings(**values: Any) -> rx.SearchConfig:
+    return rx.SearchConfig(
+        **{"model": "m/m", "target_length": TARGET, "documents": 2, "holdout": 1, **values}
+    )
+
+
 def naive_losses(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """`-log p` of each token after the first, float64, from the logits of one forward."""
     with torch.no_grad():
@@ -42,12 +48,12 @@ def test_the_score_is_the_weighted_mean_loss_under_the_candidate() -> None:
     model, texts = tiny_llama().eval(), documents(3)
     space = Space(rx.info(model).shape, TARGET, 1.25)
     needles = [NeedleWindow(document.input_ids.flip(0), 5, slice(0, 0)) for document in texts]
-    weights = {"40": 0.25, str(TARGET): 0.5, "needle": 0.25}
     fitness = Fitness(texts, [40, TARGET], needles)
-    evaluator = Evaluator(model, fitness, weights, 2, log=SearchLog(None, {}))
+    config = settings(lengths=(40, TARGET), length_weights=(1, 2), needle_weight=0.25)
+    evaluator = Evaluator(model, fitness, config, space, log=SearchLog(None, {}))
     table = space.table([1 + pair / 4 for pair in range(space.pairs)], 1.1)
-    measured = evaluator.scores(space, [table])[0]
-    held_out = score(evaluator.held_out(space, table), weights)
+    measured = evaluator.scores([table])[0]
+    held_out = score(evaluator.held_out(table), evaluator.weights)
     with rx.patch_model(model, space.encoding(table), target_length=TARGET):
         for numbers, value in (([0, 1], measured), ([2], held_out)):
             rows = [naive_losses(model, texts[number].input_ids) for number in numbers]
@@ -70,9 +76,11 @@ def test_held_out_documents_are_measured_under_both_lists() -> None:
                     0, (2 if "q_proj" in name or "k_proj" in name else 1) / weight.shape[-1] ** 0.5
                 )
     space = Space(rx.info(model).shape, TARGET, 1.25, original_short=True)
-    evaluator = Evaluator(model, Fitness(texts, [TARGET]), {str(TARGET): 1.0}, 1, log=SearchLog(None, {}))
+    evaluator = Evaluator(
+        model, Fitness(texts, [TARGET]), settings(documents=1), space, log=SearchLog(None, {})
+    )
     table = space.table([2.0] * space.pairs)
-    losses = evaluator.held_out(space, table)
+    losses = evaluator.held_out(table)
     two_lists = rx.encoding("longrope", factor=2.0, long_factor=table.divisors, attention_scale=1.0)
     with rx.patch_model(model, two_lists, target_length=TARGET):
         expected = naive_losses(model, texts[1].input_ids)
@@ -87,17 +95,16 @@ def test_held_out_documents_are_measured_under_both_lists() -> None:
 def test_a_candidate_is_measured_once_on_each_document() -> None:
     model, texts = tiny_llama().eval(), documents(2)
     space = Space(rx.info(model).shape, TARGET, 1.25)
-    fitness = Fitness(texts, [TARGET])
-    evaluator = Evaluator(model, fitness, {str(TARGET): 1.0}, 2, log=SearchLog(None, {}))
+    evaluator = Evaluator(model, Fitness(texts, [TARGET]), settings(), space, log=SearchLog(None, {}))
     table = space.table([1.0] * space.pairs)
     forwards: list[int] = []
     handle = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    first = evaluator.scores(space, [table], 1)
+    first = evaluator.scores([table], 1)
     assert len(forwards) == 1
-    both = evaluator.scores(space, [table, table])
+    both = evaluator.scores([table, table])
     assert len(forwards) == 2
-    assert evaluator.scores(space, [table]) == both[:1]
-    assert evaluator.scores(space, [table], 1) == first
+    assert evaluator.scores([table]) == both[:1]
+    assert evaluator.scores([table], 1) == first
     assert (len(forwards), evaluator.passes) == (2, 2)
     handle.remove()
 
@@ -161,7 +168,7 @@ def test_the_loss_of_the_answer_falls_when_the_needle_is_there(
         ids[window.needle] = ids[1]
         changed.append(NeedleWindow(ids, window.answer, window.needle))
     with_needle, without = (
-        score(Fitness(texts, [], each).measure(model, range(4)).losses, {"needle": 1.0})
+        score(Fitness(texts, [], each).measure(model, range(4)), {"needle": 1.0})
         for each in (windows, changed)
     )
     assert with_needle < 0.5 * without

@@ -159,7 +159,8 @@ def test_as_it_is_means_exactly_the_list_that_the_model_has() -> None:
     rx.extend(model, NOW, "longrope", attention_scale=1.12345, **lists)
     current = current_table(model)
     space = Space(current.pretrained, NOW, 1.0, long=current)
-    rows = published(space)
+    config = rx.SearchConfig("m/m", TRAINED, documents=1, holdout=1, strategy="longrope")
+    rows = published(config, space)
     written = space.result(rows["as it is"])
     assert written.short_factor == tuple(lists["short_factor"])
     assert written.long_factor == pytest.approx(tuple(lists["long_factor"]), rel=1e-14)
@@ -170,12 +171,12 @@ def test_as_it_is_means_exactly_the_list_that_the_model_has() -> None:
         space.check(table)
     ids = torch.arange(3, 3 + TRAINED)
     fitness = Fitness([rx.Document("a", ids)] * 2, [TRAINED])
-    evaluator = Evaluator(model, fitness, {str(TRAINED): 1.0}, 1, log=SearchLog(None, {}))
-    measured = score(evaluator.held_out(space, rows["as it is"]), evaluator.weights)
+    evaluator = Evaluator(model, fitness, config, space, log=SearchLog(None, {}))
+    measured = score(evaluator.held_out(rows["as it is"]), evaluator.weights)
     with torch.no_grad():
         expected = float(model(ids[None], labels=ids[None]).loss)
     assert measured == pytest.approx(expected, abs=1e-5)
-    one_table = score(evaluator.held_out(space, rows["table of long texts"]), evaluator.weights)
+    one_table = score(evaluator.held_out(rows["table of long texts"]), evaluator.weights)
     assert abs(one_table - expected) > 1e-3
 
 

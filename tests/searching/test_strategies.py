@@ -11,38 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import SHAPE, TARGET, FakeEvaluator, config, context
+from fakes import SHAPE, TARGET, FakeEvaluator, config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope_extend as rx
 from rope_extend.encodings import NTK, Linear, YaRN
 from rope_extend.searching import genetic, race
-from rope_extend.searching.closed_forms import published, with_moved_critical_pair
+from rope_extend.searching.closed_forms import closed_forms
 from rope_extend.searching.fitness import Loss
 from rope_extend.searching.run_search import STRATEGIES
 from rope_extend.searching.search_config import PAPER_EVALUATIONS, RACE_SHARE
 from rope_extend.searching.search_log import SearchLog
 from rope_extend.searching.space import START_TOKENS, Space, Table
-from rope_extend.searching.strategies import Context
 
 SMALL = {"population": 12, "mutants": 4, "crossovers": 4, "parents": 6, "iterations": 6}
 FACTOR = TARGET / SHAPE.trained_length
-NAMES = [name for name in STRATEGIES if name != "gradient"]
-"""The strategies that need no model."""
 
 
 def asked(strategy: str, **values: object) -> tuple[list[Table], list[Table], FakeEvaluator]:
     """All candidates that a strategy measures, its finalists, and the evaluator."""
-    found = context(config(strategy=strategy, **values), STRATEGIES[strategy].head_room)
-    finalists = STRATEGIES[strategy].run(found)
-    assert isinstance(found.evaluator, FakeEvaluator)
-    return found.evaluator.asked, finalists, found.evaluator
+    evaluator = FakeEvaluator(config(strategy=strategy, **values), STRATEGIES[strategy].head_room)
+    finalists = STRATEGIES[strategy].run(evaluator)
+    return evaluator.asked, finalists, evaluator
 
 
 @settings(max_examples=5)
 @given(seed=st.integers(0, 1000), start=st.booleans())
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_candidate_is_in_its_space(strategy: str, seed: int, start: bool) -> None:
     """The range, the order, the step and n-hat of the papers, for all that is ever measured."""
     extra = {"start_tokens": start} if strategy == "longrope" else {}
@@ -59,14 +55,13 @@ def test_every_candidate_is_in_its_space(strategy: str, seed: int, start: bool) 
     assert set(finalists) <= set(tables)
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_finalists_are_the_best_that_all_documents_saw(strategy: str) -> None:
     tables, finalists, evaluator = asked(strategy, documents=2, holdout=2, **SMALL)
-    space = Space(SHAPE, TARGET, STRATEGIES[strategy].head_room)
-    best = evaluator.scores(space, finalists)
+    best = evaluator.scores(finalists)
     assert best == sorted(best)
     complete = [table for table in set(tables) if (table, "search 1") in evaluator.log.losses]
-    assert best[0] == min(evaluator.scores(space, complete))
+    assert best[0] == min(evaluator.scores(complete))
     assert evaluator.curve[-1][1] == best[0]
     assert [value for _, value in evaluator.curve] == sorted((v for _, v in evaluator.curve), reverse=True)
 
@@ -74,13 +69,10 @@ def test_finalists_are_the_best_that_all_documents_saw(strategy: str) -> None:
 @pytest.mark.parametrize(("channels", "documents"), [(2, 10), (4, 10)])
 def test_a_race_ends_where_few_tables_exist(channels: int, documents: int) -> None:
     """Random steps find only tables that are known, which cost no pass."""
-    found = config(
-        target_length=8200, documents=documents, holdout=1, gradient_steps=False, attention_factor=1.0
-    )
-    space = Space(rx.RopeShape(channels, 1e4, 8192), 8200, race.HEAD_ROOM)
-    evaluator = FakeEvaluator(found)
-    assert race.run(Context(found, space, evaluator, random.Random(0)))
-    assert evaluator.passes <= found.race_passes
+    settings = config(target_length=8200, documents=documents, holdout=1, attention_factor=1.0)
+    evaluator = FakeEvaluator(settings, race.HEAD_ROOM, shape=rx.RopeShape(channels, 1e4, 8192))
+    assert race.run(evaluator)
+    assert evaluator.passes <= settings.race_passes
 
 
 @given(documents=st.integers(1, 12), holdout=st.integers(1, 12), seed=st.integers(0, 99))
@@ -94,22 +86,21 @@ def test_the_race_takes_at_most_a_twentieth_of_longrope(documents: int, holdout:
     _, finalists, evaluator = asked("race", documents=documents, holdout=holdout, seed=seed)
     longrope = PAPER_EVALUATIONS * documents
     held_out = (len(finalists) + 4) * holdout
-    assert evaluator.passes <= race.budget(chosen)
+    assert evaluator.passes <= chosen.race_passes
     assert evaluator.passes + held_out <= longrope / RACE_SHARE
     assert evaluator.log.cost.passes == evaluator.passes
 
 
 def test_the_race_finds_what_the_formula_hides() -> None:
-    """Without gradients, it beats every closed form."""
+    """It beats every closed form."""
     _, finalists, evaluator = asked("race")
-    space = Space(SHAPE, TARGET, race.HEAD_ROOM)
-    best = evaluator.scores(space, finalists)[0]
-    closed = evaluator.scores(space, [*published(space).values(), *with_moved_critical_pair(space).values()])
+    best = evaluator.scores(finalists)[0]
+    closed = evaluator.scores(closed_forms(evaluator.config, evaluator.space))
     assert best < min(closed) - 0.1
 
 
 def test_a_fixed_attention_factor_is_kept() -> None:
-    for strategy in NAMES:
+    for strategy in STRATEGIES:
         tables, _, _ = asked(strategy, attention_factor=1.05, documents=2, holdout=2, **SMALL)
         assert {table.attention_factor for table in tables} == {1.05}
 
@@ -129,12 +120,11 @@ def naive_mutation(genes: list[int], largest: int, p: float, rng: random.Random)
 
 def naive_search(goal: FakeEvaluator, values: dict[str, int], p: float, seed: int) -> list[int]:
     rng, largest = random.Random(seed), int(125 * FACTOR)
-    space = Space(SHAPE, TARGET, 1.25)
     factor = math.sqrt(1 + math.log(8) / math.log(256))
 
     def perplexity(genes: list[int]) -> float:
         table = Table(tuple(gene / 100 for gene in genes), 0, round(factor, 4))
-        return goal.scores(space, [table])[0]
+        return goal.scores([table])[0]
 
     def hundredths(encoding: rx.RopeEncoding) -> list[int]:
         ratio = SHAPE.inv_freq() / encoding.inv_freq(SHAPE)
@@ -200,24 +190,23 @@ def test_longrope_measures_what_the_paper_says() -> None:
     assert genetic.passes(halved) == 3 * (32 + 40 * 16)
 
 
-@pytest.mark.parametrize("strategy", NAMES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_search_that_is_cut_anywhere_resumes_to_the_same_table(strategy: str, tmp_path: Path) -> None:
     """The log is cut at any byte: inside a line, at its end, or in the first line."""
     values = {"documents": 2, "holdout": 2, **SMALL}
-    chosen = config(strategy=strategy, **values)
-    head_room = STRATEGIES[strategy].head_room
-    whole = context(chosen, head_room, SearchLog(tmp_path / "whole.jsonl", {"a": 1}))
+    chosen, head_room = config(strategy=strategy, **values), STRATEGIES[strategy].head_room
+    whole = FakeEvaluator(chosen, head_room, SearchLog(tmp_path / "whole.jsonl", {"a": 1}))
     finalists = STRATEGIES[strategy].run(whole)
     content = (tmp_path / "whole.jsonl").read_bytes()
     rng = random.Random(0)
     for cut in [0, 3, 14, *(rng.randrange(len(content)) for _ in range(4)), len(content)]:
         file = tmp_path / f"{cut}.jsonl"
         file.write_bytes(content[:cut])
-        again = context(chosen, head_room, SearchLog(file, {"a": 1}))
+        again = FakeEvaluator(chosen, head_room, SearchLog(file, {"a": 1}))
         assert STRATEGIES[strategy].run(again) == finalists
         assert file.read_bytes() == content
-        assert again.evaluator.log.cost == whole.evaluator.log.cost
-        assert again.evaluator.curve == whole.evaluator.curve
+        assert again.log.cost == whole.log.cost
+        assert again.curve == whole.curve
 
 
 def test_a_log_of_another_search_is_refused(tmp_path: Path) -> None:
@@ -240,7 +229,6 @@ LINE = {
         *({"losses": {"search 0": {"8": loss}}} for loss in ([2.0, 0], [2.0, -5], [2.0, None], ["2", 4])),
         *({"divisors": divisors} for divisors in ([[1]], 3, ["1.0"], [math.nan])),
         {"passes": None}, {"passes": "3"}, {"seconds": -1.0}, {"attention_factor": "x"}, {"start_tokens": {}},
-        {"at": "x", "gradient": 3}, {"at": "x", "gradient": [1.0], "passes": "3"},
     ],
 )  # fmt: skip
 def test_an_edited_line_of_a_log_is_one_clear_error(changes: dict[str, Any], tmp_path: Path) -> None:
@@ -257,7 +245,7 @@ def test_a_log_that_lacks_a_part_of_the_fitness_is_refused(tmp_path: Path) -> No
     file = tmp_path / "log.jsonl"
     file.write_text(json.dumps({"identity": {}}) + "\n" + json.dumps(LINE) + "\n")
     with SearchLog(file, {}) as log, pytest.raises(rx.RopeExtendError, match="without the part '2048'"):
-        FakeEvaluator(config(lengths=(TARGET,)), log)
+        FakeEvaluator(config(lengths=(TARGET,)), log=log)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_from_a_model_to_a_verdict(
     run(f"{command} --resume", work, tmp_path)
     shown = capsys.readouterr().out
     assert shown.startswith("Verdict:\n\n- ")
-    table = (tmp_path / "report" / "table.md").read_text()
+    table = (tmp_path / "report" / "report.md").read_text()
     assert table.startswith("Verdict:\n\n- ")
     rows = read_results(tmp_path / "report")
     assert [row.label for row in rows] == ["none", "none, cropped to 32", "yarn"]

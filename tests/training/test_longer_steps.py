@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FAMILIES, tiny_llama, tiny_model
+from rope_extend.training.step_memory import StepMemory
 from test_memory_options import step, with_adapter
 from transformers import LlamaConfig
 
@@ -17,7 +18,6 @@ from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.memory_options import MemoryOptions, _in_tiles, _norms, apply_memory_options
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_memory import StepMemory
 from rope_extend.training.step_plan import plan_training
 
 EIGHT_BILLION = LlamaConfig(

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import FAMILIES, tiny_config
 from covering import few
+from rope_extend.training.step_memory import StepMemory, TrainingPlan
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from rope_extend import RopeExtendError, finetune
@@ -34,7 +35,6 @@ from rope_extend.training.memory_options import TILE, MemoryOptions, apply_memor
 from rope_extend.training.option_choice import resumed_options
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import RunState, read_state
-from rope_extend.training.step_memory import StepMemory, TrainingPlan
 from rope_extend.training.step_plan import plan_training
 
 CPU = LoadOptions(device="cpu", dtype=torch.float32)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from rope_extend.encodings import (
@@ -17,15 +19,20 @@ from rope_extend.encodings import (
     Encoding,
     KernelEncoding,
     Learned,
+    ModelShape,
     RelativeEncoding,
     RemapEncoding,
     RopeEncoding,
+    RopeShape,
     method_named,
 )
-from rope_extend.plots.gallery import MODEL, ROTARY, TARGET, given_distances, new_panels, save
-from rope_extend.plots.style import INK, PLAIN, QUIET, method_colour
+from rope_extend.plots.style import INK, PLAIN, QUIET, method_colour, write_figure
 from rope_extend.units import format_length
 
+ROTARY = RopeShape(dim=64, theta=10_000.0, trained_length=2048)
+MODEL = ModelShape(heads=8, hidden_size=64, trained_length=2048)
+TARGET = 16_384
+"""The extended window in the pictures, in tokens."""
 SHOWN = {"short_original": "short_original(yarn)"}
 """Methods that do nothing alone, and what is shown instead."""
 TARGETS = {"string": 3 * ROTARY.trained_length // 2}
@@ -274,3 +281,41 @@ def _distance_axis(axes: Axes, across: str, up: str) -> None:
         "trained window", (ROTARY.trained_length, 1), (3, 2), xycoords=axes.get_xaxis_transform(),
         textcoords="offset points", color=QUIET, fontsize=8,
     )  # fmt: skip
+
+
+def linked(paper: str) -> str:
+    """A source as a link in Markdown, if it is an arXiv id."""
+    number = paper.replace(".", "")
+    return f"[arXiv {paper}](https://arxiv.org/abs/{paper})" if number.isdigit() else paper
+
+
+def new_panels(title: str, columns: int = 1, rows: int = 1, height: float = 4.0) -> tuple[Figure, list[Axes]]:
+    """A figure with a heading, 8 by `height` inches, and its axes row by row."""
+    figure = Figure(figsize=(8, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.spines[["left", "bottom"]].set_color(QUIET)
+        panel.tick_params(colors=INK, labelsize=9)
+    return figure, axes
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure in the format of its suffix; returns the path."""
+    write_figure(figure, path, path.suffix[1:])
+    return path
+
+
+def given_distances(method: RemapEncoding, length: int, pair: int) -> np.ndarray[Any, Any]:
+    """The distance that a channel pair is rotated by, in its plain frequency, for each true distance."""
+    query, keys = torch.tensor(length - 1), torch.arange(length)
+    given = method.distance(ROTARY, query, keys)
+    region = method.borders.region(query, keys)
+    table_length = int(method.table_length(ROTARY, torch.tensor([length]))[0])
+    for index, each in enumerate(method.regions(ROTARY, table_length)):
+        if each.schedule is not None:
+            slower = each.schedule.inv_freq(ROTARY, table_length)[pair] / ROTARY.inv_freq()[pair]
+            given = torch.where(region == index, given * slower, given)
+    return given.flip(0).numpy()
