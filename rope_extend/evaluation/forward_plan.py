@@ -55,7 +55,7 @@ class Window(Need):
     length: int
     chunk_size: int
     strategy: str
-    flops: float | None = None
+    flops: float = 0.0
 
     @property
     def description(self) -> str:
@@ -94,8 +94,8 @@ class ForwardPlan:
             return
         fitting = f"up to {self.longest_fit:,} tokens fit" if self.longest_fit else "no length fits"
         raise RopeExtendError(
-            f"{failing.length:,} tokens {failing.description} need {self.budget.misfit(failing)}; {fitting}. "
-            "A smaller dtype, quantization or a device_map need less memory"
+            f"{failing.length:,} tokens need {self.budget.misfit(failing)} ({failing.description}); "
+            f"{fitting}. A smaller dtype, quantization or a device_map need less memory"
         )
 
     def to_dict(self) -> dict[str, Any]:

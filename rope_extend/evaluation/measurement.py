@@ -236,7 +236,7 @@ class Measurement:
             return float(tokens)
         longer = [each for each in self.plan.lengths if each.length >= tokens]
         nearest = longer[0] if longer else self.plan.longest
-        return (nearest.seconds or 0.0) * tokens / nearest.length
+        return nearest.seconds * tokens / nearest.length
 
     def _windows(self, row: Row, tokens: int) -> list[int]:
         """The tokens of each window of a row on a document."""

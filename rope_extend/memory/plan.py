@@ -35,14 +35,14 @@ class Need:
         trained: trained weights in float32, and the optimizer's two moments of each.
         peak: the most that is allocated in addition to these.
         host: what is kept in host memory.
-        seconds: estimated time; None if it is not estimated.
+        seconds: estimated time; 0 if it is not estimated.
     """
 
     weights: int
     trained: int = 0
     peak: int
     host: int = 0
-    seconds: float | None = None
+    seconds: float = 0.0
 
     @property
     def total(self) -> int:
@@ -156,8 +156,8 @@ def table(subject: str, rows: Sequence[Row], budget: Budget, chosen: Need | None
     }
     if any(need.host for need in needs):
         columns["in host"] = lambda need: format_bytes(need.host) if need.host else "-"
-    if any(need.seconds is not None for need in needs):
-        columns["time"] = lambda need: "-" if need.seconds is None else format_duration(need.seconds)
+    if any(need.seconds for need in needs):
+        columns["time"] = lambda need: format_duration(need.seconds)
     width = max(24, *(len(name) for name, *_ in rows))
     lines = [
         f"plan: {subject}, {format_bytes(budget.available)} available on {budget.device}",

@@ -39,5 +39,5 @@ class SearchPlan:
         )
         if self.forward is None:
             return text
-        seconds = self.passes * (self.forward.longest.seconds or 0.0)
+        seconds = self.passes * self.forward.longest.seconds
         return f"{text}, about {format_duration(seconds)}\n{self.forward}"

@@ -143,14 +143,12 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         rows: list[Row] = []
-        before: tuple[str, ...] | None = None
+        before: Sequence[str] = ()
         for step in self.steps:
             parts = step.memory_options.parts
-            added = [part for part in parts if part not in (before or ())]
-            rows.append(
-                (f"{'' if before is None else '+ '}{', '.join(added) or 'no memory options'}", step, "")
-            )
-            before = tuple(parts)
+            added = ", ".join(part for part in parts if part not in before) or "no memory options"
+            rows.append((f"+ {added}" if rows else added, step, ""))
+            before = parts
         if self.quantized is not None:
             rows.append(("+ quantize: 4bit", self.quantized, ""))
         if (window := self.evaluation) is not None:

@@ -25,6 +25,7 @@ from rope_extend.attention.packed import document_attention
 from rope_extend.attention.registry import without_cudnn
 from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.forward_plan import ForwardEstimator
+from rope_extend.memory.plan import Budget
 
 YARN = {"name": "yarn", "factor": FACTOR}
 INSIDE: dict[str, dict[str, Any]] = {
@@ -322,9 +323,9 @@ def test_the_plan_of_a_long_window_has_no_masks_either(name: str) -> None:
     needed = []
     for method in ("yarn", name):
         estimator = ForwardEstimator(
-            model, torch.device("cuda"), weights=0, available=2**40,
+            model, Budget(torch.device("cuda"), 2**40), weights=0,
             setups=[lambda method=method: rx.patch_model(model, rx.Encoding.from_dict(INSIDE[method]))],
         )  # fmt: skip
-        needed.append(estimator.memory(2**18, 2**14)[0])
+        needed.append(estimator.window(2**18, 2**14).total)
     states = 2**18 * 512 * 2
     assert needed[1] - needed[0] < 2 * states

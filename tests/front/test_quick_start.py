@@ -33,7 +33,7 @@ LIGHT = [
     ("info model --target-length banana", 2, "not a length in tokens: 'banana'"),
     ("info model --target_length 4k", 2, "Did you mean '--target-length'"),
     ("advise model", 2, "--target-length"),
-    ("advise model --target-length 4k --gpu h1000", 2, "Did you mean 'h100'"),
+    ("advise model --target-length 4k --gpu h1000", 2, "Did you mean h100"),
     ("advise model --target-length 4k --gpu 24", 2, "24GB"),
     ("advise model --target-length 4k --hours soon", 2, "number of hours"),
     ("advise model --target-length 4k --engine ollama", 2, "GGUF files of llama.cpp"),
