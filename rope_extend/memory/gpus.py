@@ -82,8 +82,8 @@ def find_gpu(text: str) -> Gpu:
         memory = memory_size(text)
         return Gpu(f"{memory / 1e9:g} GB" if memory >= 1e6 else f"{memory} bytes", memory)
     alike = [key for key in by_key if key[0] == wanted[:1]]  # V100 and H100 are both right names
-    near = [_word(by_key[key]) for key in difflib.get_close_matches(wanted, alike, n=2)]
-    hint = f" Did you mean {' or '.join(dict.fromkeys(near))}?" if near else ""
+    near = [key for key in alike if key.startswith(wanted)] or difflib.get_close_matches(wanted, alike, n=1)
+    hint = f" Did you mean {' or '.join(_word(by_key[key]) for key in near)}?" if near else ""
     raise RopeExtendError(
         f"no GPU is known as {text!r}.{hint} Give the name of one GPU ({', '.join(gpu_words())}), or of "
         "another its memory, such as 24GB"
