@@ -16,7 +16,7 @@ from rope_extend.memory.live_bytes import LiveBytes
 WINDOW = 2048
 METHODS = ("self_extend", "rerope", "string", "jet_long", "near_far", "sinks", "dual_chunk")
 LONGEST = ("self_extend", "jet_long", "dual_chunk")
-"""The methods of the longest prefill: two regions, groups that grow with the text, and a tree."""
+"""The methods of the longest prefill: two regions, groups that grow with the text, and chunks."""
 TARGET = 1.25
 """The highest ratio to causal attention at 16k tokens, for methods with two regions."""
 NAIVE = 4096

@@ -25,9 +25,10 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from rope_extend.attention.bias_parts import CallPositions, PartialBias, rows_of_part
 from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.channels import position_channels
+from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import sees_later_keys, visible
-from rope_extend.attention.positions import Forward, SizedHandler
+from rope_extend.attention.positions import SizedHandler
 from rope_extend.attention.registry import (
     causal_mask,
     is_dense,
@@ -86,11 +87,16 @@ class BiasHandler(SizedHandler):
         if mask is not None and mask.shape[-1] > end:
             mask = mask[..., :end]
         filled = replace(call, key=key[:, :, :end], value=value[:, :, :end], mask=mask, kwargs=kwargs)
-        positioned = _Call(**vars(filled), positions=self._positions(forward, positions, query.device))
+        device = query.device
+        placed = forward.once(
+            "positions", device, of=positions,
+            compute=lambda: CallPositions.of(forward.queries, positions, device),
+        )  # fmt: skip
+        positioned = _Call(**vars(filled), positions=placed)
         shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
         slopes = self.encoding.slopes(shape)
         alone = query.shape[2] == 1 or kwargs.get("softcap") is not None
-        if slopes is not None and (alone or sees_later_keys(call, forward.tables, end)):
+        if slopes is not None and (alone or sees_later_keys(call, forward, end)):
             slopes = None  # channels would reward a key after its query
         if slopes is not None:
             output, weights = self._by_channels(positioned, slopes, forward)
@@ -100,47 +106,42 @@ class BiasHandler(SizedHandler):
             weights = functional.pad(weights, (0, slots - weights.shape[-1]))
         return output, weights
 
-    @staticmethod
-    def _positions(forward: Forward, keys: Tensor, device: torch.device) -> CallPositions:
-        """The positions of a layer's queries and keys, computed once for all layers with the same keys."""
-        name = ("positions", id(keys), device)
-        if name not in forward.tables:  # with the keys, so that no others get their id
-            forward.tables[name] = keys, CallPositions.of(forward.queries, keys, device)
-        positions: CallPositions = forward.tables[name][1]
-        return positions
-
-    def on_the_device(self) -> Tensor | None:
-        """The last position at which the bias depends on the distance alone, of each layer or of all."""
+    def _until(self, forward: Forward, module: Any) -> float:
+        """The last position at which the bias of a layer depends on the distance alone."""
         if self.learned is None:
-            return None
+            return math.inf
+        layers = self.learned.layers
+        found = forward.once("until", compute=self._untils)
+        return found[layers.index(module.layer_idx) if layers else 0] if found else math.inf
+
+    @torch.no_grad()
+    def _untils(self) -> list[float]:
+        """The same of each layer, or of all layers at once, read from the device together; empty for inf."""
+        assert self.learned is not None
         found: list[Tensor] = []
         layers: Sequence[int | None] = self.learned.layers or [None]
         for layer in layers:
             until = self.encoding.distance_only_until(self.shape, self.learned.of(layer))
             if until is None:
-                return None
+                return []
             found.append(until if not found else until.to(found[0].device))
-        return torch.stack(found)
-
-    def _until(self, forward: Forward, module: Any) -> float:
-        """The last position at which the bias of a layer depends on the distance alone."""
-        if not forward.read:
-            return math.inf
-        assert self.learned is not None
-        layers = self.learned.layers
-        return forward.read[layers.index(module.layer_idx) if layers else 0]
+        values = torch.stack(found)
+        # In a dry run, positions are beyond those that need less.
+        return [-1.0] * len(found) if values.is_meta else values.tolist()
 
     def _by_channels(self, call: _Call, slopes: Tensor, forward: Forward) -> tuple[Tensor, Tensor | None]:
         """Attention with the bias `-slope * distance` in extra channels of queries and keys."""
         query, key, value, scale = call.query, call.key, call.value, call.kwargs["scaling"]
-        table = ("channels", scale, len(slopes), key.shape[2], query.dtype, query.device)
-        if table not in forward.tables:
+
+        def channels() -> list[Tensor]:
             device = query.device if has_float64(query.device) else torch.device("cpu")
             positions = (to_device(call.positions.queries, device), to_device(call.positions.keys, device))
             span = call.positions.span
             both = position_channels(to_device(slopes, device) / scale, *positions, query.dtype, span)
-            forward.tables[table] = tuple(channels.to(query.device) for channels in both)
-        of_queries, of_keys = forward.tables[table]
+            return [each.to(query.device) for each in both]
+
+        depends = (scale, len(slopes), key.shape[2], query.dtype, query.device)
+        of_queries, of_keys = forward.once("channels", *depends, compute=channels)
         width, more = value.shape[-1], of_queries.shape[-1]
         # Fused kernels need values as wide as keys; kernels that do not are slow.
         same = width == key.shape[-1] or query.device.type == "cpu"
@@ -180,10 +181,7 @@ class BiasHandler(SizedHandler):
         rows = rows_of_part(heads, keys, device, from_table=bias.table)
         if device.type != "cpu" and rows < new:
             call = _with_all_heads(call)
-        table = ("spans", id(call.mask), rows, keys)
-        if table not in forward.tables:  # with the mask, so that no other one gets its id
-            forward.tables[table] = call.mask, _spans(call, rows)
-        spans = forward.tables[table][1]
+        spans = forward.once("spans", rows, keys, of=call.mask, compute=partial(_spans, call, rows))
         tensors = (call.query, call.key, call.value, *bias.sources)
         if new <= rows:
             return _attend_part(call, bias, (0, new), spans[0], *tensors)

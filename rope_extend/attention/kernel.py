@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import (
     HANDLER,
     AttentionCall,
@@ -24,7 +25,7 @@ from rope_extend.attention.functions import (
     handing_over,
 )
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
-from rope_extend.attention.positions import AttentionHandler, Forward, positions_of_call
+from rope_extend.attention.positions import AttentionHandler, positions_of_call
 from rope_extend.attention.registry import is_dense
 from rope_extend.attention.rotation import rotate
 from rope_extend.encodings import KernelEncoding, RopeShape
@@ -235,16 +236,15 @@ class KernelHandler(AttentionHandler):
         state = layer.state if isinstance(layer, StateLayer) else None
         key, value = key[:, :, :new], value[:, :, :new]  # the rest are empty slots
         q, k = self.encoding.features(query), self.encoding.features(key)
-        if sees_later_keys(call, forward.tables, new):
+        if sees_later_keys(call, forward, new):
             raise PatchError(
                 f"{self.encoding} adds up earlier tokens, but this input lets tokens attend to later ones "
                 f"(an image, a prefix or is_causal=False); use causal attention"
             )
         if isinstance(call.mask, Tensor):
-            key_of_mask = ("visible", id(call.mask))
-            if key_of_mask not in forward.tables:  # with the mask, so that no other one gets its id
-                forward.tables[key_of_mask] = call.mask, self._visible(call.mask[..., :new])
-            k = k * forward.tables[key_of_mask][1][:, None, :, None].to(k.device)
+            shown = call.mask[..., :new]
+            visible_keys = forward.once("visible", of=call.mask, compute=lambda: self._visible(shown))
+            k = k * visible_keys[:, None, :, None].to(k.device)
         output, state = linear_attention(
             q, k, self._rotated(q, forward), self._rotated(k, forward), value, state
         )
@@ -276,12 +276,13 @@ class KernelHandler(AttentionHandler):
 
     def _rotated(self, states: Tensor, forward: Forward) -> Tensor:
         """Features, rotated by their positions."""
-        name = ("angles", states.device, states.dtype)
-        if name not in forward.tables:
+
+        def cos_and_sin() -> tuple[Tensor, Tensor]:
             schedule, positions = self.encoding.inner, forward.on(states.device, forward.queries)
             angles = angles_of(schedule, self.shape, positions, schedule.inv_freq(self.shape))[:, None]
-            forward.tables[name] = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
-        cos, sin = forward.tables[name]
+            return angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+
+        cos, sin = forward.once("angles", states.device, states.dtype, compute=cos_and_sin)
         sin = -sin if self.adapter.backwards else sin
         return rotate(states, cos, sin, pairs=self.adapter.pairs, rotated=self.adapter.rotated)
 

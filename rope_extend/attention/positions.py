@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import (
     AttentionCall,
     add_handler,
@@ -29,38 +30,11 @@ from rope_extend.attention.functions import (
 )
 from rope_extend.attention.masks import visible_to
 from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape, RopeShape
-from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.parameters import LearnedParameters
-from rope_extend.models.rotary import has_float64, marked_positions
+from rope_extend.models.rotary import marked_positions
 from rope_extend.models.undo import UndoLog
-
-
-class Forward:
-    """The positions of the queries of one forward, and what all its layers share.
-
-    Positions are on the CPU: lengths and segments follow from their values, and each look at a value on a GPU
-    would wait for it.
-
-    Attributes:
-        queries: positions `[1 or batch, T]`.
-        read: the values of `AttentionHandler.on_the_device`.
-        tables: tensors computed in one layer and used again in the next ones.
-    """
-
-    def __init__(self, queries: Tensor, read: tuple[float, ...] = ()) -> None:
-        self.queries = queries
-        self.read = read
-        self.tables: dict[tuple[Any, ...], Any] = {}
-
-    def on(self, device: torch.device, values: Tensor) -> Tensor:
-        """A tensor of this forward, copied to a device once for all layers there."""
-        name = ("copy", id(values), device)
-        if name not in self.tables:  # with the tensor, so that no other one gets its id
-            self.tables[name] = values, to_device(values, device)
-        copy: Tensor = self.tables[name][1]
-        return copy
 
 
 class AttentionHandler:
@@ -93,9 +67,9 @@ class AttentionHandler:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_latest": None}
 
-    def new_forward(self, queries: Tensor, read: tuple[float, ...]) -> Forward:
+    def new_forward(self, queries: Tensor) -> Forward:
         """A forward with queries at positions `[1 or batch, T]`."""
-        return Forward(queries, read)
+        return Forward(queries)
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Attention for one call; in this class, by the model's own function."""
@@ -128,10 +102,6 @@ class AttentionHandler:
         if decoder.config.model_type in self.adapter.hides_positions:
             for module in modules:
                 undo.hook(module, give_positions)
-
-    def on_the_device(self) -> Tensor | None:
-        """Values of the encoding that a forward needs on the host, `[n]`; None if there are none."""
-        return None
 
     def forward_of_call(self, call: AttentionCall) -> Forward:
         """The forward that a call belongs to, with the positions of its queries.
@@ -168,7 +138,12 @@ class AttentionHandler:
         latest = self._latest
         if latest is not None and latest[0]() is position_ids and latest[1] == position_ids._version:
             return latest[2]
-        forward = self.new_forward(*self._read(position_ids, cached))
+        if position_ids.is_meta:  # the ones that follow those in the cache
+            count = position_ids.shape[-1]
+            read = torch.arange(cached, cached + count, device="cpu")[None]
+        else:
+            read = position_ids.cpu()
+        forward = self.new_forward(_rows(read, self.encoding))
         # What layers share goes when the positions do.
         self._latest = weakref.ref(position_ids, self._forget), position_ids._version, forward
         return forward
@@ -176,24 +151,6 @@ class AttentionHandler:
     def _forget(self, reference: Any) -> None:
         if self._latest is not None and self._latest[0] is reference:
             self._latest = None
-
-    @torch.no_grad()
-    def _read(self, position_ids: Tensor, cached: int) -> tuple[Tensor, tuple[float, ...]]:
-        """Positions `[1 or batch, T]` and the values of `on_the_device`, read from the device at once."""
-        values = self.on_the_device()
-        if position_ids.is_meta:  # the ones that follow those in the cache
-            with torch.device("cpu"):
-                position_ids = torch.arange(cached, cached + position_ids.shape[-1])[None]
-        if values is None:
-            return _rows(position_ids.cpu(), self.encoding), ()
-        if values.is_meta:  # in a dry run, positions are beyond those that need less
-            return _rows(position_ids, self.encoding), (-1.0,) * len(values)
-        if not has_float64(position_ids.device):
-            return _rows(position_ids.cpu(), self.encoding), tuple(values.tolist())
-        values = values.to(position_ids.device, torch.float64)
-        both = torch.cat([position_ids.flatten().to(torch.float64), values]).cpu()  # it holds all positions
-        count = position_ids.numel()
-        return _rows(both[:count].view(position_ids.shape), self.encoding), tuple(both[count:].tolist())
 
     def keys_of_call(self, call: AttentionCall, forward: Forward) -> Tensor:
         """The positions `[1 or batch, K]` of the keys of a call, without the empty slots of a static cache.
@@ -204,12 +161,12 @@ class AttentionHandler:
             PatchError: the positions of cached keys have gaps.
         """
         columns = call.key.shape[2]
-        name = ("keys", columns, id(call.mask))
-        if name not in forward.tables:  # with the mask, so that no other one gets its id
+
+        def keys() -> Tensor:
             whole = attention_window(call.module) is None
-            forward.tables[name] = call.mask, self._key_positions(forward.queries, call, columns, whole=whole)
-        keys: Tensor = forward.tables[name][1]
-        return keys
+            return self._key_positions(forward.queries, call, columns, whole=whole)
+
+        return forward.once("keys", columns, of=call.mask, compute=keys)
 
     def _key_positions(self, queries: Tensor, call: AttentionCall, columns: int, *, whole: bool) -> Tensor:
         """As `keys_of_call`; `whole` if the layer sees all tokens since the first."""

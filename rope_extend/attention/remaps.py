@@ -5,7 +5,7 @@ turned on to the positions that the method gives them. Attention is computed in 
 
 - a text without changed pairs: as in the model without a patch;
 - one token after a cache: each key is turned by its distance, and the model's own function does the rest;
-- rows of plain text, with or without padding: in a few calls without a mask, see `remap_parts.py`;
+- rows of plain text, with or without padding: in parts without a mask, see `remap_parts.py`;
 - everything else: by the model's own function, a few queries at a time. Keys of all regions lie side by side,
   each in channels of its own, and a mask shows each pair in its region only.
 """
@@ -24,14 +24,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rope_extend.attention.bias_parts import rows_of_part
+from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules
-from rope_extend.attention.masks import sees_later_keys
+from rope_extend.attention.masks import RowsOfMask, hidden_except, sees_later_keys, without_keys
 from rope_extend.attention.plain import beyond_plain
-from rope_extend.attention.positions import AttentionHandler, Forward
+from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import is_dense, own_function, takes_suffix, without_cudnn
-from rope_extend.attention.remap_masks import RowsOfMask, hidden_except, without_keys
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
-from rope_extend.attention.rotation import GPU_TABLE_BYTES, TABLE_BYTES, turned
+from rope_extend.attention.rotation import are_small, turned
 from rope_extend.attention.sink_cache import SinkLayer, held_layer
 from rope_extend.attention.text_rows import TextRows, refuse_unknown_documents, text_rows
 from rope_extend.encodings import RemapEncoding, RopeShape
@@ -79,11 +79,12 @@ class _Forward(Forward):
 
     def is_plain(self, keys: Tensor) -> bool:
         """Whether all pairs with keys at some positions keep their own distance."""
-        name = ("plain", id(keys))
-        if name not in self.tables:  # with the keys, so that no others get their id
+
+        def plain() -> bool:
             lowest, highest = (int(keys.min()), int(max(keys.max(), self.queries.max())))
-            self.tables[name] = keys, self.encoding.is_plain(self.shape, lowest, highest)
-        return bool(self.tables[name][1])
+            return self.encoding.is_plain(self.shape, lowest, highest)
+
+        return self.once("plain", of=keys, compute=plain)
 
     def table(self, region: Region, length: int) -> Tensor:
         """The frequencies of a region, `[dim/2]` float64."""
@@ -102,10 +103,17 @@ class _Forward(Forward):
         regions = [self.encoding.regions(self.shape, length)[region] for length in lengths]
         if all(each is NEAR for each in regions):
             return None
-        name = ("turn", of, region, lengths, id(positions), like.dtype, like.device)
-        if name in self.tables:
-            kept: Rotation = self.tables[name][1]
-            return kept
+        name = ("turn", of, region, lengths, like.dtype, like.device)
+        compute = partial(self._turn, of, regions, lengths, positions, like)
+        return self.once(*name, of=positions, compute=compute, keep=self._is_small)
+
+    def _is_small(self, cos_sin: Rotation) -> bool:
+        return are_small(cos_sin, 1 + len(self.changes))
+
+    def _turn(
+        self, of: str, regions: list[Region], lengths: tuple[int, ...], positions: Tensor, like: Tensor
+    ) -> Rotation:
+        """As `turn`."""
         rows = max(len(positions), len(lengths))
         at = positions.expand(rows, -1).double()
         if len(lengths) < rows:
@@ -115,20 +123,9 @@ class _Forward(Forward):
         device = like.device if has_float64(like.device) else torch.device("cpu")
         at, given, tables = (to_device(each, device) for each in (at, given, tables))
         angles = given[..., None] * tables[:, None] - self.rotary.plain_angles(at)
-        found = _cos_sin(angles, like)
-        size = sum(each.numel() * each.element_size() for each in found)
-        if size * (1 + len(self.changes)) <= (
-            TABLE_BYTES if device_of(like).type == "cpu" else GPU_TABLE_BYTES
-        ):
-            self.tables[name] = positions, found  # with the positions, so that no others get their id
-        return found
-
-
-def _cos_sin(angles: Tensor, like: Tensor) -> Rotation:
-    """cos and sin `[rows, 1, n, dim/2]` of angles `[rows, n, dim/2]`, in float32 or more."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    cos, sin = (each[:, None].to(like.device, dtype) for each in (angles.cos(), angles.sin()))
-    return cos, sin
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        cos, sin = (each[:, None].to(like.device, dtype) for each in (angles.cos(), angles.sin()))
+        return cos, sin
 
 
 class RemapHandler(AttentionHandler):
@@ -169,7 +166,7 @@ class RemapHandler(AttentionHandler):
             )
         super().install(decoder, undo)
 
-    def new_forward(self, queries: Tensor, read: tuple[float, ...]) -> _Forward:
+    def new_forward(self, queries: Tensor) -> _Forward:
         """A forward with the regions of its pairs."""
         return _Forward(queries, self)
 
@@ -232,13 +229,14 @@ class RemapHandler(AttentionHandler):
                 f"{self.encoding}: the block mask of flex_attention cannot leave out the {layer.dropped} "
                 f"tokens that this SinkCache dropped; use attn_implementation='sdpa'"
             )
-        name = ("held", id(call.mask), layer.dropped, call.key.shape[2])
-        if name not in forward.tables:  # with the mask, so that no other one gets its id
-            total = call.key.shape[2] + layer.dropped
-            keys = self._key_positions(forward.queries, call, total, whole=True)
-            mask = None if call.mask is None else layer.of_columns(call.mask)
-            forward.tables[name] = call.mask, mask, layer.of_columns(keys)
-        _, mask, keys = forward.tables[name]
+        whole = call
+
+        def held() -> tuple[Tensor | None, Tensor]:
+            total = whole.key.shape[2] + layer.dropped
+            keys = self._key_positions(forward.queries, whole, total, whole=True)
+            return None if whole.mask is None else layer.of_columns(whole.mask), layer.of_columns(keys)
+
+        mask, keys = forward.once("held", layer.dropped, call.key.shape[2], of=call.mask, compute=held)
         return replace(call, mask=mask), keys
 
     def _attend(self, call: AttentionCall, forward: _Forward, keys: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -263,10 +261,10 @@ class RemapHandler(AttentionHandler):
         self, call: AttentionCall, forward: _Forward, keys: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of one query to keys that are turned by their distance to it."""
-        name = ("one token", id(keys), call.query.dtype, call.query.device)
-        if name not in forward.tables:  # with the keys, so that no others get their id
-            forward.tables[name] = keys, *self._by_distance(forward, keys, call.query)
-        _, rotation, shown = forward.tables[name]
+        compute = partial(self._by_distance, forward, keys, call.query)
+        rotation, shown = forward.once(
+            "one token", call.query.dtype, call.query.device, of=keys, compute=compute
+        )
         call = replace(call, key=self._turned(call.key, rotation))
         if shown is not None:
             call = without_keys(call, shown)
@@ -339,11 +337,8 @@ class RemapHandler(AttentionHandler):
         begin, end = max(0, each.start - past), each.stop - past
         which = slice(None) if each.rows is None else list(each.rows)
         row = 0 if each.rows is None else each.rows[0]
-        name = ("columns", id(positions), row, each.start, each.stop)
-        if name not in forward.tables:  # with the positions, so that no others get their id
-            own = positions[row if len(positions) > 1 else 0, each.start : each.stop]
-            forward.tables[name] = positions, own[None]
-        columns: Tensor = forward.tables[name][1]
+        own = positions[row if len(positions) > 1 else 0, each.start : each.stop]
+        columns = forward.once("columns", row, each.start, each.stop, of=positions, compute=lambda: own[None])
 
         def turn(states: Tensor, start: int, region: int, length: int, *, of: str, offset: int) -> Tensor:
             rotation = forward.turn(of, region, (length,), columns, call.query)
@@ -377,7 +372,7 @@ class RemapHandler(AttentionHandler):
         self, call: AttentionCall, forward: _Forward, keys: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """Attention by the model's own function, with the keys of all regions side by side."""
-        if isinstance(self.encoding.borders, Chunks) and sees_later_keys(call, forward.tables, keys.shape[1]):
+        if isinstance(self.encoding.borders, Chunks) and sees_later_keys(call, forward, keys.shape[1]):
             raise PatchError(
                 f"{self.encoding} counts chunks back from a token, but this input lets tokens attend to "
                 f"later ones (an image, a prefix or is_causal=False); use causal attention, or self_extend"
@@ -484,14 +479,12 @@ class _Block:
 
     def spans(self) -> list[tuple[int, int, int]]:
         """The regions with pairs: the index, the first key with one, and the key after the last."""
-        name = ("spans", id(self.keys), self.start, self.stop)
-        if name not in self.forward.tables:  # with the keys, so that no others get their id
-            region = self.region
-            found = []
-            for index in range(len(self.rotations)):
-                columns = (region == index).flatten(0, 1).any(dim=0).nonzero().flatten()
-                if len(columns):
-                    found.append((index, int(columns[0]), int(columns[-1]) + 1))
-            self.forward.tables[name] = self.keys, found
-        spans: list[tuple[int, int, int]] = self.forward.tables[name][1]
-        return spans
+        return self.forward.once("spans", self.start, self.stop, of=self.keys, compute=self._spans)
+
+    def _spans(self) -> list[tuple[int, int, int]]:
+        region, found = self.region, []
+        for index in range(len(self.rotations)):
+            columns = (region == index).flatten(0, 1).any(dim=0).nonzero().flatten()
+            if len(columns):
+                found.append((index, int(columns[0]), int(columns[-1]) + 1))
+        return found

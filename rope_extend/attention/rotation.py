@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rope_extend.attention.causal_suffix import without_mask
+from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
-from rope_extend.attention.positions import AttentionHandler, Forward
+from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import causal_mask, is_dense, takes_suffix, without_cudnn
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
@@ -116,10 +117,12 @@ class _Forward(Forward):
         Returns:
             `[1 or batch, 1, n, dim/2]` each, float32, or float64 for states in float64.
         """
-        name = ("turn", of, segment.start, id(positions), like.dtype, like.device)
-        if name in self.tables:  # with the positions, so that no others get their id
-            kept: tuple[Tensor, Tensor] = self.tables[name][1]
-            return kept
+        name = ("turn", of, segment.start, like.dtype, like.device)
+        compute = partial(self._turn, of, segment, positions, like)
+        return self.once(*name, of=positions, compute=compute, keep=self._is_small)
+
+    def _turn(self, of: str, segment: _Segment, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """As `turn`."""
         device = like.device if has_float64(like.device) else torch.device("cpu")
         at = to_device(positions, device)
         tables = [self.table(length) for length in segment.lengths]
@@ -137,13 +140,20 @@ class _Forward(Forward):
             distance = (at - centre).clamp(max=_decay_block(decay))[..., None]
             distance = distance * to_device(decay, device, torch.float64)
             size = size * (distance if of == "query" else -distance).exp()
-        cos_sin = tuple(
+        cos, sin = (
             (each * size)[:, None].to(like.device, _wide(like)) for each in (angles.cos(), angles.sin())
         )
-        limit = TABLE_BYTES if device_of(like).type == "cpu" else GPU_TABLE_BYTES
-        if sum(each.numel() * each.element_size() for each in cos_sin) * len(self.segments) <= limit:
-            self.tables[name] = positions, cos_sin
-        return cos_sin
+        return cos, sin
+
+    def _is_small(self, cos_sin: tuple[Tensor, Tensor]) -> bool:
+        """Whether tables of this size for all segments may be kept for the next layer."""
+        return are_small(cos_sin, len(self.segments))
+
+
+def are_small(cos_sin: tuple[Tensor, Tensor], count: int) -> bool:
+    """Whether `count` tables of this size may be kept for the next layer."""
+    limit = TABLE_BYTES if device_of(cos_sin[0]).type == "cpu" else GPU_TABLE_BYTES
+    return count * sum(each.numel() * each.element_size() for each in cos_sin) <= limit
 
 
 def _wide(states: Tensor) -> torch.dtype:
@@ -176,7 +186,7 @@ class RotationHandler(AttentionHandler):
         self.shape = shape
         self.normalised = normalised
 
-    def new_forward(self, queries: Tensor, read: tuple[float, ...]) -> _Forward:
+    def new_forward(self, queries: Tensor) -> _Forward:
         """A forward, cut into segments where its tables change."""
         return _Forward(queries, self)
 
@@ -266,7 +276,7 @@ class RotationHandler(AttentionHandler):
             PatchError: they are, and the encoding or the attention implementation does not support it.
         """
         decays = self.encoding.decay(self.shape) is not None
-        if not (decays or len(forward.segments) > 1) or not sees_later_keys(call, forward.tables, keys):
+        if not (decays or len(forward.segments) > 1) or not sees_later_keys(call, forward, keys):
             return False
         seen = "this input lets tokens attend to later ones (an image, a prefix or is_causal=False)"
         if decays:

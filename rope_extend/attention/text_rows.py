@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import MASK_ROWS
-from rope_extend.attention.positions import Forward
 from rope_extend.encodings import Encoding
 from rope_extend.errors import PatchError
 
@@ -50,10 +50,8 @@ def refuse_unknown_documents(call: AttentionCall, forward: Forward, keys: Tensor
     missing = [name for name in _LENGTHS if call.kwargs.get(name) is None]
     if not missing:
         return
-    name = ("restarts", id(keys))
-    if name not in forward.tables:  # with the keys, so that no others get their id
-        forward.tables[name] = keys, bool((keys.diff() < 0).any())
-    if forward.tables[name][1] or "cu_seq_lens_q" not in missing:
+    restarts = forward.once("restarts", of=keys, compute=lambda: bool((keys.diff() < 0).any()))
+    if restarts or "cu_seq_lens_q" not in missing:
         raise PatchError(
             f"{encoding}: {call.implementation} cannot separate the documents of {len(call.query)} packed "
             f"rows without {', '.join(missing)}; give all four lengths, one packed row at a time, or use "
@@ -74,13 +72,10 @@ def text_rows(call: AttentionCall, forward: Forward, keys: Tensor) -> list[TextR
         ):
             return _of_packed_rows(call, keys)
         return _of_columns(keys, None)
-    if not isinstance(call.mask, Tensor):
+    mask, new = call.mask, forward.queries.shape[1]
+    if not isinstance(mask, Tensor):
         return None
-    name = ("text rows", id(call.mask))
-    if name not in forward.tables:  # with the mask, so that no other one gets its id
-        forward.tables[name] = call.mask, _of_mask(call.mask, keys, forward.queries.shape[1])
-    found: list[TextRows] | None = forward.tables[name][1]
-    return found
+    return forward.once("text rows", of=mask, compute=lambda: _of_mask(mask, keys, new))
 
 
 def _of_mask(mask: Tensor, positions: Tensor, new: int) -> list[TextRows] | None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from test_perplexity import measure, naive_losses, texts, tiny
-from test_report_and_plots import result, row
+from test_report import result, row
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx

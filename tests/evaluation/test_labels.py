@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_report_and_plots import TRAINED, row
+from test_report import TRAINED, row
 from test_saved_runs import FIRST, retrieved
 
 from rope_extend.encodings import RopeShape, encoding, method_named

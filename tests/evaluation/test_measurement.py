@@ -14,7 +14,7 @@ import torch
 from cases import tiny_llama
 from peft import LoraConfig, get_peft_model
 from scaled_models import counted_tokens, scaled_copy
-from test_report_and_plots import result
+from test_report import result
 
 import rope_extend as rx
 from rope_extend.data.bundled import MODEL_DIR

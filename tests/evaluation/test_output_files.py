@@ -24,7 +24,7 @@ from covering import OPTIONS
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from test_report_and_plots import result
+from test_report import result
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import evaluate as evaluate_module

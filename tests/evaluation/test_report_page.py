@@ -6,7 +6,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from test_report_and_plots import TRAINED, row
+from test_report import TRAINED, row
 
 from rope_extend.plots.curves import plot_perplexity
 from rope_extend.report.page import page, picture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from test_report_and_plots import row
+from test_report import row
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import warning_once
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_report_and_plots import row
+from test_report import row
 
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from test_perplexity import measure, naive_losses, texts, tiny
-from test_report_and_plots import row
+from test_report import row
 
 import rope_extend as rx
 from rope_extend.cli.main import main

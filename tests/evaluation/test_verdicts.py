@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
-from test_report_and_plots import row
+from test_report import row
 
 from rope_extend.evaluation.controls import against_cropped
 from rope_extend.evaluation.output_directory import FILES

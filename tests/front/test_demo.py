@@ -10,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rope_extend.checkpoint.info import info
 from rope_extend.cli.main import main
-from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.demo import run as demo
-from rope_extend.demo.run import DOCUMENTS, RECIPE, run_demo
+from rope_extend.demo.run import DOCUMENTS, run_demo
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.controls import regressions
 from rope_extend.evaluation.perplexity_report import read_results
@@ -69,15 +67,6 @@ def test_an_interrupted_demonstration_resumes(
         assert (tmp_path / "runs" / run / "metrics.jsonl").read_text().count('"step"') == 1
         after = load_file(tmp_path / "runs" / run / ADAPTER)
         assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-def test_the_recipe_matches_the_bundled_model() -> None:
-    recipe = Recipe.from_yaml(RECIPE, {"output_dir": "unused"})
-    shape = info(str(MODEL_DIR)).shape
-    assert shape.trained_length == 256
-    assert recipe.target_length == 8 * shape.trained_length
-    for line in RECIPE.read_text().splitlines():
-        assert not line.strip() or "#" in line, f"no comment on {line!r}"
 
 
 def test_unknown_methods_are_refused_before_anything_runs(tmp_path: Path) -> None:

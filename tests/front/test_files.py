@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from pathlib import Path
@@ -18,8 +17,6 @@ from rope_extend.files import (
     replacing,
     replacing_directory,
     replacing_files,
-    sha256,
-    write_json,
     write_text,
 )
 
@@ -39,14 +36,6 @@ def test_a_failure_leaves_the_earlier_file_and_no_other(tmp_path: Path) -> None:
         partial.write_text(f"half {1 // 0}")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_json_ends_in_a_newline(tmp_path: Path) -> None:
-    write_json(tmp_path / "a.json", {"b": 1, "a": None}, sort_keys=True)
-    text = (tmp_path / "a.json").read_text()
-    assert json.loads(text) == {"a": None, "b": 1}
-    assert text.index("a") < text.index("b")
-    assert text.endswith("}\n")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs permission bits")
@@ -137,11 +126,6 @@ def test_the_last_file_is_renamed_after_the_others(tmp_path: Path, monkeypatch: 
         for name in ("a.txt", "b.txt", "c.txt"):
             (partial / name).write_text(name)
     assert renamed == ["a.txt", "c.txt", "b.txt"]
-
-
-def test_sha256_is_of_the_contents(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    assert sha256(tmp_path / "a").startswith("ba7816bf8f01cfea")
 
 
 def test_a_directory_that_cannot_be_made_is_refused_early(tmp_path: Path) -> None:

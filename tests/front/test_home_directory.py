@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from cases import TARGET, llama
-from gguf_writer import converted
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -22,7 +21,7 @@ from rope_extend.cli.main import COMMANDS, command_parser
 from rope_extend.config import SOURCES, Config, field_hints
 from rope_extend.data.sources import source_files
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
-from rope_extend.method_names import ENCODING_FILE, check_method_name, encoding_file
+from rope_extend.method_names import ENCODING_FILE, encoding_file
 from rope_extend.searching.search_config import SearchConfig
 from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
@@ -80,22 +79,6 @@ def test_every_setting_that_is_a_path_expands_it(settings: type[Config], home: P
     assert {"output", "output_dir"} & seen
 
 
-def test_settings_and_texts_are_read_from_there(home: Path) -> None:
-    (home / "recipe.yaml").write_text(
-        "model: ~/base\ndata: ~/*.txt\ntarget_length: 64\noutput_dir: ~/run\nmethod: yarn\n"
-    )
-    (home / "a.txt").write_text("a text")
-    recipe = Recipe.from_yaml("~/recipe.yaml")
-    assert (recipe.model, recipe.output_dir) == (str(home / "base"), str(home / "run"))
-    assert list(source_files(recipe.data).values()) == [home / "a.txt"]
-
-
-def test_a_saved_encoding_is_found_there(home: Path) -> None:
-    (home / "x" / ENCODING_FILE).write_text("{}")
-    assert encoding_file("~/x") == home / "x" / ENCODING_FILE
-    check_method_name("resonance(~/x)")
-
-
 def test_functions_write_and_read_there(home: Path) -> None:
     llama().save_pretrained(home / "base")
     model: Any = AutoModelForCausalLM.from_pretrained(home / "base")
@@ -107,16 +90,17 @@ def test_functions_write_and_read_there(home: Path) -> None:
     rx.record_encoding("~/ours", wrapped)
     assert rx.merge("~/run", "~/merged", base_model="~/base") == home / "merged"
     assert rx.export("~/merged", "~/exported", verify=False) == home / "exported"
-    converted(AutoModelForCausalLM.from_pretrained(home / "merged"), home / "model.gguf")
-    assert rx.convert("~/model.gguf", "~/converted") == home / "converted"
-    rx.export("~/merged", "~/files", "llama.cpp", gguf="~/model.gguf", verify=False)
     write_card("~/run")
+    (home / "a.txt").write_text("a text")
+    assert list(source_files("~/*.txt").values()) == [home / "a.txt"]
+    (home / "x" / ENCODING_FILE).write_text("{}")
+    assert encoding_file("~/x") == home / "x" / ENCODING_FILE
     ids = torch.arange(40)[None]
     with torch.no_grad():
         expected = wrapped(ids).logits
         for name in ("run", "ours"):
             assert torch.equal(rx.load(f"~/{name}", base_model="~/base")(ids).logits, expected)
     assert rx.info("~/run").encoding == rx.info("~/merged").encoding
-    made = {"base", "run", "ours", "merged", "exported", "converted", "files"}
-    assert {path.name for path in home.iterdir()} == {*made, "x", "model.gguf"}
+    made = {"base", "run", "ours", "merged", "exported"}
+    assert {path.name for path in home.iterdir()} == {*made, "x", "a.txt"}
     assert not any(Path().iterdir())

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 METHODS = sorted(f"docs/methods/{page.name}" for page in (ROOT / "docs" / "methods").glob("*.md"))
 CARD = "rope_extend/demo/README.md"
-MOST_LINES, MOST_WORDS = 180, 1500
+MOST_LINES = 180
 HUB_OWNERS = ("meta-llama/", "Qwen/", "owner/")
 """Owners of models on the hub that pages name; their commands need a network."""
 
@@ -91,10 +91,10 @@ def test_the_pages_name_what_exists() -> None:
     assert {words[1] for words in COMMANDS if words[0] == "make"} <= set(targets)
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short_and_links_every_page() -> None:
     """Details belong to `docs/`."""
     assert len(read("README.md").splitlines()) <= MOST_LINES
-    assert len(read("README.md").split()) <= MOST_WORDS
+    assert not [page for page in PAGES[1:] if f"({page})" not in read("README.md")]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *METHODS, "CONTRIBUTING.md", "CHANGELOG.md", CARD])
@@ -110,11 +110,6 @@ def test_links_lead_somewhere(page: str) -> None:
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
             assert section in slugs, target
-
-
-def test_every_page_is_linked_from_the_readme() -> None:
-    unlinked = [page for page in PAGES[1:] if f"({page})" not in read("README.md")]
-    assert not unlinked
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
@@ -155,12 +150,3 @@ def test_everything_runs_as_written(tmp_path: Path, commands: Commands) -> None:
     assert (tmp_path / "runs" / "report" / "perplexity.png").exists()
     assert (tmp_path / "runs" / "extended" / "config.json").exists()
     assert read_state(checkpoints(tmp_path / "runs" / "mixed")[-1]).step == 2
-
-
-def test_the_tests_that_pages_name_exist() -> None:
-    names = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    for page in [*PAGES, "CONTRIBUTING.md"]:
-        text = read(page)
-        named = set(re.findall(r"\btests/[\w/]+\.py", text))
-        assert not {path for path in named if not (ROOT / path).exists()}, page
-        assert set(re.findall(r"(?<![\w/])test_\w+\.py", text)) <= names, page

@@ -62,12 +62,6 @@ def test_links_are_those_of_the_site() -> None:
     )
 
 
-def test_lists_inside_lists_have_four_spaces() -> None:
-    assert (
-        site_pages.nested_lists("- a\n  - b\n    text\n    - c\n") == "- a\n    - b\n    text\n        - c\n"
-    )
-
-
 def test_the_reference_has_every_name_and_every_command() -> None:
     page = site_pages.api_page()
     named = re.findall(r"^::: rope_extend\.[\w.]+\.(\w+)$", page, re.MULTILINE)

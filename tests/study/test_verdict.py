@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import llama
-from test_report_and_plots import row
+from test_report import row
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.results import Cell as Trials

@@ -6,19 +6,11 @@ import math
 import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import combinations, pairwise
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pytest
 from covering import few
-from hypothesis import given
-from hypothesis import strategies as st
-from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
-from matplotlib.text import Text
-from PIL import Image
 
 import rope_extend as rx
 from rope_extend.cli.main import main
@@ -35,10 +27,7 @@ from rope_extend.evaluation.perplexity_report import (
 from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
 from rope_extend.evaluation.retrieval_report import write_retrieval
 from rope_extend.plots import curves as plots
-from rope_extend.plots.frequencies import plot_frequencies
-from rope_extend.plots.retrieval_maps import plot_heat_map
-from rope_extend.plots.style import Canvas, spread_apart
-from rope_extend.plots.training_curves import plot_training
+from rope_extend.plots.style import Canvas
 
 TRAINED = 32
 LENGTHS = (32, 64, 128, 256)
@@ -68,8 +57,7 @@ def row(label: str, method: str | None, level: float, adapter: str | None = None
     return EvaluationRow(label, encoding, "demo", adapter, result(level, **changes))
 
 
-@pytest.fixture
-def rows() -> list[EvaluationRow]:
+def several_rows() -> list[EvaluationRow]:
     return [
         row("plain RoPE", None, 7.1),
         row("linear", "linear", 3.01),
@@ -79,6 +67,11 @@ def rows() -> list[EvaluationRow]:
         row("LoRA, cropped", None, 2.0, "runs/none", protocol="cropped", window=32),
         row("short", "ntk", 2.5, lengths=(32, 64)),
     ]
+
+
+@pytest.fixture
+def rows() -> list[EvaluationRow]:
+    return several_rows()
 
 
 @pytest.mark.slow
@@ -342,32 +335,6 @@ def test_pages_are_complete_and_fit_a_phone(rows: list[EvaluationRow], tmp_path:
         assert "Retrieval, passkey" in text
 
 
-@pytest.mark.slow
-def test_the_page_needs_no_other_file(rows: list[EvaluationRow], tmp_path: Path) -> None:
-    odd = row("<b>odd & 1</b>", "yarn", 2.0)
-    write_report([*rows, odd], tmp_path, trained_length=TRAINED, title="A <title>")
-    text = (tmp_path / "report.html").read_text()
-
-    class LossComputer(HTMLParser):
-        tags, sources, words = [], [], []
-
-        def handle_starttag(self, tag: str, attributes: list) -> None:
-            self.tags.append(tag)
-            self.sources += [value for name, value in attributes if name in ("src", "href")]
-
-        def handle_data(self, data: str) -> None:
-            self.words.append(data)
-
-    reader = LossComputer()
-    reader.feed(text)
-    assert all(source.startswith("#") for source in reader.sources)  # the list of contents
-    assert not {"img", "link", "iframe", "b"} & set(reader.tags)
-    assert "script" not in reader.tags
-    for label in (r.label for r in [*rows, odd]):
-        assert label in reader.words
-    assert "A <title>" in reader.words
-
-
 def test_rows_of_several_runs_get_different_labels(rows: list[EvaluationRow], tmp_path: Path) -> None:
     write_report(rows[:2], tmp_path / "one", trained_length=TRAINED)
     write_report(rows[1:3], tmp_path / "two", trained_length=TRAINED)
@@ -411,237 +378,3 @@ def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path
     ):
         with pytest.raises(RopeExtendError, match=message):
             call()
-
-
-SAVE = Canvas.save
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Canvas]:
-    """All pictures that were saved. They are laid out and not written, which takes as long again."""
-    pictures: list[Canvas] = []
-
-    def save(self: Canvas) -> Path:
-        pictures.append(self)
-        self.figure.draw_without_rendering()
-        return self.path
-
-    monkeypatch.setattr(Canvas, "save", save)
-    return pictures
-
-
-def lines(axes: Axes) -> dict[str, matplotlib.lines.Line2D]:
-    return {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
-
-
-def names(axes: Axes) -> list[matplotlib.text.Annotation]:
-    return [text for text in axes.texts if text.get_text() in lines(axes)]
-
-
-def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
-    path = plots.plot_perplexity(rows, TRAINED, tmp_path / "deep" / "perplexity.png", title="A title")
-    axes = drawn[0].axes
-    assert lines(axes).keys() == {r.label for r in rows}
-    for r in rows:
-        x, y = lines(axes)[r.label].get_data()
-        assert dict(zip(x, y, strict=True)) == r.result.ppl
-    assert axes.get_xscale() == axes.get_yscale() == "log"
-    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["32", "64", "128", "256"]
-    assert any(list(line.get_xdata()) == [TRAINED, TRAINED] for line in axes.lines)
-    assert any(text.get_text() == "trained window, 32" for text in axes.texts)
-    assert axes.get_title("left") == "A title"
-    assert path == tmp_path / "deep" / "perplexity.png"
-    with Image.open(SAVE(drawn[0])) as image:
-        assert image.size == (1600, 960)
-        assert len(image.convert("RGB").getcolors(2**20)) > 100
-
-
-def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_path: Path) -> None:
-    plots.plot_perplexity(rows, TRAINED, tmp_path / "a.png")
-    found = lines(drawn[0].axes)
-    colour = {label: to_hex(line.get_color()) for label, line in found.items()}
-    assert colour["linear"] == colour["linear + LoRA"]
-    assert colour["YaRN"] == colour["YaRN + LoRA"]
-    assert len({colour[label] for label in ("plain RoPE", "linear", "YaRN", "short")}) == 4
-    assert {found[label].get_linestyle() for label in ("linear + LoRA", "YaRN + LoRA")} == {"-"}
-    assert {found[label].get_linestyle() for label in ("plain RoPE", "linear", "YaRN")} == {"--"}
-    assert found["linear"].get_marker() == found["linear + LoRA"].get_marker() != found["YaRN"].get_marker()
-    subtitle = "dashed: untrained · solid: fine-tuned · dotted: context cropped"
-    assert any(text.get_text() == subtitle for text in drawn[0].axes.texts)
-    plots.plot_perplexity(rows[:3], TRAINED, tmp_path / "b.png")
-    assert not any("dashed" in text.get_text() for text in drawn[1].axes.texts)  # nothing to distinguish
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("draw", [plots.plot_perplexity, plots.plot_loss_by_position])
-@pytest.mark.parametrize("count", [1, 6, 14])
-def test_names_overlap_neither_each_other_nor_the_lines(draw, count: int, drawn, tmp_path: Path) -> None:
-    many = [row(f"method {i}", f"method{i}", 2 + i / 1000) for i in range(count)]
-    draw(many, TRAINED, tmp_path / "a.png")
-    (picture,) = drawn
-    boxes = [Text.get_window_extent(name) for name in names(picture.axes)]  # without its pointer
-    assert len(boxes) == count
-    canvas, area = picture.figure.bbox, picture.axes.get_window_extent()
-    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
-    for box in boxes:
-        assert box.x0 > area.x1
-        assert box.x1 <= canvas.x1
-        assert canvas.y0 <= box.y0
-        assert box.y1 <= canvas.y1
-
-
-@given(
-    st.lists(st.floats(0, 1), min_size=1, max_size=12),
-    st.floats(0.01, 0.08),
-)
-def test_spreading_keeps_order_and_distance(places: list[float], gap: float) -> None:
-    spread = spread_apart(places, gap)
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    ordered = [spread[i] for i in order]
-    assert all(b - a >= gap - 1e-9 for a, b in pairwise(ordered))
-    assert min(spread) >= 0
-    assert max(spread) <= 1 + 1e-9
-    near = sorted(places)
-    if all(b - a >= gap for a, b in pairwise(near)):
-        assert spread == pytest.approx(places, abs=1e-9)  # values that are far enough apart do not move
-
-
-def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
-    bad = row("bad", "ntk", 1.0, ppl={32: 10.0, 64: math.inf, 128: math.nan})
-    worse = row("worse", "yarn", 1.0, ppl={32: math.nan}, nll_by_position=np.full(31, math.nan))
-    plots.plot_perplexity([bad, worse], TRAINED, tmp_path / "a.png")
-    assert list(lines(drawn[0].axes)["bad"].get_xdata()) == [32]
-    assert [text.get_text() for text in names(drawn[0].axes)] == ["bad"]
-    plots.plot_loss_by_position([bad, worse], TRAINED, tmp_path / "b.png")
-
-
-def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> None:
-    steps = row("steps", "yarn", 1.0, nll_by_position=np.where(np.arange(1, 256) < 64, 2.0, 5.0))
-    plots.plot_loss_by_position([steps], TRAINED, tmp_path / "a.png")
-    assert drawn[0].axes.get_xlabel() == "position in the document, tokens"
-    x, y = lines(drawn[0].axes)["steps"].get_data()
-    assert (np.diff(x) > 0).all()
-    assert 1 <= x[0] < x[-1] <= 255
-    assert (y[x < 64] == 2).all()
-    assert (y[x >= 64] == 5).all()
-    assert len(x) > 20
-
-
-def test_training_is_drawn_with_its_running_mean(drawn, tmp_path: Path) -> None:
-    losses = [5 - 0.02 * i for i in range(50)]
-    log = [{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)] + [
-        {"step": 50, "perplexity": {"32": 3}}
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, log)) + '\n{"step": 51, "lo')
-    plot_training(tmp_path / "metrics.jsonl", tmp_path / "a.png")
-    raw, mean = drawn[0].axes.lines
-    assert list(raw.get_ydata()) == losses
-    assert list(raw.get_xdata()) == list(range(1, 51))
-    for i, value in enumerate(mean.get_ydata()):
-        assert value == pytest.approx(np.mean(losses[max(0, i - 4) : i + 1]))
-
-
-def test_frequencies_are_drawn_from_the_encodings_alone(drawn, tmp_path: Path) -> None:
-    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
-    chosen = [rx.encoding("none"), rx.encoding("linear", factor=4.0), rx.encoding("dynamic_ntk", factor=4.0)]
-    plot_frequencies(chosen, shape, tmp_path / "a.svg", seq_len=128)
-    upper, lower = drawn[0].panels
-    for encoding in chosen:
-        expected = encoding.inv_freq(shape, 128).numpy()
-        np.testing.assert_allclose(lines(upper)[str(encoding)].get_ydata(), 2 * np.pi / expected)
-        np.testing.assert_allclose(
-            lines(lower)[str(encoding)].get_ydata(), expected / chosen[0].inv_freq(shape).numpy()
-        )
-    np.testing.assert_allclose(lines(lower)["linear(factor=4)"].get_ydata(), 0.25)
-    assert any(list(line.get_ydata()) == [TRAINED, TRAINED] for line in upper.lines)
-
-
-def test_an_svg_names_every_line_and_no_global_state_changes(rows, tmp_path: Path) -> None:
-    settings = dict(matplotlib.rcParams)
-    first = plots.plot_perplexity(rows, TRAINED, tmp_path / "a.svg").read_text()
-    assert dict(matplotlib.rcParams) == settings
-    assert first.startswith("<?xml")
-    for r in rows:
-        assert f">{r.label}</text>" in first
-
-
-def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
-    shape = rx.RopeShape(dim=16, theta=10_000.0, trained_length=TRAINED)
-    (tmp_path / "empty.jsonl").write_text('{"step": 1, "perplexity": {}}\n')
-    (tmp_path / "model.gguf").write_bytes(b"GGUF\xc0\n\xa1" * 100)
-    for call, message in (
-        (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a.gif"), r"'\.gif'.*\.png, \.svg, \.pdf"),
-        (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a"), r"\.png"),
-        (lambda: plots.plot_perplexity([], TRAINED, tmp_path / "a.png"), "no rows"),
-        (lambda: plots.plot_loss_by_position([], TRAINED, tmp_path / "a.png"), "no rows"),
-        (lambda: plot_frequencies([], shape, tmp_path / "a.png"), "no encodings"),
-        (lambda: plot_training(tmp_path / "none.jsonl", tmp_path / "a.png"), "no training log"),
-        (lambda: plot_training(tmp_path / "empty.jsonl", tmp_path / "a.png"), "'step' and a 'loss'"),
-        (lambda: plot_training(tmp_path / "model.gguf", tmp_path / "a.png"), "'step' and a 'loss'"),
-        (lambda: read_results(tmp_path / "model.gguf"), "line 1 of .* is not a row of results"),
-    ):
-        with pytest.raises(RopeExtendError, match=message):
-            call()
-    assert not list(tmp_path.glob("a*"))
-
-
-def test_rows_that_dashes_cannot_distinguish_have_different_colours(drawn, tmp_path: Path) -> None:
-    several = [row("yarn (one)", "yarn", 2.0), row("yarn (two)", "yarn", 2.1), row("linear", "linear", 3.0),
-               row("linear + LoRA", "linear", 2.5, "runs/linear")]  # fmt: skip
-    plots.plot_perplexity(several, TRAINED, tmp_path / "a.png")
-    colour = {label: to_hex(line.get_color()) for label, line in lines(drawn[0].axes).items()}
-    assert colour["linear"] == colour["linear + LoRA"]
-    assert len(set(colour.values())) == 3
-
-
-@pytest.mark.parametrize(
-    ("lengths", "ticks"),
-    [
-        ([128, 256, 512], [128, 256, 512]),
-        ([4000, 4096, 4200, 8192, 131072], [4096, 8192, 131072]),  # of neighbours, the round ones
-        ([512 * n for n in range(1, 65)], [512 * 2**n for n in range(7)]),
-        ([100 * n for n in range(1, 41)], None),
-        ([700], [700]),
-    ],
-)
-def test_lengths_are_labelled_if_there_is_room(
-    lengths: list[int], ticks: list[int] | None, drawn, tmp_path: Path
-) -> None:
-    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=tuple(lengths))], TRAINED, tmp_path / "a.png")
-    (picture,) = drawn
-    shown = [round(tick) for tick in picture.axes.get_xticks()]
-    assert shown == ticks or ticks is None
-    low, high = picture.axes.get_xlim()
-    boxes = [
-        label.get_window_extent()
-        for tick, label in zip(shown, picture.axes.get_xticklabels(), strict=True)
-        if low <= tick <= high
-    ]
-    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
-
-
-def test_a_heat_map_of_many_cells_has_a_scale_instead_of_numbers(drawn, tmp_path: Path) -> None:
-    def cells(count: int) -> RetrievalResult:
-        found = [Cell("passkey", 64 * (n + 1), d / 4, 9, (1.0, 0.0)) for n in range(count) for d in range(5)]
-        return RetrievalResult("a", tuple(found), trained_length=64)
-
-    for count, numbers, axes in ((4, 20, 1), (40, 0, 2)):
-        plot_heat_map(cells(count), "passkey", tmp_path / "a.png")
-        texts = [text.get_text() for text in drawn[-1].axes.texts]
-        assert texts.count("50") == numbers
-        assert len(drawn[-1].figure.axes) == axes
-        assert "a · trials solved, %" in texts
-
-
-@pytest.mark.parametrize(
-    ("lengths", "words"),
-    [((64, 128), "beyond the trained window, 32"), ((8, 16), "within the trained window, 32")],
-)
-def test_a_window_outside_the_axis_is_still_named(lengths, words: str, drawn, tmp_path) -> None:
-    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=lengths)], TRAINED, tmp_path / "a.png")
-    (picture,) = drawn
-    (label,) = (text for text in picture.axes.texts if text.get_text() == words)
-    assert picture.figure.bbox.contains(*label.get_window_extent().p0)
-    low, high = picture.axes.get_xlim()
-    assert low <= lengths[0] <= lengths[-1] <= high
-    assert high / low < 4
