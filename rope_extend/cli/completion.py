@@ -23,11 +23,6 @@ _WORDS: Mapping[object, Callable[[], Sequence[str]]] = {
 """The values of arguments, by their type or flag. The flags of a config have no type."""
 
 
-def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `completion`."""
-    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
-
-
 def completion_script(shell: str, parser: argparse.ArgumentParser) -> str:
     """The script for a shell of `SHELLS`; file names complete where no value is known."""
     import shtab

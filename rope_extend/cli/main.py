@@ -15,37 +15,32 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from rope_extend import __version__
-from rope_extend.cli import (
-    advise,
-    completion,
-    discover,
-    draw,
-    generate,
-    measure,
-    report,
-    ship,
-    train,
-)
+from rope_extend.cli import advise, discover, draw, generate, measure, report, ship, train
 from rope_extend.cli.arguments import flag_table, in_flags
+from rope_extend.cli.completion import SHELLS, completion_script
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.processes import is_main_process
 
 
-class Command(NamedTuple):
+class Command:
     """One command of the command line.
 
-    Attributes:
-        add_arguments: adds the command's arguments to its parser.
-        run: runs the command; its docstring is the help text.
+    Its name is that of the function, whose docstring is the help text. The function `NAME_arguments` of the
+    same module adds the arguments to a parser.
+
+    Args:
+        run: runs the command.
         examples: command lines for the end of the help text, without `rope-extend`.
     """
 
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
-    examples: tuple[str, ...]
+    def __init__(self, run: Callable[[argparse.Namespace], None], *examples: str) -> None:
+        self.run, self.name, self.examples = run, run.__name__, examples
+        self.add_arguments: Callable[[argparse.ArgumentParser], None] = run.__globals__[
+            f"{self.name}_arguments"
+        ]
 
     @property
     def summary(self) -> str:
@@ -53,7 +48,12 @@ class Command(NamedTuple):
         return (inspect.getdoc(self.run) or "").splitlines()[0]
 
 
-def _completion(arguments: argparse.Namespace) -> None:
+def completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `completion`."""
+    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
+
+
+def completion(arguments: argparse.Namespace) -> None:
     """Print a completion script for bash, zsh, fish or tcsh: of commands, flags and their values.
 
     bash, in ~/.bashrc:  eval "$(rope-extend completion bash)"
@@ -65,114 +65,86 @@ def _completion(arguments: argparse.Namespace) -> None:
     below = parser.add_subparsers()
     for name, command in COMMANDS.items():
         command.add_arguments(below.add_parser(name, help=command.summary))
-    print(completion.completion_script(arguments.shell, parser))
+    print(completion_script(arguments.shell, parser))
 
 
 _8B = "meta-llama/Meta-Llama-3-8B"
-GROUPS: dict[str, dict[str, Command]] = {
-    "start here": {
-        "demo": Command(
-            discover.demo_arguments, discover.demo, ("demo", "demo --methods none,yarn --output out")
+GROUPS = {
+    "start here": (
+        Command(discover.demo, "demo", "demo --methods none,yarn --output out"),
+        Command(
+            advise.advise,
+            f"advise {_8B} --target-length 32k --gpu h100 --output recipe.yaml",
+            f"advise {_8B} --target-length 32k --gpu 24GB --engine vllm",
         ),
-        "advise": Command(
-            advise.advise_arguments, advise.advise,
-            (
-                f"advise {_8B} --target-length 32k --gpu h100 --output recipe.yaml",
-                f"advise {_8B} --target-length 32k --gpu 24GB --engine vllm",
-            ),
+        Command(
+            advise.recipes, "recipes", "recipes show llama3_8b_32k_yarn",
+            "recipes copy llama3_8b_32k_yarn --output recipe.yaml",
         ),
-        "recipes": Command(
-            advise.recipes_arguments, advise.recipes,
-            (
-                "recipes", "recipes show llama3_8b_32k_yarn",
-                "recipes copy llama3_8b_32k_yarn --output recipe.yaml",
-            ),
+        Command(discover.info, f"info {_8B}", f"info {_8B} --target-length 32k --json"),
+        Command(
+            generate.generate,
+            'generate runs/yarn --file book.txt --ask "Who is the captain?"',
+            f'generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"',
         ),
-        "info": Command(
-            discover.info_arguments, discover.info, (f"info {_8B}", f"info {_8B} --target-length 32k --json")
+        Command(discover.doctor, "doctor", "doctor --json"),
+        Command(completion, "completion bash", "completion fish"),
+        Command(discover.methods, "methods", "methods --json"),
+        Command(discover.families, "families"),
+    ),
+    "search": (
+        Command(
+            train.search,
+            f"search {_8B} --target-length 32k --data books/ --output factors --plan",
+            f"search {_8B} --target-length 32k --data books/ --output factors",
+            f"finetune --model {_8B} --data books/ --target-length 32k --method factors --output-dir run",
         ),
-        "generate": Command(
-            generate.generate_arguments, generate.generate,
-            (
-                'generate runs/yarn --file book.txt --ask "Who is the captain?"',
-                f'generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"',
-            ),
+    ),
+    "train": (
+        Command(
+            train.finetune,
+            f"finetune --model {_8B} --data books/ --target-length 32k --output-dir runs/yarn --plan",
+            "finetune recipe.yaml --output-dir runs/yarn",
+            "finetune recipe.yaml --output-dir runs/yarn --resume",
         ),
-        "doctor": Command(discover.doctor_arguments, discover.doctor, ("doctor", "doctor --json")),
-        "completion": Command(
-            completion.completion_arguments, _completion, ("completion bash", "completion fish")
+    ),
+    "measure": (
+        Command(
+            measure.evaluate,
+            f"evaluate {_8B} runs/yarn --data books/ --lengths 8k,16k,32k --output report",
+            f"evaluate {_8B} --methods none,yarn,dynamic_ntk --data books/ --output report",
+            f"evaluate {_8B} --methods yarn --lengths 32k --plan",
         ),
-        "methods": Command(discover.methods_arguments, discover.methods, ("methods", "methods --json")),
-        "families": Command(discover.families_arguments, discover.families, ("families",)),
-    },
-    "search": {
-        "search": Command(
-            train.search_arguments, train.search,
-            (
-                f"search {_8B} --target-length 32k --data books/ --output factors --plan",
-                f"search {_8B} --target-length 32k --data books/ --output factors",
-                f"finetune --model {_8B} --data books/ --target-length 32k --method factors --output-dir run",
-            ),
+        Command(
+            measure.retrieve,
+            f"retrieve {_8B} runs/yarn --lengths 8k,32k --output passkeys",
+            f"retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles",
         ),
-    },
-    "train": {
-        "finetune": Command(
-            train.finetune_arguments, train.finetune,
-            (
-                f"finetune --model {_8B} --data books/ --target-length 32k --output-dir runs/yarn --plan",
-                "finetune recipe.yaml --output-dir runs/yarn",
-                "finetune recipe.yaml --output-dir runs/yarn --resume",
-            ),
+        Command(
+            report.report,
+            f"report {_8B} --target-length 32k --data books/ --output report",
+            f"report {_8B} --target-length 32k --plan",
+            f"report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report",
         ),
-    },
-    "measure": {
-        "evaluate": Command(
-            measure.evaluate_arguments, measure.evaluate,
-            (
-                f"evaluate {_8B} runs/yarn --data books/ --lengths 8k,16k,32k --output report",
-                f"evaluate {_8B} --methods none,yarn,dynamic_ntk --data books/ --output report",
-                f"evaluate {_8B} --methods yarn --lengths 32k --plan",
-            ),
+        Command(
+            measure.compare, "compare report-a report-b",
+            "compare report report --row none --row yarn --output difference",
         ),
-        "retrieve": Command(
-            measure.retrieve_arguments, measure.retrieve,
-            (
-                f"retrieve {_8B} runs/yarn --lengths 8k,32k --output passkeys",
-                f"retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles",
-            ),
+        Command(
+            draw.plot, "plot perplexity report --output ppl.svg",
+            f"plot frequencies {_8B} --output frequencies.png",
         ),
-        "report": Command(
-            report.report_arguments, report.report,
-            (
-                f"report {_8B} --target-length 32k --data books/ --output report",
-                f"report {_8B} --target-length 32k --plan",
-                f"report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report",
-            ),
-        ),
-        "compare": Command(
-            measure.compare_arguments, measure.compare,
-            ("compare report-a report-b", "compare report report --row none --row yarn --output difference"),
-        ),
-        "plot": Command(
-            draw.plot_arguments, draw.plot,
-            ("plot perplexity report --output ppl.svg", f"plot frequencies {_8B} --output frequencies.png"),
-        ),
-    },
-    "ship": {
-        "convert": Command(
-            ship.convert_arguments, ship.convert, ("convert model.gguf --output model --dtype bfloat16",)
-        ),
-        "merge": Command(ship.merge_arguments, ship.merge, ("merge runs/yarn --output merged",)),
-        "verify": Command(ship.verify_arguments, ship.verify, ("verify merged --reference runs/yarn",)),
-        "push": Command(ship.push_arguments, ship.push, ("push merged owner/name --private",)),
-        "card": Command(ship.card_arguments, ship.card, ("card merged --results report",)),
-        "export": Command(
-            ship.export_arguments, ship.export,
-            ("export --support", "export runs/yarn --to vllm --output for-vllm"),
-        ),
-    },
+    ),
+    "ship": (
+        Command(ship.convert, "convert model.gguf --output model --dtype bfloat16"),
+        Command(ship.merge, "merge runs/yarn --output merged"),
+        Command(ship.verify, "verify merged --reference runs/yarn"),
+        Command(ship.push, "push merged owner/name --private"),
+        Command(ship.card, "card merged --results report"),
+        Command(ship.export, "export --support", "export runs/yarn --to vllm --output for-vllm"),
+    ),
 }  # fmt: skip
-COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
+COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
 MOST_IN_USAGE = 16
 """Number of arguments above which the usage line does not list them."""
 
@@ -190,14 +162,6 @@ class Parser(argparse.ArgumentParser):
         if below or not {"-h", "--help", "--"}.isdisjoint(words):  # argparse mixes none of these
             return self.parse_args(words)
         return self.parse_intermixed_args(words)
-
-    def flags(self) -> set[str]:
-        """All flags of this parser and of the parsers below it."""
-        flags = set(self._option_string_actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                flags |= {flag for parser in action.choices.values() for flag in parser.flags()}
-        return flags
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -255,7 +219,7 @@ def command_parser(name: str) -> Parser:
 
 def _check_flags(parser: Parser, words: Sequence[str]) -> None:
     """Name the nearest flag for one that does not exist, before argparse misses what it should have set."""
-    flags = parser.flags()
+    flags = set(flag_table(parser).values())
     for word in words:
         if word == "--":
             return
@@ -286,7 +250,7 @@ def _help() -> str:
         "Extend the context window of pretrained Llama-style models.",
     ]
     for title, commands in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {name:<12}{command.summary}" for name, command in commands.items())]
+        lines += ["", f"{title}:", *(f"  {command.name:<12}{command.summary}" for command in commands)]
     lines += [
         "",
         "`rope-extend COMMAND --help` explains a command; `rope-extend --version` prints the version.",

@@ -11,6 +11,7 @@ import pytest
 
 import rope_extend as rx
 from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.cli.arguments import flag_table
 from rope_extend.cli.main import COMMANDS, command_parser, main
 from rope_extend.units import format_bytes
 
@@ -28,7 +29,7 @@ def values(command: str, capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_every_command_that_answers_has_it() -> None:
-    with_json = {name for name in COMMANDS if "--json" in command_parser(name).flags()}
+    with_json = {name for name in COMMANDS if "--json" in flag_table(command_parser(name)).values()}
     assert set(COMMANDS) - with_json == WITHOUT
 
 
