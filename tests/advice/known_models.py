@@ -91,6 +91,6 @@ def write_config(directory: Path, name: str, **changes: Any) -> Path:
 
 
 def a_plan(needed: int = 1) -> TrainingPlan:
-    """The plan of a step that needs so many bytes, on a GPU with 24 GB, without memory options."""
+    """The plan of a step on a GPU with 24 GB, without memory options; `needed` is in bytes."""
     step = Step(weights=0, peak=needed, memory_options=MemoryOptions(), quantized=False)
     return TrainingPlan((step,), step, 4096, 1, Budget(torch.device("cuda"), 24 * 10**9), None)
