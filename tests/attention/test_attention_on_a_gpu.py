@@ -128,7 +128,8 @@ def test_flash_attention_finds_its_kernel_by_name(name: str, monkeypatch: pytest
 def test_the_host_looks_at_a_gpu_once_in_a_forward(name: str) -> None:
     """At the positions, which then are on the host for all layers. A static method never looks.
 
-    FIRE looks at its learned thresholds too. What the host copies to the GPU, such as tables, does not wait for it.
+    FIRE looks at its learned thresholds too. What the host copies to the GPU, such as tables, does not wait
+    for it.
     """
     model, ids = llama(num_hidden_layers=3), tokens(1, LENGTH)
     with extended(model, name), spread(model, "cuda:0") as mode:
