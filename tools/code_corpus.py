@@ -3,8 +3,8 @@
     python tools/code_corpus.py configs/results/code_corpus.yaml --output corpus/
 
 Downloads each package of the list with pip, checks its digest, and writes `validation/NAME.txt` or
-`train/NAME.txt`: its Python files in the order of their paths, each below a line with its path. Tests, vendored
-copies and generated files are left out.
+`train/NAME.txt`: its Python files in the order of their paths, each below a line with its path. Tests,
+vendored copies and generated files are left out.
 """
 
 from __future__ import annotations
