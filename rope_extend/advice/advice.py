@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, field, replace
 from shlex import quote
 from typing import Any
 
-from rope_extend.advice.estimates import Memory, Work
+from rope_extend.advice.estimates import Work
 from rope_extend.advice.recipe_text import recipe_text
 from rope_extend.advice.serving import Serving
 from rope_extend.advice.windows import Window
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST
 from rope_extend.method_names import PRETRAINED
+from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_length
 
 READS_ALREADY = "reads already"
@@ -58,7 +59,7 @@ class Advice:
         method: the method to use, and to train with; None if nothing is to be done.
         untrained_method: the method to try first without training; None if there is none.
         recipe: fields of a fine-tuning recipe; empty if no training is needed, or none fits the GPU.
-        memory: what a step of the recipe needs; if none fits, with every memory option and weights of 4 bits;
+        memory: the plan of the recipe's steps; if none fits, with every memory option and weights of 4 bits;
             None if no training is needed.
         work: tokens, operations and hours of the recipe; None without one, or if they cannot be counted.
         commands: the commands that follow, in order; those that measure if nothing is to be done.
@@ -83,7 +84,7 @@ class Advice:
     method: str | None = None
     untrained_method: str | None = None
     recipe: Mapping[str, Any] = field(default_factory=dict)
-    memory: Memory | None = None
+    memory: TrainingPlan | None = None
     work: Work | None = None
     commands: tuple[str, ...] = ()
     criteria: tuple[str, ...] = ()
@@ -95,7 +96,8 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return asdict(self)
+        memory = None if self.memory is None else self.memory.to_dict()
+        return {**asdict(replace(self, memory=None)), "memory": memory}
 
     def with_recipe_file(self, file: str) -> Advice:
         """The advice with the name of the recipe's file in its commands, quoted for a shell."""
@@ -119,7 +121,7 @@ class Advice:
             f"{format_length(self.target_length)}"
         ]
         if self.memory:
-            needed, available = format_bytes(self.memory.needed), format_bytes(self.memory.available)
-            head.append(f"A step needs {needed}, estimated for a GPU with {available}.")
-            head.append(f"Memory options: {self.memory.options}.")
+            step, available = self.memory.chosen, format_bytes(self.memory.budget.available)
+            head.append(f"A step needs {format_bytes(step.total)}, estimated for a GPU with {available}.")
+            head.append(f"Memory options: {step.options}.")
         return recipe_text(self.recipe, head)

@@ -21,8 +21,7 @@ from rope_extend.advice.advice import (
     UNTRAINED,
     Advice,
 )
-from rope_extend.advice.estimates import Memory, fit
-from rope_extend.advice.gpus import Gpu, find_gpu
+from rope_extend.advice.estimates import fit
 from rope_extend.advice.measuring_commands import measuring_commands
 from rope_extend.advice.question import Question
 from rope_extend.advice.training_amount import first_fields, notes_on_books, within_hours
@@ -32,12 +31,14 @@ from rope_extend.checkpoint.info import info
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS
 from rope_extend.files import expand_home
+from rope_extend.memory.gpus import Gpu, find_gpu
 from rope_extend.method_names import CURRENT
 from rope_extend.models.current_table import current_table
 from rope_extend.models.families import adapter_for
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import is_quantized
 from rope_extend.models.loading import empty_model, pretrained
+from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_length, parse_length
 
 DEFAULT_GPU = "80GB"
@@ -201,7 +202,7 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
     """The advice for a model that must be extended: its recipe, memory and hours."""
     factor, trained = question.factor, question.extended
     fields = first_fields(question, data)
-    fields, memory = fit(fields, trained, gpu)
+    fields, memory, no_short_blocks = fit(fields, trained, gpu)
     notes: list[str] = []
     if question.quantized:
         notes.append(
@@ -232,7 +233,7 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
         commands += (f"{FINETUNE} --plan", FINETUNE, *measuring_commands(question, [control], run))
     else:
         fields, run = {}, None
-        misfit = _misfit(question, memory, gpu)
+        misfit = _misfit(question, memory, gpu, no_short_blocks)
         verdict, reason = (verdict, f"{reason} {misfit}") if untrained else (DOES_NOT_FIT, misfit)
     untrained_serving = question.serve(untrained, None) if untrained else None
     return Advice(
@@ -263,7 +264,7 @@ def _why(question: Question, untrained: str | None) -> str:
     )
 
 
-def _misfit(question: Question, memory: Memory, gpu: Gpu) -> str:
+def _misfit(question: Question, memory: TrainingPlan, gpu: Gpu, no_short_blocks: str | None) -> str:
     """That no recipe fits the GPU, why, and what to do."""
     longest = (
         f"The longest block that fits has {memory.longest_block:,} tokens."
@@ -271,19 +272,19 @@ def _misfit(question: Question, memory: Memory, gpu: Gpu) -> str:
         else "No block fits."
     )
     short = (
-        f"Shorter ones are no way out: {memory.no_short_blocks}."
-        if memory.no_short_blocks
+        f"Shorter ones are no way out: {no_short_blocks}."
+        if no_short_blocks
         else f"Blocks of {format_length(question.extended)} with positions from the whole target "
         "window do not fit either."
     )
     return (
         f"A step of training does not fit {gpu.name}, so there is no recipe: with all memory options, it "
-        f"needs {format_bytes(memory.needed)} of {format_bytes(memory.available)}. {longest} {short} Use a "
-        "larger GPU."
+        f"needs {format_bytes(memory.chosen.total)} of {format_bytes(memory.budget.available)}. {longest} "
+        f"{short} Use a larger GPU."
     )
 
 
-def _notes(question: Question, memory: Memory) -> list[str]:
+def _notes(question: Question, memory: TrainingPlan) -> list[str]:
     notes = []
     if question.factor > LARGEST_FACTOR:
         notes.append(
@@ -304,9 +305,9 @@ def _notes(question: Question, memory: Memory) -> list[str]:
             "model as it is. If it was trained under its scaling, and that is one table, set start: current "
             "in the recipe."
         )
-    if memory.fits and memory.host:
-        notes.append(f"Host memory is used as well: {format_bytes(memory.host)}.")
-    if memory.fits and "4 bits" in memory.options:
+    if memory.fits and memory.chosen.host:
+        notes.append(f"Host memory is used as well: {format_bytes(memory.chosen.host)}.")
+    if memory.fits and memory.chosen.quantized:
         notes.append(
             "Weights of 4 bits need pip install 'rope_extend[quantize]'. They are slower, and the hours do "
             "not count that."

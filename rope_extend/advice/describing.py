@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from textwrap import fill
 
 from rope_extend.advice.advice import Advice
-from rope_extend.advice.estimates import Memory, Work
-from rope_extend.advice.gpus import UTILISATION
+from rope_extend.advice.estimates import Work
 from rope_extend.advice.serving import Serving
+from rope_extend.memory.gpus import UTILISATION
+from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_duration, format_length
 
 _WIDTH = 100
@@ -79,11 +80,10 @@ def _row(name: str, text: str) -> str:
     return fill(f"{name:<13}{text}", _WIDTH, subsequent_indent=" " * 13, break_on_hyphens=False)
 
 
-def _memory(memory: Memory) -> str:
+def _memory(memory: TrainingPlan) -> str:
     verdict = "fits" if memory.fits else "does not fit"
-    name = "" if memory.gpu[0].isdigit() else f" ({memory.gpu})"
-    needed = f"{format_bytes(memory.needed)} of {format_bytes(memory.available)}{name}"
-    return f"{needed}, estimated: {verdict}. Memory options: {memory.options}"
+    needed = f"{format_bytes(memory.chosen.total)} of {format_bytes(memory.budget.available)}"
+    return f"{needed}, estimated: {verdict}. Memory options: {memory.chosen.options}"
 
 
 def _training(work: Work, *, short_blocks: bool) -> str:

@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rope_extend.advice.gpus import UTILISATION, Gpu, gpus_with
 from rope_extend.errors import RopeExtendError
-from rope_extend.memory.budget import usable_share
+from rope_extend.memory.gpus import UTILISATION, Gpu, gpus_with
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_memory import StepMemory, TrainingPlan
+from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.training.utilisation import training_operations
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a step of the recipe needs.
-
-    Attributes:
-        gpu: the GPU that was planned for.
-        available: its memory in bytes.
-        needed: estimated bytes on the GPU, at the peak.
-        host: estimated bytes in host memory.
-        options: the memory options that are turned on, as a phrase.
-        fits: whether the step fits, with a margin.
-        evaluates: whether the evaluation at the target length fits as well.
-        recomputes: whether layers are recomputed in the backward pass.
-        longest_block: if the step does not fit: the longest block that does, in tokens.
-        no_short_blocks: if the step does not fit: why short blocks with positions from the whole target
-            window are not an answer; None if they do not fit either.
-    """
-
-    gpu: str
-    available: int
-    needed: int
-    host: int
-    options: str
-    fits: bool
-    evaluates: bool
-    recomputes: bool
-    longest_block: int | None = None
-    no_short_blocks: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +44,10 @@ class Work:
     hours: tuple[Hours, ...]
 
 
-def fit(fields: Mapping[str, Any], trained_length: int, gpu: Gpu) -> tuple[dict[str, Any], Memory]:
-    """Fields of a recipe that fits a GPU, and its memory.
+def fit(
+    fields: Mapping[str, Any], trained_length: int, gpu: Gpu
+) -> tuple[dict[str, Any], TrainingPlan, str | None]:
+    """Fields of a recipe that fits a GPU, and its plan.
 
     The memory options are left to the run, which chooses as this estimate does. If they are not enough, the
     weights get 4 bits. If that is not enough either, the blocks become as short as the trained window, with
@@ -88,8 +59,8 @@ def fit(fields: Mapping[str, Any], trained_length: int, gpu: Gpu) -> tuple[dict[
         gpu: the GPU.
 
     Returns:
-        The fields and their memory. If nothing fits: the given fields, and the memory of the step with all
-        options and weights of 4 bits.
+        The fields, their plan, and None. If nothing fits: the given fields, the plan of the step with all
+        options and weights of 4 bits, and why short blocks are not an answer, if they are not even possible.
 
     Raises:
         RopeExtendError: the recipe does not work with its model.
@@ -97,39 +68,27 @@ def fit(fields: Mapping[str, Any], trained_length: int, gpu: Gpu) -> tuple[dict[
     attempts: list[dict[str, Any]] = [dict(fields)]
     if "positions" not in fields:
         attempts.append(short_blocks(fields, trained_length))
-    first: Memory | None = None
+    first: TrainingPlan | None = None
     for attempt in attempts:
         try:
             estimate = plan(Recipe.from_dict(attempt), limit_memory=gpu.memory, elsewhere=True)
         except RopeExtendError as error:
             if first is None:
                 raise
-            return dict(fields), replace(first, no_short_blocks=str(error))
-        for step in (estimate.chosen, estimate.quantized):
-            if step is not None and estimate.fits(step):
-                if step.quantized:
-                    attempt = {**attempt, "quantize": "4bit"}
-                return attempt, _memory(estimate, step, gpu)
-        first = first or _memory(estimate, estimate.quantized or estimate.chosen, gpu)
+            return dict(fields), first, str(error)
+        if estimate.fits:
+            return attempt, estimate, None
+        small = estimate.in_four_bits()
+        if small.fits:
+            return {**attempt, "quantize": "4bit"}, small, None
+        first = first or small
     assert first is not None
-    return dict(fields), first
+    return dict(fields), first, None
 
 
 def short_blocks(fields: Mapping[str, Any], trained_length: int) -> dict[str, Any]:
     """The recipe with blocks of the trained window and positions from the target window."""
     return {**fields, "block_length": trained_length, "positions": "pose"}
-
-
-def _memory(estimate: TrainingPlan, step: StepMemory, gpu: Gpu) -> Memory:
-    evaluation, evaluates = estimate.evaluation, True
-    if evaluation is not None and not evaluation.fits:  # it was estimated with the weights of `chosen`
-        needed = evaluation.memory - (estimate.chosen.weights - step.weights)
-        evaluates = needed <= usable_share(estimate.device) * estimate.available
-    return Memory(
-        gpu.name, gpu.memory, step.total, step.host,
-        f"{step.memory_options}, weights in 4 bits" if step.quantized else str(step.memory_options),
-        estimate.fits(step), evaluates, step.memory_options.gradient_checkpointing, estimate.longest_block,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -151,12 +110,12 @@ class Cost:
         return self.evaluation * (2 + between)
 
 
-def cost_of(fields: Mapping[str, Any], memory: Memory) -> Cost | None:
+def cost_of(fields: Mapping[str, Any], memory: TrainingPlan) -> Cost | None:
     """Operations of a training step and of an evaluation; None if not countable.
 
     Args:
         fields: of the recipe.
-        memory: its estimate, which says whether layers are recomputed.
+        memory: its plan, which says whether layers are recomputed.
     """
     recipe = Recipe.from_dict({**fields, "quantize": None})  # without bitsandbytes
     empty: Any = LoadOptions(dtype=torch.bfloat16).empty(recipe.model)
@@ -165,7 +124,7 @@ def cost_of(fields: Mapping[str, Any], memory: Memory) -> Cost | None:
     if counted is None or counted.forward is None:
         return None
     total = counted.per_token({recipe.length: 1})
-    if memory.recomputes:
+    if memory.chosen.memory_options.gradient_checkpointing:
         layers = counted.forward.linear - 2 * head
         total += layers + counted.forward.attention(recipe.length) / recipe.length
     evaluation = 0.0

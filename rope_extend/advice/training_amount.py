@@ -7,10 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rope_extend.advice.estimates import Cost, Memory, Work, cost_of, fit, short_blocks, work
-from rope_extend.advice.gpus import Gpu
+from rope_extend.advice.estimates import Cost, Work, cost_of, fit, short_blocks, work
 from rope_extend.advice.question import Question
 from rope_extend.errors import RopeExtendError
+from rope_extend.memory.gpus import Gpu
+from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_length
 
 STEPS = 400
@@ -89,8 +90,13 @@ def sequences_per_step(length: int) -> int:
 
 
 def within_hours(
-    fields: dict[str, Any], memory: Memory, gpu: Gpu, hours: float | None, trained: int, notes: list[str]
-) -> tuple[dict[str, Any], Memory, Work | None]:
+    fields: dict[str, Any],
+    memory: TrainingPlan,
+    gpu: Gpu,
+    hours: float | None,
+    trained: int,
+    notes: list[str],
+) -> tuple[dict[str, Any], TrainingPlan, Work | None]:
     """The recipe with as many steps as the hours allow, its memory and its work; adds to the notes.
 
     Fewer hours give fewer steps, then shorter blocks, then fewer sequences per step.
@@ -110,7 +116,7 @@ def within_hours(
     if steps < FEWEST_STEPS and not fields.get("positions"):
         full = {key: value for key, value in fields.items() if key != "quantize"}  # short blocks need less
         with suppress(RopeExtendError):  # not every family takes sampled positions
-            shorter, memory = fit(short_blocks(full, trained), trained, gpu)
+            shorter, memory, _ = fit(short_blocks(full, trained), trained, gpu)
             return within_hours(shorter, memory, gpu, hours, trained, notes)
     if steps < FEWEST_STEPS:
         sequences = fields["gradient_accumulation"] * steps // FEWEST_STEPS

@@ -12,7 +12,6 @@ from rope_extend.models.view import (
     rotary_part,
     window_of,
 )
-from rope_extend.units import format_length
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,3 @@ def _stanza(config: Any, window: int, parameters: dict[str, Any]) -> Stanza | No
     if least is None or config.hidden_size < least or window not in _STANZA_WINDOWS:
         return None
     return _STANZA if parameters.get("rope_theta") == _STANZA_BASE else None
-
-
-def describe_window(window: Window) -> str:
-    """The window in a sentence."""
-    return f"reads {format_length(window.tokens)} tokens ({window.source})"

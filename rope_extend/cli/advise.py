@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 
-from rope_extend.advice.gpus import find_gpu
 from rope_extend.advice.shipped import check_new, copy_recipe, shipped_path, shipped_recipes, write_recipe
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.arguments import (
@@ -22,6 +21,7 @@ from rope_extend.cli.arguments import (
     path,
 )
 from rope_extend.errors import RopeExtendError
+from rope_extend.memory.gpus import find_gpu
 from rope_extend.models.locating import check_checkpoint
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 
-from rope_extend.advice.gpus import gpu_words
 from rope_extend.advice.shipped import find_recipe, shipped_names
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.advise import gpu, recipe_name
 from rope_extend.cli.arguments import export_target, methods, one_method
+from rope_extend.memory.gpus import gpu_words
 from rope_extend.method_names import method_names
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")

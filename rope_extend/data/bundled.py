@@ -1,7 +1,7 @@
 """Texts that every machine with Python has: no download is needed.
 
 The standard library's source files are split by file into two disjoint parts: one to fine-tune on, one to
-evaluate on. The bundled model saw neither in pretraining (`tools/pretrain_corpus.py` chooses what it saw).
+evaluate on. The bundled model saw neither in pretraining.
 
 `passkey_document` writes short retrieval tasks. A few per cent of the pretraining tokens are such documents,
 and an evaluator can use the same function with longer filler.

@@ -1,16 +1,14 @@
 """Estimates of the memory and time of an evaluation, before any weights are loaded.
 
-Memory has no formula for each family: the evaluator itself runs on the meta device, where tensors have shapes
-but no values, and the bytes that it would allocate are counted. Time is the operations of such a run divided
-by rates that are measured on the device in a fraction of a second.
+The evaluator itself runs on the meta device, and the bytes that it would allocate are counted. Time is the
+operations of such a run divided by rates that are measured on the device in a fraction of a second.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,19 +26,12 @@ from rope_extend.evaluation.flops import measured_rates, operations_of
 from rope_extend.evaluation.loss_computer import LossComputer, default_batch_tokens
 from rope_extend.evaluation.protocols import window_lengths
 from rope_extend.loss import default_chunk_bytes
-from rope_extend.memory.budget import available_memory, usable_share, weight_bytes
-from rope_extend.memory.meta_device import (
-    META,
-    DirectKernelCalls,
-    MetaBytes,
-    dry_run_attention,
-    quiet_patching,
-    try_estimate,
-)
+from rope_extend.memory.budget import weight_bytes
+from rope_extend.memory.meta_device import META, MetaBytes, quiet_patching, try_estimate
+from rope_extend.memory.plan import Budget, Need, counter_of, dry_run, longest, table
 from rope_extend.models.load_options import LoadOptions
-from rope_extend.models.planned_device import planned_for
 from rope_extend.patching import patch_model
-from rope_extend.units import format_bytes, format_duration, format_length
+from rope_extend.units import format_length
 
 SMALLEST_CHUNK = 256
 """Smallest chunk size, in tokens, that a plan proposes."""
@@ -50,23 +41,21 @@ Setup = Callable[[], AbstractContextManager[Any]]
 """Makes a context in which the model has an encoding or an adapter."""
 
 
-@dataclass(frozen=True)
-class ForwardEstimate:
-    """How a window is processed, and the memory that it needs.
+@dataclass(frozen=True, kw_only=True)
+class Window(Need):
+    """How a window is processed, and the memory and time that it needs.
 
     Attributes:
         length: length of the window in tokens.
         chunk_size: tokens that are processed at a time.
         strategy: "in one pass", "layer by layer" or "with a cache".
-        memory: peak memory in bytes, including the weights.
-        fits: whether the device has that much memory.
+        flops: floating-point operations for a document; attention counts only the unmasked pairs.
     """
 
     length: int
     chunk_size: int
     strategy: str
-    memory: int
-    fits: bool
+    flops: float = 0.0
 
     @property
     def description(self) -> str:
@@ -76,45 +65,23 @@ class ForwardEstimate:
 
 
 @dataclass(frozen=True)
-class LengthPlan(ForwardEstimate):
-    """The memory and time that one window needs.
-
-    Attributes:
-        flops: floating-point operations for a document; attention counts only the unmasked pairs.
-        seconds: estimated time for a document.
-    """
-
-    flops: float
-    seconds: float
-
-
-@dataclass(frozen=True)
 class ForwardPlan:
     """The memory and time of an evaluation, by length.
 
     Attributes:
-        lengths: one plan for each length, ascending.
-        weights: bytes of the weights.
-        available: bytes available on the device, or its limit.
-        device: the device.
+        lengths: one window for each length, ascending.
+        budget: the memory of the device.
         longest_fit: the longest window that fits, in tokens; None if all lengths fit.
     """
 
-    lengths: tuple[LengthPlan, ...]
-    weights: int
-    available: int
-    device: torch.device
+    lengths: tuple[Window, ...]
+    budget: Budget
     longest_fit: int | None
 
     @property
-    def longest(self) -> LengthPlan:
-        """The plan of the longest window."""
+    def longest(self) -> Window:
+        """The longest window."""
         return self.lengths[-1]
-
-    @property
-    def activations(self) -> int:
-        """Bytes that the longest window needs in addition to the weights."""
-        return self.longest.memory - self.weights
 
     def check(self) -> None:
         """Refuse a length that does not fit.
@@ -122,33 +89,30 @@ class ForwardPlan:
         Raises:
             RopeExtendError: a length does not fit; the message names the longest that does.
         """
-        failing = next((plan for plan in self.lengths if not plan.fits), None)
+        failing = next((window for window in self.lengths if not self.budget.fits(window)), None)
         if failing is None:
             return
         fitting = f"up to {self.longest_fit:,} tokens fit" if self.longest_fit else "no length fits"
         raise RopeExtendError(
-            f"{failing.length:,} tokens need about {format_bytes(failing.memory)} {failing.description}, "
-            f"{format_bytes(self.weights)} of it for weights, but only {format_bytes(self.available)} are "
-            f"available on {self.device}; {fitting}. A smaller dtype, quantization or a device_map need less "
-            "memory"
+            f"{failing.length:,} tokens need {self.budget.misfit(failing)} ({failing.description}); "
+            f"{fitting}. A smaller dtype, quantization or a device_map need less memory"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: bytes, tokens, seconds and texts."""
-        return {**asdict(self), "device": str(self.device)}
+        return {
+            "lengths": [
+                {**asdict(window), "total": window.total, "fits": self.budget.fits(window)}
+                for window in self.lengths
+            ],
+            "available": self.budget.available,
+            "device": str(self.budget.device),
+            "longest_fit": self.longest_fit,
+        }
 
     def __str__(self) -> str:
-        lines = [
-            f"plan: {format_bytes(self.weights)} of weights, {format_bytes(self.available)} available on "
-            f"{self.device}",
-            f"{'tokens':>10}  {'memory':>9}  {'a document':>10}  processed",
-        ]
-        lines += [
-            f"{format_length(plan.length):>10}  {format_bytes(plan.memory):>9}  "
-            f"{format_duration(plan.seconds):>10}  {plan.description if plan.fits else 'does not fit'}"
-            for plan in self.lengths
-        ]
-        return "\n".join(lines)
+        rows = [(format_length(window.length), window, window.description) for window in self.lengths]
+        return table("windows of one document, in tokens", rows, self.budget)
 
 
 def plan_forward(
@@ -202,10 +166,8 @@ def plan_forward(
     def estimate() -> ForwardPlan:
         estimator = ForwardEstimator(
             lm,
-            load_options.torch_device,
+            Budget.of(load_options),
             weights=weights,
-            available=available_memory(load_options),
-            spread=load_options.device_map is not None,
             batch_tokens=default_batch_tokens(load_options.torch_device) if batched else 1,
             setups=setups,
         )
@@ -271,19 +233,18 @@ def _plan(
 ) -> ForwardPlan:
     """The plan, with the rates of the slower kernels that encodings need."""
     operations = operations_of(estimator.model)
-    rates = measured_rates(estimator.model, estimator.device)
-    plans = []
+    rates = measured_rates(estimator.model, estimator.budget.device)
+    windows = []
     for tokens in lengths:
-        linear, attention = operations.linear * tokens, operations.attention(tokens)
-        estimate = estimator.estimate(tokens, chunk)
-        rate = rates.attention if estimate.chunk_size >= tokens else rates.chunked
+        window = estimator.estimate(tokens, chunk)
+        rate = rates.attention if window.chunk_size >= tokens else rates.chunked
         rate = min(rate, *(getattr(rates, name) for name in slower)) if slower else rate
-        seconds = linear / rates.linear + attention / rate
-        plans.append(LengthPlan(**vars(estimate), flops=operations.of(tokens), seconds=seconds))
+        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rate
+        windows.append(replace(window, flops=operations.of(tokens), seconds=seconds))
     longest_fit = None
-    if not plans[-1].fits:
+    if not estimator.budget.fits(windows[-1]):
         longest_fit = estimator.longest_fit(lengths[-1], chunk or SMALLEST_CHUNK)
-    return ForwardPlan(tuple(plans), estimator.weights, estimator.available, estimator.device, longest_fit)
+    return ForwardPlan(tuple(windows), estimator.budget, longest_fit)
 
 
 class ForwardEstimator:
@@ -291,10 +252,9 @@ class ForwardEstimator:
 
     Args:
         model: a model on the meta device, with or without adapter layers.
-        device: the device on which the model will run.
-        weights: bytes that are allocated all the time, including those of the model.
-        available: bytes available; with `spread`, in addition to the weights.
-        spread: whether weights can go to other devices.
+        budget: the memory of the device on which the model will run.
+        weights: bytes of the weights, which are allocated all the time.
+        trained: bytes of what is trained and of the optimizer's moments, as well.
         batch_tokens: tokens in a batch of short windows; 1 for no batches.
         setups: contexts that change the model, such as patches. The one that needs most memory counts,
             including the weights that it adds.
@@ -303,54 +263,48 @@ class ForwardEstimator:
     def __init__(
         self,
         model: nn.Module,
-        device: torch.device,
+        budget: Budget,
         *,
         weights: int,
-        available: int,
-        spread: bool = False,
+        trained: int = 0,
         batch_tokens: int = 1,
         setups: Sequence[Setup] = (nullcontext,),
     ) -> None:
-        self.model, self.device, self.weights, self.available = model, device, weights, available
-        self.spread, self.batch_tokens, self.setups = spread, batch_tokens, setups
-        self.chunked = ChunkedForward(model, device)  # for its default chunk sizes
-        self.model_bytes = self._counter().live
+        self.model, self.budget, self.weights, self.trained = model, budget, weights, trained
+        self.batch_tokens, self.setups = batch_tokens, setups
+        self.chunked = ChunkedForward(model, budget.device)  # for its default chunk sizes
+        self.model_bytes = counter_of(model).live
         self._strategies: dict[int, Strategy | None] = {}
         """How chunks are processed with each setup that was tried. The trial takes most of the time."""
 
-    def estimate(self, tokens: int, chunk: int | None = None) -> ForwardEstimate:
-        """The estimate for the default chunk size, or if that does not fit, for the largest that does."""
+    def estimate(self, tokens: int, chunk: int | None = None) -> Window:
+        """The window in the default chunk size, or if that does not fit, in the largest that does."""
         size = min(chunk or self.chunked.default_chunk(tokens), tokens)
-        memory, strategy = self.memory(tokens, size)
-        while not self.fits(memory) and chunk is None and size > SMALLEST_CHUNK:
-            half = max(SMALLEST_CHUNK, size // 2)
-            smaller, half_strategy = self.memory(tokens, half)
-            if half_strategy == IN_ONE_PASS:  # the model cannot process chunks
+        window = self.window(tokens, size)
+        while not self.budget.fits(window) and chunk is None and size > SMALLEST_CHUNK:
+            size = max(SMALLEST_CHUNK, size // 2)
+            smaller = self.window(tokens, size)
+            if smaller.strategy == IN_ONE_PASS:  # the model cannot process chunks
                 break
-            size, memory, strategy = half, smaller, half_strategy
-        chunk_size = tokens if strategy == IN_ONE_PASS else size
-        return ForwardEstimate(tokens, chunk_size, strategy, memory, self.fits(memory))
-
-    def fits(self, memory: int) -> bool:
-        """Whether the device has this much memory; with `spread`, without the weights."""
-        needed = memory - self.weights if self.spread else memory
-        return needed <= usable_share(self.device) * self.available
+            window = smaller
+        return window
 
     def longest_fit(self, tokens: int, size: int = SMALLEST_CHUNK) -> int:
-        """The longest window that fits, to within a 64th of `tokens`, which does not fit."""
-        step = max(SMALLEST_CHUNK, tokens // 64 // SMALLEST_CHUNK * SMALLEST_CHUNK)
-        return step * bisect.bisect_left(
-            range(1, tokens // step + 1), True, key=lambda n: not self.fits(self.memory(n * step, size)[0])
-        )
+        """The longest window that fits, shorter than `tokens`, which does not."""
+        return longest(lambda length: self.budget.share(self.window(length, size)), tokens, SMALLEST_CHUNK)
 
-    def memory(self, tokens: int, size: int) -> tuple[int, str]:
-        """Peak bytes and strategy, for the setup that needs most memory."""
-        return max(self._memory(tokens, size, number) for number in range(len(self.setups)))
+    def window(self, tokens: int, size: int) -> Window:
+        """A window in chunks of `size`, with the setup that needs most memory."""
+        peak, strategy = max(self._peak(tokens, size, number) for number in range(len(self.setups)))
+        return Window(
+            weights=self.weights, trained=self.trained, peak=peak, length=tokens,
+            chunk_size=tokens if strategy == IN_ONE_PASS else size, strategy=strategy,
+        )  # fmt: skip
 
-    def _memory(self, tokens: int, size: int, number: int) -> tuple[int, str]:
+    def _peak(self, tokens: int, size: int, number: int) -> tuple[int, str]:
         """Peak bytes and strategy for a setup, by number. Short windows are batched as by the evaluator."""
-        attention = dry_run_attention(self.model, maskless=self.chunked.maskless)
-        with planned_for(self.device), attention, DirectKernelCalls(), self.setups[number]():
+        device = self.budget.device
+        with dry_run(self.model, device, maskless=self.chunked.maskless), self.setups[number]():
             shortened = _ShortenedForward(self.model, META)
             if number in self._strategies:
                 shortened.strategy = self._strategies[number]
@@ -358,31 +312,23 @@ class ForwardEstimator:
                 self.model,
                 META,
                 suggested_chunk=size,
-                chunk_bytes=default_chunk_bytes(self.device),
+                chunk_bytes=default_chunk_bytes(device),
                 chunked=shortened,
             )
-            counter = MetaBytes()
-            with counter, torch.no_grad():
+            with MetaBytes(), torch.no_grad():
                 chunks = size < tokens and computer.can_chunk(tokens, size)
                 strategy = shortened.strategy if chunks else IN_ONE_PASS
             if size < tokens:
                 self._strategies[number] = shortened.strategy
             ids = torch.zeros(max(1, self.batch_tokens // tokens), tokens, dtype=torch.int64, device=META)
-            counter = self._counter()
+            counter = counter_of(self.model)
             with counter, torch.no_grad():
                 # The first logits are computed while most other tensors are still allocated. The later ones
                 # need the same memory.
                 scored = min(tokens - 1, size, 2 * computer.chunk_bytes // (4 * computer.vocabulary) + 1)
                 computer.losses(ids, ids[:, 1 : scored + 1], 1, scored + 1)
         losses = 8 * ids.numel()  # of all tokens: one by one, and joined
-        return self.weights + counter.peak - self.model_bytes + losses, strategy or IN_ONE_PASS
-
-    def _counter(self) -> MetaBytes:
-        """A counter that has the model's tensors already."""
-        counter = MetaBytes()
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            counter.add(tensor)
-        return counter
+        return counter.peak - self.model_bytes + losses, strategy or IN_ONE_PASS
 
 
 class _ShortenedForward(ChunkedForward):

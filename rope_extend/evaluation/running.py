@@ -104,7 +104,7 @@ def run(
         if where is not None and is_main_process():
             stack.enter_context(only_writer(where, "measurement"))
         logger.info("%s", said)
-        reserve = measurement.plan.activations if measurement.plan else 0
+        reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
         cells, identity = measurement.cells(), model_identity(lm)
         store = None

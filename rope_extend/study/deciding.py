@@ -120,7 +120,7 @@ def _training(config: StudyConfig, rows: Sequence[EvaluationRow]) -> list[str]:
 def _work(advice: Advice) -> list[str]:
     said = []
     if advice.memory is not None:
-        said.append(f"A step of it is estimated to need {advice.memory.needed / 1e9:.1f} GB.")
+        said.append(f"A step of it is estimated to need {advice.memory.chosen.total / 1e9:.1f} GB.")
     if advice.work is not None:
         said.append(f"It trains on {advice.work.tokens:,} tokens.")
     return said

@@ -64,8 +64,7 @@ from rope_extend.training.resume import (
 from rope_extend.training.run_log import log_run
 from rope_extend.training.run_report import add_training_report
 from rope_extend.training.sharding import Sharding
-from rope_extend.training.step_memory import TrainingPlan
-from rope_extend.training.step_plan import plan_training
+from rope_extend.training.step_plan import TrainingPlan, plan_training
 from rope_extend.training.text_reach import TextReach, text_reach
 from rope_extend.training.tracking import check_trackers
 from rope_extend.training.training_data import check_split, load_held_out, load_training_data, trained_on
@@ -366,7 +365,7 @@ def _choose_memory_options(
         memory_options = estimate.chosen.memory_options
         logger.info(
             "memory: about %s of %s on %s; memory options: %s", format_bytes(estimate.total),
-            format_bytes(estimate.available), estimate.device, memory_options,
+            format_bytes(estimate.budget.available), estimate.budget.device, memory_options,
         )  # fmt: skip
         chunk_size = estimate.evaluation.chunk_size if estimate.evaluation else None
     else:

@@ -1,43 +1,52 @@
-"""Counts the bytes of a training step, without a formula per family.
-
-The step itself, with adapter, loss, backward pass and optimizer, runs on the meta device, where tensors have
-shapes and no values, and the bytes that it would hold are counted. The memory that kernels and allocators
-need apart from tensors is covered by the margin of the plan.
-"""
+"""Counts the bytes of a training step: adapter, loss, backward pass and optimizer, on the meta device."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from rope_extend.attention.functions import acts_inside
 from rope_extend.attention.packed import takes_no_mask
 from rope_extend.data.choices import CONSECUTIVE
 from rope_extend.loss import NextTokenLoss, default_chunk_bytes
 from rope_extend.memory.budget import quantized_savings
-from rope_extend.memory.meta_device import (
-    META,
-    DirectKernelCalls,
-    MetaBytes,
-    dry_run_attention,
-    quiet_patching,
-)
-from rope_extend.models.planned_device import planned_for
+from rope_extend.memory.meta_device import META, DirectKernelCalls, MetaBytes, quiet_patching
+from rope_extend.memory.plan import Need, counter_of, dry_run
+from rope_extend.models.planned_device import device_of
 from rope_extend.models.view import decoder_layers
 from rope_extend.training.host_offload import HostOffload
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-from rope_extend.training.meta_autocast import casting_as_autocast
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_memory import StepMemory
 from rope_extend.training.text_reach import TextReach
 
 DEPTH = 2
 """Number of layers of a dry run, if all layers are equal; one more layer shows what each adds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Need):
+    """The memory that one step needs: its peak has states of layers, logits of a chunk, and gradients.
+
+    Attributes:
+        memory_options: the options of the step; with offloaded checkpoints, `host` has them.
+        quantized: whether the frozen weights have 4 bits.
+    """
+
+    memory_options: MemoryOptions
+    quantized: bool
+
+    @property
+    def options(self) -> str:
+        """All that is done to need less memory, as a phrase."""
+        return f"{self.memory_options}, weights in 4 bits" if self.quantized else str(self.memory_options)
 
 
 class StepEstimator:
@@ -70,9 +79,7 @@ class StepEstimator:
         config = model.config.get_text_config(decoder=True)
         flash = "flash" in config._attn_implementation
         with ExitStack() as stack:
-            stack.enter_context(planned_for(self.device))
-            # Before the patch, which may wrap the attention function that it finds.
-            stack.enter_context(dry_run_attention(model, maskless=False))
+            stack.enter_context(dry_run(model, self.device))
             with quiet_patching():
                 stack.enter_context(extended(model, self.recipe))
             # Encodings that act inside attention need a mask, unless the kernel is flash attention.
@@ -84,20 +91,20 @@ class StepEstimator:
     def __exit__(self, *error: object) -> None:
         self._context.close()
 
-    def step(self, memory_options: MemoryOptions, tokens: int) -> StepMemory:
+    def step(self, memory_options: MemoryOptions, tokens: int) -> Step:
         """The memory of a step after the first, when the optimizer has its moments."""
         applied = memory_options
         if self.device.type == "cpu":  # all memory is host memory
             applied = replace(memory_options, offload_checkpoints=False)
-        trained, saved, forward, backward, host = self._count(applied, tokens)
-        return StepMemory(
-            memory_options, self.quantized, self.weights, trained, saved, max(0, forward - saved),
-            max(0, backward - saved), host,
+        trained, forward, backward, host = self._count(applied, tokens)
+        return Step(
+            weights=self.weights, trained=trained, peak=max(forward, backward), host=host,
+            memory_options=memory_options, quantized=self.quantized,
         )  # fmt: skip
 
     def _count(self, memory_options: MemoryOptions, tokens: int) -> list[int]:
-        """Bytes of what is trained; and in addition to that and the weights: at the end of the forward pass,
-        the peak until then, and the peak after that; and bytes in host memory.
+        """Bytes of what is trained; the peaks of the forward pass and after it, in addition to that and the
+        weights; and bytes in host memory.
 
         If all layers are equal, each adds the same, so a few layers are enough.
         """
@@ -122,10 +129,7 @@ class StepEstimator:
         recipe = self.recipe
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         optimizer = torch.optim.AdamW(self.parameters, foreach=self.device.type == "cuda")
-        counter = MetaBytes(scored=self.scored)
-        tensors = [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if tensor.is_meta]
-        for tensor in tensors:
-            counter.add(tensor)
+        counter = counter_of(self.model, self.scored)
         trainable = sum(parameter.nbytes for parameter in self.parameters)
         frozen = counter.live - trainable
         batch = {"input_ids": torch.zeros(recipe.batch_size, tokens, dtype=torch.int64, device=META)}
@@ -137,7 +141,6 @@ class StepEstimator:
             # Before tiles, which take over a layer's forward.
             casting_as_autocast(self.model, self.dtype) as cast,
             apply_memory_options(self.base, memory_options, offload),
-            DirectKernelCalls(),
             counter,
         ):
             self._gradients()
@@ -151,14 +154,14 @@ class StepEstimator:
             counter.peak = counter.live
             loss = objective(**batch)
             cast.clear()
-            saved, forward = counter.live - held, counter.peak - held
+            forward = counter.peak - held
             counter.peak = counter.live
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.parameters, recipe.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             backward = counter.peak - held
-        return [held - frozen + trainable * buckets, saved, forward, backward, offload.host_bytes]
+        return [held - frozen + trainable * buckets, forward, backward, offload.host_bytes]
 
     def _gradients(self) -> None:
         for parameter in self.parameters:
@@ -175,3 +178,44 @@ def _equal_layers(model: Any, layers: nn.ModuleList) -> bool:
         for layer in layers
     }  # fmt: skip
     return len(kinds) == 1
+
+
+@contextmanager
+def casting_as_autocast(model: nn.Module, dtype: torch.dtype) -> Iterator[dict[nn.Module, Tensor]]:
+    """Make the layers of a bfloat16 model cast as under autocast, which the meta device lacks.
+
+    Yields:
+        The trained weights that were cast, by module; autocast keeps them until it ends.
+    """
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.LayerNorm)]
+    casts: dict[nn.Module, Tensor] = {}
+    for module in layers if dtype == torch.bfloat16 else ():
+        forward: Callable[[Tensor], Tensor] = (
+            partial(_multiply, module, dtype, casts)
+            if isinstance(module, nn.Linear)
+            else partial(_normalise, module)
+        )
+        module.__dict__["forward"] = forward
+    try:
+        yield casts
+    finally:
+        for module in layers:
+            module.__dict__.pop("forward", None)
+
+
+def _normalise(module: nn.LayerNorm, states: Tensor) -> Tensor:
+    """A layer norm; on a GPU, autocast computes it in float32 and returns that."""
+    if device_of(states).type != "cuda":
+        return nn.LayerNorm.forward(module, states)
+    weight, bias = (None if value is None else value.float() for value in (module.weight, module.bias))
+    return F.layer_norm(states.float(), module.normalized_shape, weight, bias, module.eps)
+
+
+def _multiply(
+    module: nn.Linear, dtype: torch.dtype, casts: dict[nn.Module, Tensor], states: Tensor
+) -> Tensor:
+    bias = None if module.bias is None else module.bias.to(dtype)
+    weight = casts.get(module, module.weight).to(dtype)
+    if module.weight.requires_grad:
+        casts[module] = weight
+    return F.linear(states.to(dtype), weight, bias)

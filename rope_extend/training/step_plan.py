@@ -3,30 +3,159 @@
 from __future__ import annotations
 
 import copy
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from rope_extend.evaluation.forward_plan import ForwardEstimator
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.forward_plan import ForwardEstimator, Window
 from rope_extend.memory.budget import available_memory, weight_bytes
 from rope_extend.memory.meta_device import quiet_patching, try_estimate
+from rope_extend.memory.plan import GRAIN, Budget, Row, longest, table
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-from rope_extend.training.meta_autocast import casting_as_autocast
 from rope_extend.training.option_choice import candidate_options
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_estimator import StepEstimator
-from rope_extend.training.step_memory import GRAIN, StepMemory, TrainingPlan, memory_share
+from rope_extend.training.step_estimator import Step, StepEstimator, casting_as_autocast
 from rope_extend.training.text_reach import TextReach, text_reach
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The memory that the steps of a run need, by memory options.
+
+    Attributes:
+        steps: one step per combination of options, each with one option more, the cheapest first. If not all
+            were requested, the list ends with the first that fits.
+        chosen: the step of the run: the first that fits, or else the last.
+        length: tokens per block.
+        batch: blocks per step and device.
+        budget: the memory of the device and of the host.
+        longest_block: the longest block that fits with the chosen options, in tokens; None if the block fits.
+        remarks: options that this model does not support, and why.
+        quantizable: whether the weights can be loaded with 4 bits; those of a GGUF file cannot.
+        quantized: the last step with weights of 4 bits, if all combinations were requested.
+        evaluation: the run's longest evaluation, including what is trained; None if the run does not
+            evaluate.
+        longest_evaluation: the longest window that can be evaluated, in tokens; None if the evaluation fits.
+    """
+
+    steps: tuple[Step, ...]
+    chosen: Step
+    length: int
+    batch: int
+    budget: Budget
+    longest_block: int | None
+    remarks: tuple[str, ...] = ()
+    quantizable: bool = True
+    quantized: Step | None = None
+    evaluation: Window | None = None
+    longest_evaluation: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Peak memory of the run on the device."""
+        return max(self.chosen.total, self.evaluation.total if self.evaluation else 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory for the chosen step is available."""
+        return self.budget.fits(self.chosen)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the evaluations fit as well, if there are any."""
+        return self.evaluation is None or self.budget.fits(self.evaluation)
+
+    def in_four_bits(self) -> TrainingPlan:
+        """The plan with weights of 4 bits, if those were estimated."""
+        chosen, evaluation = self.quantized or self.chosen, self.evaluation
+        if evaluation is not None:  # in the chunks that the larger weights left memory for
+            evaluation = replace(evaluation, weights=chosen.weights)
+        return replace(self, chosen=chosen, evaluation=evaluation)
+
+    def check(self) -> None:
+        """Refuse a block or an evaluation that does not fit.
+
+        Raises:
+            RopeExtendError: names the longest length that fits.
+        """
+        if not self.fits:
+            longest = self.longest_block
+            fitting = f"blocks of up to {longest:,} tokens fit" if longest else "no block fits"
+            raise RopeExtendError(
+                f"a step of {self.batch} x {self.length:,} tokens needs {self.budget.misfit(self.chosen)} "
+                f"(memory options: {self.chosen.memory_options}); {fitting}. {self._advice()}"
+            )
+        if self.evaluation is not None and not self.evaluates:
+            longest = self.longest_evaluation
+            fitting = f"up to {longest:,} tokens fit" if longest else "no length fits"
+            raise RopeExtendError(
+                f"the run's evaluations at {self.evaluation.length:,} tokens need "
+                f"{self.budget.misfit(self.evaluation)} ({self.evaluation.description}); {fitting}. Use "
+                "shorter eval_lengths, or leave eval_data out and evaluate after the run"
+            )
+
+    def _advice(self) -> str:
+        step = self.chosen
+        advice = ["a shorter block_length with positions: pose"] if self.length > GRAIN else []
+        advice += ["a smaller batch_size"] if self.batch > 1 else []
+        off = [
+            name for name in ("gradient_checkpointing", "mlp_tiles") if not getattr(step.memory_options, name)
+        ]
+        advice += [f"{' and '.join(off)} on auto"] if off and not self.remarks else []
+        advice += ["quantize: 4bit"] if self.quantizable and not step.quantized else []
+        return f"To need less memory, use {', or '.join(advice)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: bytes, tokens and texts."""
+        rows = [*self.steps, *([self.quantized] if self.quantized else [])]
+        steps = [
+            {
+                **asdict(step), "memory_options": str(step.memory_options), "total": step.total,
+                "fits": self.budget.fits(step), "chosen": step is self.chosen,
+            }
+            for step in rows
+        ]  # fmt: skip
+        evaluation = None
+        if self.evaluation is not None:
+            evaluation = {**asdict(self.evaluation), "total": self.evaluation.total, "fits": self.evaluates}
+        return {
+            "length": self.length,
+            "batch": self.batch,
+            "device": str(self.budget.device),
+            "available": self.budget.available,
+            "host": self.budget.host,
+            "steps": steps,
+            "evaluation": evaluation,
+            "longest_block": self.longest_block,
+            "longest_evaluation": self.longest_evaluation,
+            "remarks": list(self.remarks),
+        }
+
+    def __str__(self) -> str:
+        rows: list[Row] = []
+        before: Sequence[str] = ()
+        for step in self.steps:
+            parts = step.memory_options.parts
+            added = ", ".join(part for part in parts if part not in before) or "no memory options"
+            rows.append((f"+ {added}" if rows else added, step, ""))
+            before = parts
+        if self.quantized is not None:
+            rows.append(("+ quantize: 4bit", self.quantized, ""))
+        if (window := self.evaluation) is not None:
+            rows.append((f"evaluation at {window.length:,} tokens", window, window.description))
+        subject = f"steps of {self.batch} x {self.length:,} tokens"
+        notes = [f"note: {remark}" for remark in self.remarks]
+        return "\n".join([table(subject, rows, self.budget, self.chosen), *notes])
 
 
 def plan_training(
@@ -71,23 +200,12 @@ def plan_training(
     )
     apply_memory_options(empty, candidates[0]).close()  # refuses an option that the model does not support
     reach = reach or text_reach(empty)
-    available = host = sys.maxsize
-    if device == load_options.torch_device:
-        available, host = (
-            available_memory(replace(options, limit_memory=None))
-            for options in (load_options, LoadOptions(device="cpu"))
-        )
-    host //= processes
-    if device.type == "cpu":
-        available //= processes
-    if model is not None and model.device.type == device.type:
-        available += weights  # they are loaded already
-    if load_options.limit_memory is not None:
-        available = min(available, load_options.limit_memory)
+    loaded = weights if model is not None and model.device.type == device.type else 0
+    budget = _budget(load_options, device, processes, loaded)
 
     def estimate_steps() -> TrainingPlan:
         with StepEstimator(recipe, empty, weights, device, processes, reach) as estimator:
-            return _plan_steps(estimator, candidates, remarks, available, host, all_options)
+            return _plan_steps(estimator, candidates, remarks, budget, all_options)
 
     plan = try_estimate(estimate_steps, empty, "a step")
     if plan is None or not evaluation_lengths:
@@ -103,6 +221,53 @@ def _without_weights(recipe: Recipe, load_options: LoadOptions, model: Any | Non
         return load_options.empty(recipe.model)
     with torch.device("meta"):
         return type(model)(copy.deepcopy(model.config)).to(model.dtype)
+
+
+def _budget(load_options: LoadOptions, device: torch.device, processes: int, loaded: int) -> Budget:
+    """What a process has on the device, and in host memory; `loaded` bytes of weights are there already."""
+    available = host = sys.maxsize
+    if device == load_options.torch_device:
+        available, host = (
+            available_memory(replace(options, limit_memory=None))
+            for options in (load_options, LoadOptions(device="cpu"))
+        )
+    if device.type == "cpu":
+        available //= processes
+    available = min(available + loaded, load_options.limit_memory or sys.maxsize)
+    return Budget(device, available, host // processes)
+
+
+def _plan_steps(
+    estimator: StepEstimator,
+    candidates: Sequence[MemoryOptions],
+    remarks: Sequence[str],
+    budget: Budget,
+    all_options: bool,
+) -> TrainingPlan:
+    recipe = estimator.recipe
+    steps: list[Step] = []
+    chosen: Step | None = None
+    for memory_options in candidates:
+        steps.append(estimator.step(memory_options, recipe.length))
+        if chosen is None and budget.fits(steps[-1]):
+            chosen = steps[-1]
+            if not all_options:
+                break
+    longest_block = None
+    if chosen is None:
+        chosen = steps[-1]
+        longest_block = longest(
+            lambda tokens: budget.share(estimator.step(candidates[-1], tokens)), recipe.length
+        )
+    quantizable = gguf_file(recipe.model) is None
+    quantized = None
+    if all_options and quantizable and not chosen.quantized:
+        weights = steps[-1].weights - estimator.quantized_savings
+        quantized = replace(steps[-1], quantized=True, weights=weights)
+    return TrainingPlan(
+        tuple(steps), chosen, recipe.length, recipe.batch_size, budget, longest_block, tuple(remarks),
+        quantizable, quantized,
+    )  # fmt: skip
 
 
 def _with_evaluation(
@@ -125,77 +290,8 @@ def _with_evaluation(
             yield
 
     estimator = ForwardEstimator(
-        model, plan.device, weights=step.weights + step.trained - learned, available=plan.available,
-        setups=[as_trained],
-    )  # fmt: skip
-    evaluation = estimator.estimate(tokens)
-    longest = None if evaluation.fits else estimator.longest_fit(tokens)
-    return replace(plan, evaluation=evaluation, longest_evaluation=longest)
-
-
-def _plan_steps(
-    estimator: StepEstimator,
-    candidates: Sequence[MemoryOptions],
-    remarks: Sequence[str],
-    available: int,
-    host: int,
-    all_options: bool,
-) -> TrainingPlan:
-    recipe = estimator.recipe
-
-    def share(step: StepMemory) -> float:
-        return memory_share(step, available, host, estimator.device)
-
-    steps: list[StepMemory] = []
-    chosen: StepMemory | None = None
-    for memory_options in candidates:
-        steps.append(estimator.step(memory_options, recipe.length))
-        if chosen is None and share(steps[-1]) <= 1:
-            chosen = steps[-1]
-            if not all_options:
-                break
-    longest = None
-    if chosen is None:
-        chosen = steps[-1]
-        longest = _longest_block(lambda tokens: share(estimator.step(candidates[-1], tokens)), recipe.length)
-    quantizable = gguf_file(recipe.model) is None
-    quantized = None
-    if all_options and quantizable and not chosen.quantized:
-        weights = steps[-1].weights - estimator.quantized_savings
-        quantized = replace(steps[-1], quantized=True, weights=weights)
-    return TrainingPlan(
-        steps=tuple(steps),
-        chosen=chosen,
-        length=recipe.length,
-        batch=recipe.batch_size,
-        available=available,
-        host=host,
-        device=estimator.device,
-        longest_block=longest,
-        remarks=tuple(remarks),
-        quantizable=quantizable,
-        quantized=quantized,
+        model, plan.budget, weights=step.weights, trained=step.trained - learned, setups=[as_trained]
     )
-
-
-def _longest_block(share: Callable[[int], float], tokens: int) -> int:
-    """The longest block whose `share` of the usable memory is at most 1; 0 if there is none.
-
-    Found to within a 64th, or `GRAIN` tokens, below `tokens`, which do not fit. Memory is mostly linear in
-    the length, so the first guess is on the line through the two nearest lengths.
-    """
-    low, high = 1, -(-tokens // GRAIN)  # in grains: the longest known to fit, the shortest known not to fit
-    if high <= low or (least := share(GRAIN)) > 1:
-        return 0
-    shares = {low: least, high: share(tokens)}
-    halve = False
-    while high - low > max(1, low // 64):
-        slope = (shares[high] - shares[low]) / (high - low)
-        guess = low + int((1 - shares[low]) / slope) if slope > 0 else low
-        if halve:  # the line alone may converge slowly near a bend
-            guess = math.isqrt(low * high) if high > 4 * low else (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
-        shares[guess] = share(guess * GRAIN)
-        low, high = (low, guess) if shares[guess] > 1 else (guess, high)
-        halve = not halve
-    return low * GRAIN
+    window = estimator.estimate(tokens)
+    fitting = None if plan.budget.fits(window) else estimator.longest_fit(tokens)
+    return replace(plan, evaluation=window, longest_evaluation=fitting)

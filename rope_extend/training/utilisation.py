@@ -26,53 +26,9 @@ from torch import Tensor, nn
 
 from rope_extend.evaluation.flops import Operations, operations_of
 from rope_extend.loss import causal_lm
+from rope_extend.memory.gpus import peak_flops
 
 logger = logging.getLogger(__name__)
-
-PEAKS = (
-    ("B200", 2.25e15),
-    ("GH200", 989.4e12),
-    ("H200 NVL", 835.5e12),
-    ("H200", 989.4e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835.5e12),
-    ("H100", 989.4e12),
-    ("H800 PCIe", 756e12),
-    ("H800", 989.4e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("A30", 165e12),
-    ("A40", 149.7e12),
-    ("RTX A6000", 154.8e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("RTX 6000 Ada", 364.2e12),
-    ("RTX 5090", 209.5e12),
-    ("RTX 4090", 165.2e12),
-    ("RTX 3090", 71e12),
-    ("MI300X", 1307.4e12),
-)
-"""Dense bfloat16 operations per second, by a part of the device's name; the first match counts.
-
-From the data sheets: figures with sparsity are halved, and those of RTX cards are with sums in float32.
-"""
-
-_VARIANTS = {"MIG", "D", "Laptop", "Max-Q", "Ti", "SUPER"}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations per second of a device, by the name that its driver reports; None if unknown.
-
-    Parts of a GPU (MIG) and slower variants (RTX 4090 D, Laptop GPU) have one more word in the name, and are
-    unknown.
-    """
-    if _VARIANTS & set(device_name.split()):
-        return None
-    words = f" {device_name} "
-    return next((peak for name, peak in PEAKS if f" {name} " in words or f" {name}-" in words), None)
 
 
 def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:

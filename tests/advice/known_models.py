@@ -6,6 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from rope_extend.memory.plan import Budget
+from rope_extend.training.memory_options import MemoryOptions
+from rope_extend.training.step_estimator import Step
+from rope_extend.training.step_plan import TrainingPlan
+
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -81,3 +88,9 @@ def write_config(directory: Path, name: str, **changes: Any) -> Path:
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
     return path
+
+
+def a_plan(needed: int = 1) -> TrainingPlan:
+    """The plan of a step on a GPU with 24 GB, without memory options; `needed` is in bytes."""
+    step = Step(weights=0, peak=needed, memory_options=MemoryOptions(), quantized=False)
+    return TrainingPlan((step,), step, 4096, 1, Budget(torch.device("cuda"), 24 * 10**9), None)

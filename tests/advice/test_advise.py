@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from known_models import CONFIGS, write_config
+from known_models import CONFIGS, a_plan, write_config
 from transformers import AutoConfig
 
 import rope_extend as rx
@@ -17,8 +18,7 @@ from rope_extend.advice import answer, training_amount
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
 from rope_extend.advice.describing import describe
-from rope_extend.advice.estimates import Cost, Memory
-from rope_extend.advice.gpus import UTILISATION, Gpu
+from rope_extend.advice.estimates import Cost
 from rope_extend.advice.training_amount import FEWEST_STEPS, STEPS
 from rope_extend.advice.windows import window_of_config
 from rope_extend.checkpoint.export.support import support
@@ -26,9 +26,11 @@ from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main, parse
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
+from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.models.loading import empty_model
 from rope_extend.models.locating import check_path
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.step_plan import TrainingPlan
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 512}  # fmt: skip
@@ -130,10 +132,10 @@ def test_llama_3_8b_to_32k(llama3: Advice, tmp_path: Path) -> None:
     assert (llama3.verdict, llama3.factor, llama3.method) == (advising.TRAIN, 4.0, "yarn")
     assert llama3.memory is not None
     assert llama3.memory.fits
-    assert llama3.memory.recomputes
+    assert llama3.memory.chosen.memory_options.gradient_checkpointing
     assert "quantize" not in llama3.recipe
     # The comment of the recipe for this model that is tested against the plan.
-    assert llama3.memory.needed / 1e9 == pytest.approx(32.8, rel=0.02)
+    assert llama3.memory.chosen.total / 1e9 == pytest.approx(32.8, rel=0.02)
     text = llama3.recipe_yaml()
     (tmp_path / "recipe.yaml").write_text(text)
     recipe = Recipe.from_yaml(tmp_path / "recipe.yaml")
@@ -185,7 +187,7 @@ def test_what_does_not_fit_gets_less_memory(tmp_path: Path) -> None:
     assert any("rope_extend[quantize]" in note for note in smaller.notes)
     assert smaller.memory is not None
     assert smaller.memory.fits
-    assert smaller.memory.needed <= 12e9
+    assert smaller.memory.chosen.total <= 12e9
 
 
 @pytest.mark.slow
@@ -211,11 +213,8 @@ def test_a_training_that_does_not_fit_gets_no_recipe(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Neither hours nor the commands of a training that cannot run; a test without one stays possible."""
-    memory = Memory(
-        "24 GB", 24 * 10**9, 99 * 10**9, 7 * 10**9, "all, weights in 4 bits", fits=False, evaluates=True,
-        recomputes=True, longest_block=12_096, no_short_blocks="its layers are local",
-    )  # fmt: skip
-    monkeypatch.setattr(answer, "fit", lambda fields, *_: (dict(fields), memory))
+    memory = replace(a_plan(99 * 10**9), longest_block=12_096)
+    monkeypatch.setattr(answer, "fit", lambda fields, *_: (dict(fields), memory, "its layers are local"))
     file = tmp_path / "recipe.yaml"
     line = ["advise", str(write_config(tmp_path, "smollm2-1.7b")), "--target-length", target, "--gpu", "24GB"]
     main([*line, "--engine", "vllm", "--json"])
@@ -240,8 +239,7 @@ def test_tokens_do_not_grow_with_the_window(
     window: int, steps: int, sequences: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """105 million from 32k to 512k, as position interpolation needed: 200 steps of 64 sequences of 8k."""
-    memory = Memory("24 GB", 24 * 10**9, 1, 0, "none", fits=True, evaluates=True, recomputes=False)
-    monkeypatch.setattr(answer, "fit", lambda fields, *_: (dict(fields), memory))
+    monkeypatch.setattr(answer, "fit", lambda fields, *_: (dict(fields), a_plan(), None))
     monkeypatch.setattr(training_amount, "cost_of", lambda *_: Cost(1.0, 0.0))
     work = advise(small(tmp_path, "tinyllama-1b", max_position_embeddings=512), window).work
     assert work is not None
@@ -333,7 +331,7 @@ def test_an_engine_that_cannot_run_a_family_is_named_with_the_reason(tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gpu": "h1000"}, "Did you mean 'h100'"),
+        ({"gpu": "h1000"}, "Did you mean h100"),
         ({"engine": "ollama"}, "engine must be one of"),
         ({"hours": 5.0}, "name a GPU"),
         ({"hours": 0.0, "gpu": "h100"}, "above 0"),
@@ -378,9 +376,11 @@ def test_a_model_that_was_trained_under_scaling_is_extended_from_there(
     """Every line counts from the same window: the recipe, its controls, and the engine's parameters."""
     asked = []
 
-    def fitting(fields: dict[str, object], trained: int, gpu: Gpu) -> tuple[dict[str, object], Memory]:
+    def fitting(
+        fields: dict[str, object], trained: int, gpu: Gpu
+    ) -> tuple[dict[str, object], TrainingPlan, str | None]:
         asked.append(trained)
-        return fields, Memory(gpu.name, gpu.memory, 1, 0, "none", fits=True, evaluates=True, recomputes=False)
+        return fields, a_plan(), None
 
     monkeypatch.setattr(answer, "fit", fitting)
     monkeypatch.setattr(training_amount, "cost_of", lambda *_: None)

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rope_extend as rx
-from rope_extend.advice.gpus import GPUS, find_gpu
 from rope_extend.cli.main import parse
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.training.utilisation import peak_flops
+from rope_extend.memory.gpus import GPUS, find_gpu, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -41,27 +40,19 @@ def test_a_gpu_at_the_command_line_is_the_one_that_was_written(text: str) -> Non
 
 
 def test_every_known_gpu_has_a_peak() -> None:
-    assert all(peak_flops(gpu.name) for gpu in GPUS)
+    assert {gpu.name: peak_flops(f"NVIDIA {gpu.name}") for gpu in GPUS} == {
+        gpu.name: gpu.peak for gpu in GPUS
+    }
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h1000", "Did you mean 'h100'"),
-        ("h100-80gb", "Did you mean 'h100'"),
-        ("H10080GB", "Did you mean 'h100'"),
-        ("h100 80", "Did you mean 'h100'"),
-        ("h100 SXM5 80GB", "Did you mean 'h100'"),
-        ("v100", "'v100'. Known"),
-        ("4090-24gb", "Did you mean 'rtx-4090'"),
-        ("l40s-48gb", "Did you mean 'l40s'"),
-        ("a100-80", "Did you mean 'a100-80gb'"),
-        ("a100", "40 or 80 GB"),
-        ("2xh100", "one GPU is planned for, got '2xh100'; give 'h100'"),
-        ("8 x A100 80GB", "give 'A100 80GB'"),
-        ("h100 x2", "give 'h100'"),
-        ("2x24GB", "give '24GB'"),
-        ("rtx 4080", "no GPU is known as 'rtx 4080'"),
+        ("h1000", "Did you mean h100"),
+        ("h100-80gb", "Did you mean h100"),
+        ("v100", "'v100'. Give the name"),
+        ("a100", "a100-40gb or a100-80gb"),
+        ("2xh100", "name of one GPU"),
         ("24", "24GB"),
     ],
 )

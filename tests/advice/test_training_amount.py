@@ -6,22 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from known_models import write_config
+from known_models import a_plan, write_config
 
 from rope_extend.advice import answer, training_amount
 from rope_extend.advice.advice import Advice
 from rope_extend.advice.answer import advise
-from rope_extend.advice.estimates import Cost, Memory, cost_of
-from rope_extend.advice.gpus import find_gpu
+from rope_extend.advice.estimates import Cost, cost_of
 from rope_extend.advice.training_amount import within_hours
+from rope_extend.evaluation.forward_plan import Window
+from rope_extend.memory.gpus import find_gpu
 from rope_extend.training.recipe import Recipe
 
-FITS = Memory("24 GB", 24 * 10**9, 1, 0, "none", fits=True, evaluates=True, recomputes=False)
+FITS = a_plan()
 
 
 def fitting(monkeypatch: pytest.MonkeyPatch, model: Path, target: str, **options: str) -> Advice:
     """The advice for a GPU that everything fits."""
-    monkeypatch.setattr(answer, "fit", lambda fields, *_: (dict(fields), FITS))
+    monkeypatch.setattr(answer, "fit", lambda fields, *_: (dict(fields), FITS, None))
     monkeypatch.setattr(training_amount, "cost_of", lambda *_: None)
     return advise(model, target, **options)  # type: ignore[arg-type]
 
@@ -50,7 +51,7 @@ def test_books_are_evaluated_at_windows_that_they_reach(
 
 def test_short_blocks_are_not_quantised_for_the_memory_of_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few hours give short blocks, which may fit without weights of 4 bits."""
-    monkeypatch.setattr(training_amount, "fit", lambda fields, *_: (dict(fields), FITS))
+    monkeypatch.setattr(training_amount, "fit", lambda fields, *_: (dict(fields), FITS, None))
     monkeypatch.setattr(training_amount, "cost_of", lambda *_: Cost(1e9, 0.0))
     fields = {
         "model": "m", "data": "texts", "output_dir": "runs/m", "target_length": 32_768, "method": "yarn",
@@ -96,4 +97,5 @@ def test_evaluations_that_take_long_are_named_and_counted(
         f"The hours are those of training. The run's evaluations have {share:.0f} % of its operations in "
         "addition. For fewer, raise eval_every or lower eval_documents in the recipe."
     ]
-    assert cost_of(fields, replace(FITS, evaluates=False)) == replace(cost, evaluation=0.0)
+    window = Window(weights=0, peak=10**12, length=32_768, chunk_size=256, strategy="layer by layer")
+    assert cost_of(fields, replace(FITS, evaluation=window)) == replace(cost, evaluation=0.0)

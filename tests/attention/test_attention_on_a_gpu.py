@@ -25,6 +25,7 @@ from rope_extend.attention.packed import document_attention
 from rope_extend.attention.registry import without_cudnn
 from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.forward_plan import ForwardEstimator
+from rope_extend.memory.plan import Budget
 
 YARN = {"name": "yarn", "factor": FACTOR}
 INSIDE: dict[str, dict[str, Any]] = {
@@ -128,7 +129,8 @@ def test_flash_attention_finds_its_kernel_by_name(name: str, monkeypatch: pytest
 def test_the_host_looks_at_a_gpu_once_in_a_forward(name: str) -> None:
     """At the positions, which then are on the host for all layers. A static method never looks.
 
-    FIRE looks at its learned thresholds too. What the host copies to the GPU does not wait for it.
+    FIRE looks at its learned thresholds too. What the host copies to the GPU, such as tables, does not wait
+    for it.
     """
     model, ids = llama(num_hidden_layers=3), tokens(1, LENGTH)
     with extended(model, name), spread(model, "cuda:0") as mode:
@@ -324,9 +326,9 @@ def test_the_plan_of_a_long_window_has_no_masks_either(name: str) -> None:
     needed = []
     for method in ("yarn", name):
         estimator = ForwardEstimator(
-            model, torch.device("cuda"), weights=0, available=2**40,
+            model, Budget(torch.device("cuda"), 2**40), weights=0,
             setups=[lambda method=method: rx.patch_model(model, rx.Encoding.from_dict(INSIDE[method]))],
         )  # fmt: skip
-        needed.append(estimator.memory(2**18, 2**14)[0])
+        needed.append(estimator.window(2**18, 2**14).total)
     states = 2**18 * 512 * 2
     assert needed[1] - needed[0] < 2 * states

@@ -28,6 +28,7 @@ from rope_extend.evaluation import forward_plan
 from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.flops import Rates
 from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.plan import Budget
 
 SCALE = 0.3
 YARN = {"name": "yarn", "factor": FACTOR}
@@ -289,9 +290,8 @@ def test_the_plan_counts_the_memory_of_parts(tokens: int, monkeypatch: pytest.Mo
     with torch.device("meta"):
         empty = LlamaForCausalLM(config).to(torch.bfloat16)
     weights = sum(tensor.nbytes for tensor in (*empty.parameters(), *empty.buffers()))
-    planned, _ = forward_plan.ForwardEstimator(
-        empty, torch.device("cuda"), weights=weights, available=2**40
-    ).memory(tokens, 256)
+    budget = Budget(torch.device("cuda"), 2**40)
+    planned = forward_plan.ForwardEstimator(empty, budget, weights=weights).window(tokens, 256).total
     model = LlamaForCausalLM(config).eval().to(torch.bfloat16)
     monkeypatch.setattr(causal_suffix, "takes_cudnn", lambda *states, causal: True)
     monkeypatch.setattr(causal_suffix, "can_use_flash_attention", lambda parameters: True)
@@ -323,15 +323,14 @@ def test_long_windows_of_an_8b_model_are_planned_in_time(monkeypatch: pytest.Mon
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     monkeypatch.setattr(forward_plan, "measured_rates", lambda *_: H100)
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    estimator = forward_plan.ForwardEstimator(
-        model, torch.device("cuda"), weights=weights, available=80 * 10**9
-    )
+    budget = Budget(torch.device("cuda"), 80 * 10**9)
+    estimator = forward_plan.ForwardEstimator(model, budget, weights=weights)
     curve, million = forward_plan._plan(estimator, [2**17, 2**20], None).lengths
     assert curve.strategy == "in one pass"
     assert 10 < curve.seconds < 12
-    assert curve.memory - weights < 20e9
+    assert curve.peak < 20e9
     assert million.description == "layer by layer, in chunks of 16,384"
     assert 480 < million.seconds < 600
-    assert million.memory < 40e9
+    assert million.total < 40e9
     slower = forward_plan._plan(estimator, [2**17], None, {"segments"}).longest
     assert slower.seconds > 14  # tables of their own for segments: flash attention

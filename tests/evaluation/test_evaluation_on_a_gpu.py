@@ -26,6 +26,7 @@ from rope_extend.evaluation.retrieval import generate
 from rope_extend.evaluation.tasks import Passkey
 from rope_extend.memory.budget import available_memory, is_out_of_memory
 from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.memory.plan import Budget, Need
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype
 from rope_extend.models.planned_device import planned_for
@@ -53,22 +54,21 @@ def test_what_torch_keeps_cached_is_available(card: dict[str, int]) -> None:
 
 def test_plans_leave_more_free_where_segments_cannot_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook that has used CUDA before: gaps between large tensors are lost."""
-    with torch.device("meta"):
-        model = tiny_llama()
-    gpu, cpu = (
-        forward_plan.ForwardEstimator(model, torch.device(device), weights=0, available=100)
-        for device in ("cuda", "cpu")
-    )
+    gpu, cpu = (Budget(torch.device(device), 100) for device in ("cuda", "cpu"))
+
+    def fits(budget: Budget, peak: int) -> bool:
+        return budget.fits(Need(weights=0, peak=peak))
+
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert [gpu.fits(90), gpu.fits(91), cpu.fits(95), cpu.fits(96)] == [True, False, True, False]
+    assert [fits(gpu, 90), fits(gpu, 91), fits(cpu, 95), fits(cpu, 96)] == [True, False, True, False]
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         with monkeypatch.context() as environment:
             environment.setenv(name, "max_split_size_mb:512,expandable_segments:True")
-            assert [gpu.fits(95), gpu.fits(96)] == [True, False]
+            assert [fits(gpu, 95), fits(gpu, 96)] == [True, False]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # the run will let them grow
-    assert gpu.fits(95)
+    assert fits(gpu, 95)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_chunks_are_timed_with_the_kernel_that_computes_them(monkeypatch: pytest
     monkeypatch.setattr(forward_plan, "measured_rates", lambda model, device: rates)
     with torch.device("meta"):
         model = tiny_llama()
-    estimator = forward_plan.ForwardEstimator(model, torch.device("cpu"), weights=0, available=2**40)
+    estimator = forward_plan.ForwardEstimator(model, Budget(torch.device("cpu"), 2**40), weights=0)
     whole, chunked = (forward_plan._plan(estimator, [512], chunk).longest for chunk in (None, 128))
     attention = flops.operations_of(model).attention(512)
     assert chunked.seconds - whole.seconds == pytest.approx(attention / 1e8 - attention / 1e9)

@@ -39,8 +39,7 @@ def test_plans(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (plan["length"], plan["available"], plan["longest_block"]) == (128, 10**9, None)
     assert [step["chosen"] for step in plan["steps"]].count(True) == 1
     for step in plan["steps"]:
-        parts = (step["weights"], step["trained"], step["saved"], max(step["forward"], step["backward"]))
-        assert step["total"] == sum(parts)
+        assert step["total"] == step["weights"] + step["trained"] + step["peak"]
         assert step["fits"] == (step["total"] <= 10**9)
     main(shlex.split(training))
     assert format_bytes(plan["steps"][0]["total"]) in capsys.readouterr().out

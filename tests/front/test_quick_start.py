@@ -32,7 +32,7 @@ LIGHT = [
     ("info ./no/such/model", 2, "no such directory: './no/such/model'"),
     ("info model --target-length banana", 2, "not a length in tokens: 'banana'"),
     ("info model --target_length 4k", 2, "Did you mean '--target-length'"),
-    ("advise model --target-length 4k --gpu h1000", 2, "Did you mean 'h100'"),
+    ("advise model --target-length 4k --gpu h1000", 2, "Did you mean h100"),
     ("advise model --target-length 4k --hours soon", 2, "number of hours"),
     ("export runs --to ollama --output o", 2, "GGUF files of llama.cpp"),
     ("recipes copy llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),

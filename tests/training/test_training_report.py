@@ -27,6 +27,7 @@ import rope_extend.training.run_report as report_module
 from rope_extend import RopeExtendError
 from rope_extend.data.packing import packed
 from rope_extend.loss import NextTokenLoss
+from rope_extend.memory.gpus import peak_flops
 from rope_extend.plots import training_curves as plots
 from rope_extend.report.tables import number
 from rope_extend.training.finetune import Recipe, finetune, plan
@@ -38,7 +39,6 @@ from rope_extend.training.utilisation import (
     device_peak,
     document_spans,
     group_spans,
-    peak_flops,
     training_operations,
 )
 

@@ -1,11 +1,9 @@
-"""The demonstration model and its texts: its training text contains nothing that it is evaluated on."""
+"""The demonstration model and the texts that it is fine-tuned and evaluated on."""
 
 import hashlib
 import json
 import random
-from pathlib import Path
 
-import pretrain_corpus
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -61,91 +59,10 @@ def test_no_tests_packages_or_tables_are_held_out():
         assert path.as_posix() != "html/entities.py"
 
 
-@pytest.mark.slow
-def test_evaluation_files_are_no_copies_of_finetuning_files():
-    tuning = [bundled.read_text(path) for path in bundled.finetuning_files()]
-    for path in bundled.evaluation_files():
-        assert pretrain_corpus.copied_line_fraction(bundled.read_text(path), tuning) < 0.25, path
-
-
 def test_missing_standard_library_is_a_clear_error(monkeypatch, tmp_path):
     monkeypatch.setattr(bundled.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "python.zip")})
     with pytest.raises(FileNotFoundError, match="no source files of the Python standard library"):
         bundled.evaluation_files()
-
-
-def code(seed: int, lines: int = 60) -> str:
-    rng = random.Random(seed)
-    return "".join(f"variable_number_{rng.random()} = some_function({rng.random()})\n" for _ in range(lines))
-
-
-def plant(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-@pytest.mark.slow
-def test_guard_leaves_out_copies_of_the_standard_library(tmp_path):
-    stolen = bundled.read_text(bundled.standard_library_dir() / "argparse.py")
-    half = code(1, 400) + "\n".join(stolen.splitlines()[: len(stolen.splitlines()) // 2])
-    indented = "\n".join("    " + line for line in stolen.splitlines())
-    root = plant(
-        tmp_path,
-        {
-            "honest/module.py": code(2),
-            "vendored/argparse.py": stolen,
-            "vendored/partly.py": half,
-            "vendored/indented.py": indented,
-        },
-    )
-    result = pretrain_corpus.pretraining_corpus(root)
-    assert [path.name for path in result.files] == ["module.py"]
-    assert result.report.copied_files == [
-        "vendored/argparse.py",
-        "vendored/indented.py",
-        "vendored/partly.py",
-    ]
-    assert result.report.copies_of_standard_library == 3
-
-
-def test_duplicates_tests_generated_and_oversized_files_are_left_out(tmp_path):
-    root = plant(
-        tmp_path,
-        {
-            "a/one.py": code(1),
-            "b/same.py": code(1),
-            "b/nearly.py": code(1) + code(3, 10),
-            "b/tests/test_it.py": code(4),
-            "b/generated.py": "# This file is auto-generated, do not edit\n" + code(5),
-            "b/short.py": "x = 1\n",
-            "b/long.py": code(6, 400),
-            "c/first.py": code(7),
-            "c/second.py": code(8),
-        },
-    )
-    result = pretrain_corpus.pretraining_corpus(
-        root, max_package_bytes=len(code(7)) + 1000, max_file_bytes=20_000, standard_library=[]
-    )
-    report = result.report
-    assert (report.seen, report.tests, report.size, report.generated) == (9, 1, 2, 1)
-    # The order of the hashes decides which copy is exact and which is near; one file remains.
-    assert report.duplicates + report.near_duplicates == 2
-    assert report.over_package_cap == 1
-    assert report.kept == len(result.files) == 2
-    assert sum(report.bytes_by_package.values()) == report.kept_bytes
-
-
-@pytest.mark.slow
-def test_pretraining_corpus_of_this_environment_shares_no_file_with_the_held_out_text():
-    result = pretrain_corpus.pretraining_corpus(max_package_bytes=300_000)
-    again = pretrain_corpus.pretraining_corpus(max_package_bytes=300_000)
-    assert result.files == again.files
-    held_out = {bundled.read_text(path) for path in bundled.held_out_files()}
-    assert not any(bundled.read_text(path) in held_out for path in result.files)
-    assert result.report.copies_of_standard_library > 0
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -155,10 +72,6 @@ def test_retrieval_documents_state_their_answer_once_before_it_is_asked(seed):
     assert passkey.answer.isdecimal()
     assert passkey.prompt.count(f"PASS_KEY = {passkey.answer}\n") == 1
     assert passkey.text == passkey.prompt + passkey.answer + "\n"
-    table = pretrain_corpus.key_value_document(random.Random(seed), pairs=6, queries=3)
-    key = table.prompt.rsplit('TABLE["', 1)[1].split('"')[0]
-    assert f'"{key}": {table.answer},' in table.prompt
-    assert pretrain_corpus.key_value_document(random.Random(seed), pairs=6, queries=3) == table
 
 
 def test_passkey_depth_places_the_number():
@@ -174,17 +87,10 @@ def test_impossible_passkey_documents_are_refused(arguments):
         bundled.passkey_document(random.Random(0), **arguments)
 
 
-@pytest.mark.parametrize("arguments", [{"pairs": 0}, {"queries": 0}, {"digits": 0}])
-def test_impossible_key_value_documents_are_refused(arguments):
-    with pytest.raises(ValueError, match="must be"):
-        pretrain_corpus.key_value_document(random.Random(0), **arguments)
-
-
 def test_default_retrieval_documents_fit_in_the_window(tokenizer):
     for seed in range(200):
-        rng = random.Random(seed)
-        for document in (bundled.passkey_document(rng), pretrain_corpus.key_value_document(rng, queries=3)):
-            assert len(tokenizer.encode(document.text)) <= 256
+        document = bundled.passkey_document(random.Random(seed))
+        assert len(tokenizer.encode(document.text)) <= 256
 
 
 def test_bundled_model_is_a_stock_llama_with_the_stated_window(model):

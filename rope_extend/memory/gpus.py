@@ -1,0 +1,108 @@
+"""GPUs by name or by memory, and how fast they compute. The module imports nothing heavy."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.units import memory_size
+
+UTILISATION = (0.30, 0.45)
+"""Shares of a GPU's peak that training reaches: hours are estimated for the lower and for the higher one.
+
+PaLM's authors collected 21 to 46 % (2204.02311, table 3), and Llama 3 reached 38 to 43 % (2407.21783,
+table 4). Those runs had many devices. We have not measured ours.
+"""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU to plan for.
+
+    Attributes:
+        name: its name as the driver reports it, or its memory if only that is known.
+        memory: bytes, in decimal GB as on the data sheet, which leaves some for the driver.
+        peak: dense bfloat16 operations per second, from the data sheet; None if only the memory is known.
+    """
+
+    name: str
+    memory: int
+    peak: float | None = None
+
+
+_TERA = 1e12
+GPUS = tuple(
+    Gpu(name, gigabytes * 10**9, peak * _TERA)
+    for name, gigabytes, peak in (
+        ("L4", 24, 121), ("A10", 24, 125), ("A10G", 24, 70), ("A30", 24, 165), ("RTX 3090", 24, 71),
+        ("RTX 4090", 24, 165.2), ("RTX 5090", 32, 209.5), ("A40", 48, 149.7), ("RTX A6000", 48, 154.8),
+        ("RTX 6000 Ada", 48, 364.2), ("L40", 48, 181), ("L40S", 48, 362), ("A100 40GB", 40, 312),
+        ("A100 80GB", 80, 312), ("A800", 80, 312), ("H100", 80, 989.4), ("H100 PCIe", 80, 756),
+        ("H100 NVL", 94, 835.5), ("H800", 80, 989.4), ("H800 PCIe", 80, 756), ("GH200", 96, 989.4),
+        ("H200", 141, 989.4), ("H200 NVL", 141, 835.5), ("B200", 180, 2250), ("MI300X", 192, 1307.4),
+    )
+)  # fmt: skip
+"""Name, memory in GB, and dense bfloat16 peak in units of 10^12 operations per second, from the data sheets.
+
+Figures with sparsity are halved, and those of RTX cards are with sums in float32.
+"""
+_VARIANTS = {"MIG", "D", "Laptop", "Max-Q", "Ti", "SUPER"}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 operations per second of a device, by the name that its driver reports; None if unknown.
+
+    Parts of a GPU (MIG) and slower variants (RTX 4090 D, Laptop GPU) have one more word in the name, and are
+    unknown.
+    """
+    if _VARIANTS & set(device_name.split()):
+        return None
+    words = f" {device_name} "
+    found = {
+        name: gpu.peak
+        for gpu in GPUS
+        if f" {(name := re.sub(' [0-9]+GB$', '', gpu.name))} " in words or f" {name}-" in words
+    }
+    return found[max(found, key=len)] if found else None
+
+
+def find_gpu(text: str) -> Gpu:
+    """The GPU of a name, such as `h100` or `RTX 4090`, or one with a given memory, such as `24GB`.
+
+    Raises:
+        RopeExtendError: neither a known name nor a size.
+    """
+    wanted = _key(text)
+    by_key = {key: gpu for gpu in GPUS for key in (_key(gpu.name).removeprefix("rtx"), _key(gpu.name))}
+    if wanted in by_key:
+        return by_key[wanted]
+    if re.match(r"\d[\d.]*[kmgt]?i?b?$", wanted):
+        memory = memory_size(text)
+        return Gpu(f"{memory / 1e9:g} GB" if memory >= 1e6 else f"{memory} bytes", memory)
+    alike = [key for key in by_key if key[0] == wanted[:1]]  # V100 and H100 are both right names
+    near = [key for key in alike if key.startswith(wanted)] or difflib.get_close_matches(wanted, alike, n=1)
+    hint = f" Did you mean {' or '.join(_word(by_key[key]) for key in near)}?" if near else ""
+    raise RopeExtendError(
+        f"no GPU is known as {text!r}.{hint} Give the name of one GPU ({', '.join(gpu_words())}), or of "
+        "another its memory, such as 24GB"
+    )
+
+
+def gpu_words() -> list[str]:
+    """The names of the known GPUs as one writes them at a command line, such as `rtx-4090`."""
+    return [_word(gpu) for gpu in GPUS]
+
+
+def gpus_with(memory: int) -> list[Gpu]:
+    """The known GPUs with exactly this memory, in bytes."""
+    return [gpu for gpu in GPUS if gpu.memory == memory]
+
+
+def _word(gpu: Gpu) -> str:
+    return gpu.name.lower().replace(" ", "-")
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name.lower())

