@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import rope_extend as rx
 from rope_extend.encodings import NTK, Linear, YaRN
+from rope_extend.encodings.core.critical import critical_range
 from rope_extend.searching import genetic, race
 from rope_extend.searching.closed_forms import closed_forms
 from rope_extend.searching.fitness import Loss
@@ -100,6 +101,16 @@ def test_the_race_finds_what_the_formula_hides(attention: float, monkeypatch: py
     closed = evaluator.scores(closed_forms(evaluator.config, evaluator.space))
     assert best < min(closed) - 0.1
     assert finalists[0].attention_factor == pytest.approx(attention, rel=0.06)
+
+
+def test_the_race_starts_from_closed_forms_with_a_moved_critical_pair() -> None:
+    """NTK and YaRN of 2502.20082, besides the four published forms."""
+    found = FakeEvaluator(config(), race.HEAD_ROOM)
+    pair = round(critical_range(SHAPE)[1])
+    tables = closed_forms(found.config, found.space)
+    for cls in (NTK, YaRN):
+        divisors = SHAPE.inv_freq() / cls(FACTOR, critical=pair).inv_freq(SHAPE)
+        assert [round(float(each), 2) for each in divisors] in [list(table.divisors) for table in tables]
 
 
 def test_a_fixed_attention_factor_is_kept() -> None:
