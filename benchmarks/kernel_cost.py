@@ -110,5 +110,5 @@ def attention_kernels(
         used = ", ".join(dict.fromkeys(kernels.names)) or "torch's choice"
         yield row(f"{name}, {used}: time", "without cuDNN", "s", ours, theirs)
         pairs = queries * (keys - queries) + queries * (queries + 1) / 2
-        rate = planned.attention if function is whole else planned.chunked
-        yield row(f"{name}: rate", "the plan's", "TFLOP/s", pairs * operations / ours / 1e12, rate / 1e12)
+        rate = pairs * operations / ours
+        yield row(f"{name}: rate", "the plan's", "TFLOP/s", rate / 1e12, planned.attention / 1e12)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and edit
     from rope_extend.evaluation.evaluate import evaluate as evaluate
     from rope_extend.evaluation.evaluation_config import EvaluationConfig as EvaluationConfig
     from rope_extend.evaluation.evaluation_config import RetrievalConfig as RetrievalConfig
-    from rope_extend.evaluation.perplexity import RunOptions as RunOptions
+    from rope_extend.evaluation.loss_computer import RunOptions as RunOptions
     from rope_extend.evaluation.perplexity import perplexity as perplexity
     from rope_extend.evaluation.results import EvaluationRow as EvaluationRow
     from rope_extend.evaluation.results import PerplexityResult as PerplexityResult
@@ -80,7 +80,8 @@ _MODULES = {
     "errors": ("PatchError", "RopeExtendError", "UnsupportedModelError"),
     "evaluation.evaluate": ("evaluate",),
     "evaluation.evaluation_config": ("EvaluationConfig", "RetrievalConfig"),
-    "evaluation.perplexity": ("RunOptions", "perplexity"),
+    "evaluation.loss_computer": ("RunOptions",),
+    "evaluation.perplexity": ("perplexity",),
     "evaluation.results": ("EvaluationRow", "PerplexityResult", "RetrievalResult"),
     "evaluation.retrieve": ("retrieve",),
     "models.families": ("supported_families",),

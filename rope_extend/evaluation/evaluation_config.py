@@ -378,7 +378,7 @@ class EvaluationConfig(ModelConfig):
                 trials = default_trials(documents, lengths[-1], sum(passkeys))
         prompts = Prompts()
         if trials:
-            options = PromptOptions(depths=DEPTHS, trials=int(trials))
+            options = PromptOptions(depths=depths_from(DEPTHS), trials=int(trials))
             prompts = Prompts(("passkey",), passkeys, options, optional=passkeys)
         return Wanted(
             prompts, cropped=self.cropped, protocol=self.protocol, window_settings=self.window_settings,

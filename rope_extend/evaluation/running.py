@@ -7,14 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.candidates import Candidate, Candidates
+from rope_extend.evaluation.answering import answer_batch
+from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.cells import (
     PERPLEXITY,
     RETRIEVAL,
@@ -29,11 +30,11 @@ from rope_extend.evaluation.cells import (
 from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.collecting import Collected, collect
 from rope_extend.evaluation.identity import model_identity
+from rope_extend.evaluation.loss_computer import RunOptions
 from rope_extend.evaluation.measurement import KINDS, Measurement
-from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
-from rope_extend.evaluation.retrieval import answer_batch, prompts_fingerprint
 from rope_extend.evaluation.samples import continuation
 from rope_extend.journal import only_writer
 from rope_extend.memory.budget import is_out_of_memory
@@ -173,7 +174,7 @@ def _measure_all(
             started, used = time.perf_counter(), time.process_time()
             values, arrays = None, None
             with _optional(measurement, cell):
-                values, arrays = _measure(measurement, prepared.candidate(cell.row), cell, bar)
+                values, arrays = _measure(measurement, prepared.model(cell.row), cell, bar)
             if values is None:
                 continue
             seconds = time.perf_counter() - started
@@ -196,11 +197,9 @@ def _optional(measurement: Measurement, cell: Cell) -> Iterator[None]:
         logger.warning("%s: %s is not measured: %s", cell.row.label, cell.kind, error)
 
 
-def _measure(
-    measurement: Measurement, candidate: Candidate, cell: Cell, bar: Any
-) -> tuple[dict[str, Any], Any]:
+def _measure(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> tuple[dict[str, Any], Any]:
     """The values of a cell, and its arrays."""
-    subject, model = measurement.candidates.subject(candidate, cell.row.label), candidate.model
+    subject = measurement.candidates.subject(model, cell.row.label, cell.row.adapter)
     if cell.kind == PERPLEXITY:
         name = "all documents"
         if not measurement.rule.joined:
@@ -215,11 +214,7 @@ def _measure(
         batch = measurement.batches[cell.number]
         task = measurement.tasks[batch[0].task]
         trials, peak = answer_batch(model, measurement.tokenizer, task, batch, cell.row.crop)
-        lines = [
-            {**asdict(trial), "prompt": prompts_fingerprint([prompt])}
-            for trial, prompt in zip(trials, batch, strict=True)
-        ]
-        values |= {"trials": lines, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
+        values |= {"trials": trials, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
     bar.update(cell.tokens)
     return values, None
 
@@ -288,16 +283,12 @@ class _Prepared:
     def __exit__(self, *_: object) -> None:
         self.stack.close()
 
-    def candidate(self, row: Row) -> Candidate:
+    def model(self, row: Row) -> Any:
         """The model under a row."""
         if self.row is None or (self.row.method, self.row.adapter) != (row.method, row.adapter):
             self.stack.close()
             self.stack = ExitStack()
-            context = (
-                self.candidates.untrained(self.lm, row.method)
-                if row.method is not None
-                else self.candidates.tuned(self.lm, str(row.adapter))
-            )
-            self.current = self.stack.enter_context(context)
+            prepared = self.candidates.prepared(self.lm, row.method, row.adapter)
+            self.current = self.stack.enter_context(prepared)
         self.row = row
         return self.current

@@ -40,7 +40,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import check_creatable, expand_home, was_begun, write_text
 from rope_extend.journal import only_writer
 from rope_extend.loss import causal_lm
-from rope_extend.memory.segments import expand_segments
+from rope_extend.memory.budget import expand_segments
 from rope_extend.models.families import adapter_for
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.loading import default_dtype, empty_model, one_error, pretrained

@@ -15,7 +15,8 @@ from transformers.modeling_outputs import BaseModelOutput
 import rope_extend as rx
 from rope_extend.data.documents import Document
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity import RunOptions, perplexity
+from rope_extend.evaluation.loss_computer import RunOptions
+from rope_extend.evaluation.perplexity import perplexity
 from rope_extend.evaluation.results import PerplexityResult
 from rope_extend.memory.live_bytes import LiveBytes
 

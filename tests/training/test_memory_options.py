@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rope_extend import RopeExtendError
 from rope_extend.loss import next_token_loss
+from rope_extend.memory.budget import expand_segments, segments_are_fixed
 from rope_extend.memory.live_bytes import LiveBytes
-from rope_extend.memory.segments import expand_segments, segments_are_fixed
 from rope_extend.training import host_offload
 from rope_extend.training.host_offload import HostOffload
 from rope_extend.training.memory_options import (
@@ -417,69 +417,33 @@ def test_only_token_wise_mlps_run_in_tiles() -> None:
         (None, None, ("expandable_segments:True", None)),
         ("max_split_size_mb:64", None, ("max_split_size_mb:64,expandable_segments:True", None)),
         (None, "max_split_size_mb:64", (None, "max_split_size_mb:64,expandable_segments:True")),
-        (
-            "",
-            "max_split_size_mb:64",
-            ("expandable_segments:True", "max_split_size_mb:64,expandable_segments:True"),
-        ),
-        (
-            "max_split_size_mb:64",
-            "max_split_size_mb:32",
-            (
-                "max_split_size_mb:64,expandable_segments:True",
-                "max_split_size_mb:32,expandable_segments:True",
-            ),
-        ),
+        ("a:64", "a:32", ("a:64,expandable_segments:True", "a:32")),  # torch reads the first alone
         ("max_split_size_mb:64", "expandable_segments:False", None),
         (None, "max_split_size_mb:64, expandable_segments: True", None),
         ("expandable_segments:True", "expandable_segments:False", None),
-        ("", "expandable_segments:True", ("expandable_segments:True", "expandable_segments:True")),
     ],
 )
 def test_both_variables_of_segments_are_honoured(
     cuda: str | None, common: str | None, after: tuple[str | None, str | None] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     for name, value in zip(names, (cuda, common), strict=True):
         monkeypatch.setenv(name, "")  # restored after the test
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    expand_segments("auto")
-    assert tuple(map(os.environ.get, names)) == (after or (cuda, common))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert segments_are_fixed() == (after is None and "False" in str(common))
-
-
-def test_segments_expand_on_a_gpu_unless_the_user_set_them(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    name = "PYTORCH_CUDA_ALLOC_CONF"
-    for variable in (name, "PYTORCH_ALLOC_CONF"):
-        monkeypatch.setenv(variable, "")
-        monkeypatch.delenv(variable)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with caplog.at_level("INFO", "rope_extend"):
+    for gpu, initialized in ((False, False), (True, True)):  # then it is too late, or there is nothing to do
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda initialized=initialized: initialized)
+        caplog.clear()
         expand_segments("auto")
         assert not caplog.text
         expand_segments(True)
-    assert "there is no GPU" in caplog.text
-    assert name not in os.environ
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert ("no effect" in caplog.text) == (after is not None)
+        assert tuple(map(os.environ.get, names)) == (cuda, common)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     expand_segments(False)
-    assert name not in os.environ
+    assert tuple(map(os.environ.get, names)) == (cuda, common)
     expand_segments("auto")
-    assert os.environ[name] == "expandable_segments:True"
-    monkeypatch.setenv(name, "max_split_size_mb:512")
-    expand_segments(True)
-    assert os.environ[name] == "max_split_size_mb:512,expandable_segments:True"
-    monkeypatch.setenv(name, "expandable_segments:False")
-    expand_segments(True)
-    assert os.environ[name] == "expandable_segments:False"
-    monkeypatch.delenv(name)
+    assert tuple(map(os.environ.get, names)) == (after or (cuda, common))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    expand_segments(True)
-    assert "CUDA is already initialized" in caplog.text
-    assert name not in os.environ
+    assert segments_are_fixed() == (after is None and cuda == "max_split_size_mb:64")
