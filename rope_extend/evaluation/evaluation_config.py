@@ -433,7 +433,7 @@ class RetrievalConfig(ModelConfig):
     @property
     def prompt_options(self) -> PromptOptions:
         """How the prompts are written."""
-        return PromptOptions(depths=self.depths, trials=self.trials, seed=self.seed, chat=self.chat)
+        return PromptOptions(depths_from(self.depths), self.trials, self.seed, self.chat)
 
     def wanted(self, lengths: Sequence[int], trained: int, *, controls: bool, documents: int) -> Wanted:
         """Prompts of the lengths, and with controls of the trained window."""

@@ -30,7 +30,7 @@ from rope_extend.evaluation.evaluation_config import (
     Prompts,
     Wanted,
 )
-from rope_extend.evaluation.prompts import PromptOptions
+from rope_extend.evaluation.prompts import PromptOptions, depths_from
 from rope_extend.evaluation.tasks import TASKS
 
 METHODS = ("none", "yarn", "dynamic_yarn", "dynamic_ntk", "self_extend", "rerope")
@@ -134,7 +134,7 @@ class StudyConfig(ModelConfig):
     @property
     def prompt_options(self) -> PromptOptions:
         """How the prompts are written."""
-        return PromptOptions(depths=self.depths, trials=self.trials, seed=self.seed, chat=self.chat)
+        return PromptOptions(depths_from(self.depths), self.trials, self.seed, self.chat)
 
     @property
     def time_limit(self) -> float | None:
