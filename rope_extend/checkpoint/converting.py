@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rope_extend.checkpoint.manifest import is_finite, read_json
-from rope_extend.checkpoint.saving import save_tokenizer
+from rope_extend.checkpoint.saving import write_tokenizer
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
@@ -62,7 +62,7 @@ def convert(
     target = Path(expand_home(directory))
     with staged(target, overwrite=overwrite) as staging:
         tokenizer = pretrained(AutoTokenizer, str(path))
-        save_tokenizer(tokenizer, staging)
+        write_tokenizer(tokenizer, staging)
         _name_missing_tokens(staging)
         pretrained(AutoConfig, str(path)).save_pretrained(staging)  # it decides the tokenizer's class
         _check_tokenizer(path, tokenizer, staging)

@@ -7,7 +7,6 @@ It is a file of its own, because a `config.json` in an adapter's directory keeps
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from os import PathLike
@@ -16,17 +15,18 @@ from typing import Any, Self
 
 from torch import nn
 
-from rope_extend.checkpoint.base_model import base_fingerprint
 from rope_extend.checkpoint.manifest import (
+    ADAPTER_CONFIG,
     RECORD_NAME,
     config_digests,
     locate,
     read_json,
     weight_digests,
 )
-from rope_extend.checkpoint.peft_models import is_peft_model
-from rope_extend.checkpoint.staging import backups
+from rope_extend.checkpoint.peft_models import base_fingerprint, is_peft_model
+from rope_extend.checkpoint.staging import how_to_restore
 from rope_extend.encodings import Encoding, RopeShape
+from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
 from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
@@ -42,15 +42,13 @@ ADAPTER_MARK = "rope_extend"
 `auto_mapping` is the one part of that config which peft keeps unchanged, on a live model and when it saves
 again. For a model with a task type, nothing else uses it.
 """
+_LONGEST_NAME = 4096
+"""The longest path that Linux takes."""
 
 _TYPES: dict[str, Any] = {
     "shape": dict, "target_length": int, "model_type": str, "base_model": str | None,
     "base_fingerprint": str | None, "weights": dict, "configs": dict, "versions": dict,
 }  # fmt: skip
-_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    1: lambda data: {**data, "schema_version": 2, "base_fingerprint": None, "weights": {}, "configs": {}},
-}
-"""From each earlier schema version to the next."""
 
 
 @cache
@@ -71,7 +69,7 @@ class Record:
         base_model: name or path of the base model; None if it has none, such as a model made in memory. In a
             full checkpoint, which does not need it, only the last part of a local path is recorded.
         base_fingerprint: fingerprint of the base model that an adapter was trained on, see
-            `base_model.base_fingerprint`; None in a full checkpoint, or if it could not be computed.
+            `peft_models.base_fingerprint`; None in a full checkpoint, or if it could not be computed.
         weights: SHA-256 of every weight file next to the record, by name; empty if not computed.
         configs: SHA-256 of the contents of each config next to it, by name; empty if not computed.
         versions: versions of the libraries that wrote it.
@@ -108,6 +106,11 @@ class Record:
         record = cls(patch.encoding, patch.shape, patch.target_length, config.model_type, name, fingerprint)
         return record if is_peft_model(model) else record.without_local_path()
 
+    @property
+    def uses(self) -> tuple[Encoding, RopeShape, int]:
+        """What decides the positions that a model computes: its encoding, shape and window."""
+        return self.encoding, self.shape, self.target_length
+
     def without_local_path(self) -> Self:
         """The record of a full checkpoint: of a local path to its base model only the last part."""
         return replace(self, base_model=self.base_model and public_name(self.base_model))
@@ -129,14 +132,19 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The record that `to_dict` described, in this schema version or an earlier one.
+        """The record that `to_dict` described.
 
         Raises:
             RopeExtendError: an unknown schema version, a missing or unknown key, or an invalid value.
         """
         if not isinstance(data, dict):
             raise RopeExtendError(f"a record is a mapping, got {type(data).__name__}")
-        data = _migrate(data)
+        version = data.get("schema_version")
+        if type(version) is not int or version != SCHEMA_VERSION:
+            raise RopeExtendError(
+                f"schema_version is {version!r}, and this version of rope_extend reads {SCHEMA_VERSION}; a "
+                "newer one may have written it"
+            )
         keys = set(cls.__dataclass_fields__)
         if data.keys() != keys:
             missing, unknown = sorted(keys - data.keys()), sorted(map(str, data.keys() - keys))
@@ -147,6 +155,9 @@ class Record:
         for key in ("weights", "configs"):
             if not all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in data[key].values()):
                 raise RopeExtendError(f"{key} is {data[key]!r}, not SHA-256 digests by file name")
+        name = data["base_model"] or ""
+        if len(name) > _LONGEST_NAME or "\0" in name:
+            raise RopeExtendError(f"base_model is {name[:40]!r}..., which no model can be called")
         if data["target_length"] < 1:
             raise RopeExtendError(f"target_length is {data['target_length']}")
         try:
@@ -160,20 +171,6 @@ class Record:
         return cls(**{**data, "encoding": encoding, "shape": shape})
 
 
-def _migrate(data: dict[str, Any]) -> dict[str, Any]:
-    """A record's contents in the current schema version."""
-    stated = data.get("schema_version")
-    while type(data.get("schema_version")) is int and data["schema_version"] in _MIGRATIONS:
-        data = _MIGRATIONS[data["schema_version"]](data)
-    if type(stated) is not int or data["schema_version"] != SCHEMA_VERSION:
-        known = ", ".join(map(str, (*_MIGRATIONS, SCHEMA_VERSION)))
-        raise RopeExtendError(
-            f"schema_version is {stated!r}, and this version of rope_extend reads {known}; a newer one may "
-            "have written it"
-        )
-    return data
-
-
 def write_record(directory: str | PathLike[str], record: Record) -> Path:
     """Write `rope_extend.json` into a directory, whole or not at all; returns its path.
 
@@ -183,7 +180,7 @@ def write_record(directory: str | PathLike[str], record: Record) -> Path:
     return _write_json(Path(directory) / RECORD_NAME, record.to_dict())
 
 
-def seal(directory: str | PathLike[str], record: Record, *, renamed: bool = False) -> Record:
+def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
     """Write the record next to complete weights, with digests of all files; returns the record.
 
     An adapter's config also gets a note of the encoding. It lets `rope_extend.info` recognise a live model
@@ -198,12 +195,10 @@ def seal(directory: str | PathLike[str], record: Record, *, renamed: bool = Fals
     Raises:
         RopeExtendError: a file cannot be read or written.
     """
-    directory = Path(directory)
-    config = directory / "adapter_config.json"
+    config = directory / ADAPTER_CONFIG
     if config.exists():
         data = read_json(config)
-        marked = {**(data.get("auto_mapping") or {}), ADAPTER_MARK: adapter_mark(record)}
-        data = {**data, "auto_mapping": marked}
+        data["auto_mapping"] = {**(data.get("auto_mapping") or {}), ADAPTER_MARK: adapter_mark(record)}
         named = data.get("base_model_name_or_path")
         if record.base_model and (renamed or (isinstance(named, str) and is_private(named))):
             data["base_model_name_or_path"] = record.base_model
@@ -226,27 +221,45 @@ def adapter_mark(record: Record) -> dict[str, Any]:
     }
 
 
+def read_mark(config: str, auto_mapping: Any) -> tuple[Encoding, RopeShape, int] | None:
+    """The encoding, shape and window of the note that `adapter_mark` made; None if there is none.
+
+    Args:
+        config: what holds the note, for the error message.
+        auto_mapping: the part of an adapter's config with the note.
+
+    Raises:
+        RopeExtendError: the note is damaged.
+    """
+    mark = auto_mapping.get(ADAPTER_MARK) if isinstance(auto_mapping, dict) else None
+    return None if mark is None else _parsed(config, mark)
+
+
+def _parsed(config: str, note: Any) -> tuple[Encoding, RopeShape, int]:
+    try:
+        length = check_length(config, "target_length", note["target_length"])
+        return Encoding.from_dict(note["encoding"]), RopeShape(**note["shape"]), length
+    except Exception as error:
+        raise RopeExtendError(
+            f"the encoding in {config} is damaged ({error}): {note!r}; restore the file, or save the model "
+            "again"
+        ) from error
+
+
 def check_agreement(directory: Path, record: Record) -> None:
     """Raise if the record and the config next to it disagree about the encoding.
 
     Raises:
         RopeExtendError: they differ, or the note in the config is damaged.
     """
-    adapter = directory / "adapter_config.json"
-    path = adapter if adapter.exists() else directory / "config.json"
-    note: Any = read_json(path)
-    for key in ("auto_mapping", ADAPTER_MARK) if path == adapter else (CONFIG_RECORD,):
-        note = note.get(key) if isinstance(note, dict) else None
-    if note is None:
-        return
-    try:
-        in_config = Encoding.from_dict(note["encoding"]), RopeShape(**note["shape"]), note["target_length"]
-    except Exception as error:
-        raise RopeExtendError(
-            f"the encoding in {path} is damaged: {note!r}; restore the file, or save the model again"
-        ) from error
-    in_record = (record.encoding, record.shape, record.target_length)
-    for value, recorded in zip(in_config, in_record, strict=True):
+    if (directory / ADAPTER_CONFIG).exists():
+        path = directory / ADAPTER_CONFIG
+        noted = read_mark(str(path), read_json(path).get("auto_mapping"))
+    else:
+        path = directory / "config.json"
+        note = read_json(path).get(CONFIG_RECORD)
+        noted = None if note is None else _parsed(str(path), note)
+    for value, recorded in zip(noted or (), record.uses, strict=False):
         if value != recorded:
             raise RopeExtendError(
                 f"{directory / RECORD_NAME} says {recorded}, but {path.name} next to it says {value}: one of "
@@ -263,7 +276,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> Path:
 
 
 def read_record(directory: str | PathLike[str]) -> Record:
-    """Read `rope_extend.json` from a checkpoint's directory, of this schema version or an earlier one.
+    """Read `rope_extend.json` from a checkpoint's directory.
 
     Raises:
         RopeExtendError: the file is missing, damaged, or of an unknown schema version.
@@ -280,16 +293,13 @@ def read_record(directory: str | PathLike[str]) -> Record:
             raise RopeExtendError(
                 f"{file} is a GGUF file, not a checkpoint of rope_extend. To load it, {how_to_convert(file)}"
             )
-        leftovers = backups(path.parent)
-        hint = (
-            f". A save that was killed left the earlier checkpoint in {leftovers[-1]}; move it back, or save "
-            "again"
-            if leftovers
-            else ""
-        )
         raise RopeExtendError(
-            f"no {RECORD_NAME} in {directory}: this is not a checkpoint of rope_extend. Load other "
-            f"checkpoints with stock from_pretrained, and extend them with rope_extend.extend{hint}"
+            f"no {RECORD_NAME} in {directory}: "
+            + (
+                how_to_restore(path.parent)
+                or "this is not a checkpoint of rope_extend. Load other checkpoints with stock "
+                "from_pretrained, and extend them with rope_extend.extend"
+            )
         )
     data = read_json(locate(path.parent, RECORD_NAME))
     try:

@@ -87,19 +87,27 @@ def refuse_base_model(target: Path, base_model: str | None) -> None:
     """
     if not base_model:  # transformers names a model that was made from its config ""
         return
-    base = Path(expand_home(base_model))
-    with suppress(OSError):  # there is no such directory
+    base, holds = Path(expand_home(base_model)), ""
+    with suppress(OSError, ValueError):  # there is no such directory, or no file can have the name
         for place in (base.parent, base.resolve().parent) if base.is_file() else (base,):
             if os.path.samefile(place, target):
                 holds = f"holds {base.name}, the base model" if base.is_file() else "is the base model"
-                raise RopeExtendError(f"{target} {holds} of the adapter; choose another directory")
+    if holds:
+        raise RopeExtendError(f"{target} {holds} of the adapter; choose another directory")
 
 
-def backups(directory: Path) -> list[Path]:
-    """Directories in which killed saves left the earlier contents of `directory`, the latest last."""
+def how_to_restore(directory: Path) -> str:
+    """How to get back what a killed save was about to replace, as a sentence; empty if there is none."""
     with suppress(OSError):
-        return sorted(directory.glob(f"{_REPLACED}*"), key=lambda path: path.stat().st_mtime)
-    return []
+        backups = sorted(directory.glob(f"{_REPLACED}*"), key=lambda path: path.stat().st_mtime)
+        if backups:
+            new = ", ".join(path.name for path in _present(directory))
+            remove = f"remove {new} from {directory} and " if new else ""
+            return (
+                f"a save was killed, and left the earlier checkpoint in {backups[-1]}. To restore it, "
+                f"{remove}move the files of that directory back; or save again"
+            )
+    return ""
 
 
 @contextmanager

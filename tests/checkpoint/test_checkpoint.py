@@ -271,7 +271,7 @@ def test_a_record_says_what_made_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schema_version": 3}, "schema_version is 3, and this version of rope_extend reads 1, 2;"),
+        ({"schema_version": 3}, "schema_version is 3, and this version of rope_extend reads 2;"),
         ({"schema_version": None}, "schema_version is None"),
         ({"extra": 1}, r"unknown keys: \['extra'\]"),
         ({"target_length": "16k"}, "target_length is '16k'"),

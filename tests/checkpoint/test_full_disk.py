@@ -111,7 +111,7 @@ def test_a_verdict_that_cannot_be_written_is_an_error(
 ) -> None:
     directory = Path(shutil.copytree(checkpoints / "full", tmp_path / "full"))
     (directory / "verification.json").mkdir()
-    monkeypatch.setattr(verifying, "_logits_elsewhere", lambda *_, **__: (["not read"], {}))
+    monkeypatch.setattr(verifying, "_logits_elsewhere", lambda *_, **__: "not read")
     with pytest.raises(RopeExtendError, match=r"cannot write .*verification.json"):
         rx.verify(directory)
     monkeypatch.undo()

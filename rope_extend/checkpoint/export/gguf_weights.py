@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rope_extend.checkpoint.stored_tensors import opened, stored_tensors
+from rope_extend.checkpoint.manifest import open_weights, weight_files
 from rope_extend.errors import RopeExtendError
 
 logger = logging.getLogger(__name__)
@@ -78,16 +78,19 @@ def _pairs(reader: Any, checkpoint: Path) -> Iterator[tuple[Path, str, Any]]:
         return
     names = gguf.get_tensor_name_map(kind, blocks.contents())
     stored = {tensor.name: tensor for tensor in reader.tensors}
-    for name, own in stored_tensors(checkpoint).items():
-        inner, _, suffix = name.rpartition(".")
-        tensor = stored.get(f"{names.get_name(inner)}.{suffix}")
-        if tensor is not None and len(own.shape) == 2 and own.shape == tuple(map(int, tensor.shape[::-1])):
-            yield own.file, name, tensor
+    for path in (checkpoint / name for name in weight_files(checkpoint)):
+        with open_weights(path) as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        for name, shape in shapes.items():
+            inner, _, suffix = name.rpartition(".")
+            tensor = stored.get(f"{names.get_name(inner)}.{suffix}")
+            if tensor is not None and len(shape) == 2 and shape == [int(n) for n in tensor.shape[::-1]]:
+                yield path, name, tensor
 
 
 def _unlike(reader: Any, tensor: Any, path: Path, name: str) -> float:
     """The share of values that differ by more than rounding, in the better of two orders of the rows."""
-    with opened(path) as file:
+    with open_weights(path) as file:
         weights = file.get_slice(name)
         share = _unlike_in_order(tensor, weights)
         count, heads = weights.get_shape()[0], _heads(reader, tensor.name)
