@@ -82,11 +82,7 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _check_encoding(checkpoint: Path, before: Record, record: Record) -> None:
-    """Refuse to resume with another encoding, shape or window.
-
-    Raises:
-        RopeExtendError: they differ. The message names the values that do.
-    """
+    """Refuse to resume with another encoding, shape or window, by the values that differ."""
     if before.uses != record.uses:
         raise RopeExtendError(
             f"{checkpoint} was trained with {before.encoding}, and this model uses {record.encoding}. They "

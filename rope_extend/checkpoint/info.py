@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 
 from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.checkpoint.peft_models import tuner_layers
-from rope_extend.checkpoint.record import read_mark, read_record
+from rope_extend.checkpoint.record import ADAPTER_MARK, read_record
 from rope_extend.checkpoint.restoring import apply_record
 from rope_extend.encodings import (
     Encoding,
@@ -25,6 +25,7 @@ from rope_extend.encodings import (
     methods_from_length,
     rotary_method,
 )
+from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.current_table import suggested_start, unapplied_record
@@ -233,14 +234,21 @@ def _empty_model(name: str) -> nn.Module:
 def _marks(base: Any) -> dict[str, tuple[Encoding, RopeShape, int]]:
     """Encoding, shape and window that the active adapters were trained with, if rope_extend saved them."""
     configs = getattr(base, "peft_config", None) or {}
-    active: Sequence[str] = next((layer.active_adapters for _, layer in tuner_layers(base)), [])
-    marks = {
-        name: read_mark(
-            f"the config of the adapter {name!r}", getattr(configs.get(name), "auto_mapping", None)
-        )
-        for name in active
-    }
-    return {name: mark for name, mark in marks.items() if mark is not None}
+    marks = {}
+    for name in next((layer.active_adapters for _, layer in tuner_layers(base)), ()):
+        mapping = getattr(configs.get(name), "auto_mapping", None)
+        mark = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
+        if mark is None:
+            continue
+        try:
+            length = check_length("adapter", "target_length", mark["target_length"])
+            marks[name] = Encoding.from_dict(mark["encoding"]), RopeShape(**mark["shape"]), length
+        except Exception as error:
+            raise RopeExtendError(
+                f"the encoding in the config of the adapter {name!r} is damaged ({error}): {mark!r}; load "
+                "the adapter with rope_extend.load, which compares it with what was saved"
+            ) from error
+    return marks
 
 
 def _unapplied(model: nn.Module, marks: Mapping[str, tuple[Encoding, RopeShape, int]]) -> str | None:

@@ -56,9 +56,7 @@ def check_directory(
         contents: also read all weights, to compare their digests and to find values that are not finite.
 
     Raises:
-        RopeExtendError: pickled weights; an adapter that names a module to import; a file that is missing,
-            unreadable or outside the directory; a damaged safetensors header; a digest that differs; a file
-            that was added; a weight that is not finite.
+        RopeExtendError: names the file, and what is wrong with it.
     """
     try:
         _refuse_pickles(directory)
@@ -78,7 +76,7 @@ def check_directory(
             if configs:
                 _compare("config", directory, configs, config_digests(directory))
             check_finite(directory)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise RopeExtendError(f"cannot read the checkpoint {directory}: {error}") from error
 
 
@@ -90,8 +88,7 @@ def is_weight_file(name: str) -> bool:
 def weight_files(directory: Path) -> list[str]:
     """Names of the weight files of a directory, sorted: the files that exist and those that the index names.
 
-    Raises:
-        RopeExtendError: the index is damaged, or names a file that is not directly in the directory.
+    An index that is damaged, or names a file elsewhere, is refused.
     """
     names = {path.name for path in directory.iterdir() if is_weight_file(path.name)}
     path = directory / INDEX_NAME
@@ -119,11 +116,7 @@ def _is_plain(name: Any) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds a mapping.
-
-    Raises:
-        RopeExtendError: it cannot be read, or holds something else.
-    """
+    """The contents of a JSON file; one that cannot be read, or holds no mapping, is refused."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe would wait for ever
             raise OSError("it is not a regular file")
@@ -155,11 +148,7 @@ def _refuse_imports(config: Path) -> None:
 
 
 def locate(directory: Path, name: str) -> Path:
-    """The real path of a file of a directory. Links may point into the directory or to a hub cache's blobs.
-
-    Raises:
-        RopeExtendError: the file is missing, is not a regular file, or lies elsewhere.
-    """
+    """The real path of a regular file of a directory, or of a hub cache's blob; others are refused."""
     path, root = directory / name, directory.resolve()
     try:
         real = path.resolve(strict=True)
@@ -190,39 +179,32 @@ def _check_complete(directory: Path, names: list[str]) -> None:
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[Any]:
-    """A safetensors file, open within the block.
-
-    Raises:
-        RopeExtendError: it is truncated, or its header does not describe its contents.
-        OSError: it cannot be read.
-    """
+    """A safetensors file, open within the block; refused if it is truncated, or its header does not fit."""
     try:
         file = safe_open(path, framework="pt", device="cpu")
-    except OSError:
+    except (OSError, UnicodeError):  # the library opens no name that is not UTF-8
         raise
-    except Exception as error:  # SafetensorError, and UnicodeError for a name that the library cannot open
+    except Exception as error:
         raise RopeExtendError(f"{path} is truncated or damaged ({error}); {_RESTORE}") from error
     with file:
         yield file
 
 
 def check_finite(directory: Path) -> None:
-    """Refuse weight files with a NaN or an infinity. One tensor is read at a time.
-
-    Raises:
-        RopeExtendError: names the first tensor with such a value.
-    """
+    """Refuse weight files with a NaN or an infinity. One tensor is read at a time."""
     for path in (directory / name for name in weight_files(directory)):
         with open_weights(path) as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
-                if not is_finite(file.get_tensor(name)):
+                tensor = file.get_tensor(name)
+                if not _is_finite(tensor):
                     raise RopeExtendError(
-                        f"{path}: {name} holds values that are NaN or infinite, so the model's output would "
-                        "be too; go back to an earlier checkpoint"
+                        f"{path}: {name} holds values that are NaN or infinite in {tensor.dtype}, so the "
+                        "model's output would be too; go back to an earlier checkpoint, or choose another "
+                        "dtype"
                     )
 
 
-def is_finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite; computed in chunks, to save memory."""
     if not tensor.is_floating_point():
         return True

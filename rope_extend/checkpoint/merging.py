@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.hub import local_directory
-from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, is_finite, locate, read_json
+from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, check_finite, locate, read_json
 from rope_extend.checkpoint.peft_models import changes_base, tuner_layers
 from rope_extend.checkpoint.record import Record
 from rope_extend.checkpoint.restoring import attach, checked_record, load_model
@@ -100,21 +100,17 @@ def merge(
             _copy_tokenizer(adapter, files, record.target_length, directory)
         _copy_notices(files, directory, output)
         finish(directory, base, Record.of(base, name), guard=guard)
+        check_finite(directory)
     add_card(output, trained_in=adapter)
     return output
 
 
 def _how_to_convert(file: str) -> str:
-    """What to do if the base model is a GGUF file."""
     return f"Write one with {CONVERT} {quote(file)} --output DIRECTORY, and give it as base_model="
 
 
 def _adapter_config(adapter: Path) -> Any:
-    """The config of an adapter.
-
-    Raises:
-        RopeExtendError: there is none, it is not a LoRA adapter, or it cannot be merged.
-    """
+    """The config of a LoRA adapter that can be merged."""
     from peft import PeftConfig
 
     if not (adapter / ADAPTER_CONFIG).exists():
@@ -135,15 +131,7 @@ def _adapter_config(adapter: Path) -> Any:
 
 
 def _merged(files: Path, adapter: Path, record: Record, config: Any, dtype: torch.dtype | None) -> Any:
-    """The base model, patched, with the adapter merged into its weights.
-
-    Args:
-        files: the base model's directory.
-        adapter: the adapter's directory.
-        record: the adapter's record.
-        config: the adapter's config.
-        dtype: dtype of the result; None for that of the base model.
-    """
+    """The base model in `files`, patched, with the adapter merged into its weights."""
     if read_json(files / "config.json").get("quantization_config") is not None:
         raise RopeExtendError(
             f"the base model {files} is quantised, and a merge needs the original weights; give the original "
@@ -168,11 +156,6 @@ def _merged(files: Path, adapter: Path, record: Record, config: Any, dtype: torc
     for name, weight in base.named_parameters():
         if not is_learned(name):
             weight.data = weight.data.to(dtype or dtypes[name])
-            if not is_finite(weight):
-                raise RopeExtendError(
-                    f"{name} holds NaN, infinity or a number that does not fit into {weight.dtype}; restore "
-                    "the base model, or choose another dtype"
-                )
     return base
 
 
@@ -208,12 +191,7 @@ def _tie_equal(base: Any) -> None:
 
 
 def _copy_tokenizer(adapter: Path, files: Path, target_length: int, directory: Path) -> None:
-    """Write the tokenizer of an adapter or else of the base model, if any, for the extended window.
-
-    Raises:
-        RopeExtendError: the tokenizer cannot be loaded.
-        OSError: it cannot be written.
-    """
+    """Write the tokenizer of an adapter or else of the base model, if any, for the extended window."""
     source = next(
         (path for path in (adapter, files) if any((path / name).exists() for name in _TOKENIZER_FILES)), None
     )
@@ -236,16 +214,7 @@ def _copy_tokenizer(adapter: Path, files: Path, target_length: int, directory: P
 
 
 def _copy_notices(files: Path, directory: Path, output: Path) -> None:
-    """Copy the license and notices of a base model, which must go with its weights.
-
-    Args:
-        files: the base model's directory.
-        directory: the directory to write to.
-        output: the directory in which the files will appear. A different file of the same name there stays.
-
-    Raises:
-        OSError: a file cannot be read or written.
-    """
+    """Copy the license and notices of a base model, unless the output has another file of that name."""
     for path in sorted(path for pattern in ("LICENSE*", "NOTICE*") for path in files.glob(pattern)):
         if not path.is_file():
             continue

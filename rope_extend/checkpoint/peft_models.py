@@ -85,9 +85,6 @@ def base_fingerprint(model: nn.Module) -> str | None:
     values are compared as bfloat16. Vectors are left out, because peft can train biases in place. 16 values
     of each matrix are read, so it takes milliseconds.
 
-    Args:
-        model: the base model, or one with an adapter.
-
     Returns:
         64 hexadecimal digits. None, with a warning, if the values are not available: the model is quantised
         or in float16, or its weights are offloaded, sharded, or merged with an adapter.
@@ -112,9 +109,6 @@ def check_base(
         adapter: the adapter's directory.
         trained_on: the base model that the record names.
         advice: what to do, the end of the error message.
-
-    Raises:
-        RopeExtendError: the fingerprints differ.
     """
     if recorded is None:
         return

@@ -6,6 +6,7 @@ It is a file of its own, because a `config.json` in an adapter's directory keeps
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
@@ -26,7 +27,6 @@ from rope_extend.checkpoint.manifest import (
 from rope_extend.checkpoint.peft_models import base_fingerprint, is_peft_model
 from rope_extend.checkpoint.staging import how_to_restore
 from rope_extend.encodings import Encoding, RopeShape
-from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
 from rope_extend.models.gguf_checkpoint import gguf_file, how_to_convert
@@ -37,11 +37,8 @@ from rope_extend.report.versions import package_version
 
 SCHEMA_VERSION = 2
 ADAPTER_MARK = "rope_extend"
-"""The key in `auto_mapping` of an adapter's config that holds the encoding it was trained with.
-
-`auto_mapping` is the one part of that config which peft keeps unchanged, on a live model and when it saves
-again. For a model with a task type, nothing else uses it.
-"""
+"""The key in `auto_mapping` of an adapter's config that holds the encoding it was trained with. It is the one
+part of that config which peft keeps unchanged, and for a model with a task type, nothing else uses it."""
 _LONGEST_NAME = 4096
 """The longest path that Linux takes."""
 
@@ -117,26 +114,12 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is the exact inverse."""
-        return {
-            "schema_version": self.schema_version,
-            "encoding": self.encoding.to_dict(),
-            "shape": asdict(self.shape),
-            "target_length": self.target_length,
-            "model_type": self.model_type,
-            "base_model": self.base_model,
-            "base_fingerprint": self.base_fingerprint,
-            "weights": dict(self.weights),
-            "configs": dict(self.configs),
-            "versions": dict(self.versions),
-        }
+        data = {name: getattr(self, name) for name in ("schema_version", *self.__dataclass_fields__)}
+        return {**data, "encoding": self.encoding.to_dict(), "shape": asdict(self.shape)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The record that `to_dict` described.
-
-        Raises:
-            RopeExtendError: an unknown schema version, a missing or unknown key, or an invalid value.
-        """
+        """The record that `to_dict` described; unknown schema versions, keys and values are refused."""
         if not isinstance(data, dict):
             raise RopeExtendError(f"a record is a mapping, got {type(data).__name__}")
         version = data.get("schema_version")
@@ -172,11 +155,7 @@ class Record:
 
 
 def write_record(directory: str | PathLike[str], record: Record) -> Path:
-    """Write `rope_extend.json` into a directory, whole or not at all; returns its path.
-
-    Raises:
-        RopeExtendError: it cannot be written.
-    """
+    """Write `rope_extend.json` into a directory, whole or not at all; returns its path."""
     return _write_json(Path(directory) / RECORD_NAME, record.to_dict())
 
 
@@ -191,9 +170,6 @@ def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
         record: the record, without digests.
         renamed: the user gave the base model's name in the record, so it replaces the one in an adapter's
             config. Otherwise it only replaces a local path outside the working directory.
-
-    Raises:
-        RopeExtendError: a file cannot be read or written.
     """
     config = directory / ADAPTER_CONFIG
     if config.exists():
@@ -221,49 +197,25 @@ def adapter_mark(record: Record) -> dict[str, Any]:
     }
 
 
-def read_mark(config: str, auto_mapping: Any) -> tuple[Encoding, RopeShape, int] | None:
-    """The encoding, shape and window of the note that `adapter_mark` made; None if there is none.
-
-    Args:
-        config: what holds the note, for the error message.
-        auto_mapping: the part of an adapter's config with the note.
-
-    Raises:
-        RopeExtendError: the note is damaged.
-    """
-    mark = auto_mapping.get(ADAPTER_MARK) if isinstance(auto_mapping, dict) else None
-    return None if mark is None else _parsed(config, mark)
-
-
-def _parsed(config: str, note: Any) -> tuple[Encoding, RopeShape, int]:
-    try:
-        length = check_length(config, "target_length", note["target_length"])
-        return Encoding.from_dict(note["encoding"]), RopeShape(**note["shape"]), length
-    except Exception as error:
-        raise RopeExtendError(
-            f"the encoding in {config} is damaged ({error}): {note!r}; restore the file, or save the model "
-            "again"
-        ) from error
-
-
 def check_agreement(directory: Path, record: Record) -> None:
-    """Raise if the record and the config next to it disagree about the encoding.
-
-    Raises:
-        RopeExtendError: they differ, or the note in the config is damaged.
-    """
-    if (directory / ADAPTER_CONFIG).exists():
-        path = directory / ADAPTER_CONFIG
-        noted = read_mark(str(path), read_json(path).get("auto_mapping"))
+    """Refuse a record that disagrees with the config next to it about the encoding."""
+    path = directory / ADAPTER_CONFIG
+    if path.exists():
+        mapping = read_json(path).get("auto_mapping")
+        note = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
     else:
         path = directory / "config.json"
         note = read_json(path).get(CONFIG_RECORD)
-        noted = None if note is None else _parsed(str(path), note)
-    for value, recorded in zip(noted or (), record.uses, strict=False):
-        if value != recorded:
+    if note is None:
+        return
+    recorded = json.loads(json.dumps(record.to_dict()))
+    for key in ("encoding", "shape", "target_length"):
+        noted = note.get(key) if isinstance(note, dict) else None
+        if noted != recorded[key]:
             raise RopeExtendError(
-                f"{directory / RECORD_NAME} says {recorded}, but {path.name} next to it says {value}: one of "
-                "the two is not what was saved; restore the directory, or save the model again"
+                f"{directory / RECORD_NAME} says that {key} is {recorded[key]}, but {path.name} next to it "
+                f"says {noted}: one of the two is not what was saved; restore the directory, or save the "
+                "model again"
             )
 
 

@@ -10,7 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
 from torch import nn
 
 from rope_extend.checkpoint.hub import hub_options, local_directory, refuse_other_files
@@ -122,20 +121,15 @@ def _refuse_options(options: dict[str, Any]) -> None:
             "rope_extend never runs code that comes with a checkpoint, so trust_remote_code=True is refused; "
             "load such a model yourself, then use rope_extend.load_adapter or rope_extend.patch_model"
         )
-    if not options.pop("use_safetensors", True):
+    if not options.pop("use_safetensors", True) or "output_loading_info" in options:
         raise RopeExtendError(
-            "rope_extend reads safetensors only, since pickles can run code; convert the checkpoint"
+            "load reads safetensors only, since pickles can run code, and returns the model alone; leave "
+            "use_safetensors and output_loading_info out"
         )
-    if "output_loading_info" in options:
-        raise RopeExtendError("load returns the model alone; leave output_loading_info out")
 
 
 def checked_record(directory: Path, check_files: bool) -> Record:
-    """The record of a directory, after its files were checked.
-
-    Raises:
-        RopeExtendError: the record is missing or damaged, or a file fails its check.
-    """
+    """The record of a directory, after its files were checked."""
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs, contents=check_files)
     if check_files:
@@ -155,9 +149,6 @@ def load_model(name: str, hint: str = "", *, refuse_unexpected: bool = False, **
         hint: added to the error message if there is no such model.
         refuse_unexpected: also refuse files with weights that the model does not have.
         options: options for `from_pretrained`.
-
-    Raises:
-        RopeExtendError: there is no such model, or its files do not fit its config.
     """
     from transformers import AutoModelForCausalLM
 
@@ -188,13 +179,7 @@ def attach(
 ) -> PeftModel:
     """Patch a base model as recorded and put the adapter on it; if this fails, the model is unchanged.
 
-    Args:
-        model: the base model.
-        directory: the adapter's directory.
-        record: its record.
-        is_trainable: as in `load_adapter`.
-        check_base: as in `load`.
-        advice: what to do about another base model, the end of the error message.
+    `advice` is what to do about another base model. The other arguments are those of `load_adapter`.
     """
     from peft import PeftConfig, PeftModel
 
@@ -242,23 +227,17 @@ def attach(
 
 
 def _refuse_unused(adapted: PeftModel, directory: Path) -> None:
-    """Refuse an adapter with weights that peft leaves out without a warning, such as those of a newer peft.
-
-    Raises:
-        ValueError: names the first one.
-    """
+    """Refuse an adapter with weights that peft silently leaves out, such as those of a newer peft."""
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     taken = {*get_peft_model_state_dict(adapted, save_embedding_layers=False), *adapted.state_dict()}
-    with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
-        unused = sorted(set(file.keys()) - taken)
-    if unused:  # by their names in the file; peft renames some, and tells only when it loads them
-        weights, adapter = load_peft_weights(str(directory), device="cpu"), adapted.active_adapter
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*no-op")  # of layers that are offloaded
-            keys = set_peft_model_state_dict(adapted, weights, adapter).unexpected_keys
-        unused = sorted({re.sub(rf"\.{adapter}(?=\.|$)", "", key) for key in keys} - taken)
-    if unused:
+    weights, adapter = load_peft_weights(str(directory), device="cpu"), adapted.active_adapter
+    if weights.keys() <= taken:
+        return
+    with warnings.catch_warnings():  # peft renames some, and tells only when it loads them
+        warnings.filterwarnings("ignore", message=".*no-op")  # of layers that are offloaded
+        keys = set_peft_model_state_dict(adapted, weights, adapter).unexpected_keys
+    if unused := sorted({re.sub(rf"\.{adapter}(?=\.|$)", "", key) for key in keys} - taken):
         raise ValueError(
             f"its weight {unused[0]!r} and {len(unused) - 1} more have no place in the model. Check the "
             "base model, and the version of peft"
@@ -266,11 +245,7 @@ def _refuse_unused(adapted: PeftModel, directory: Path) -> None:
 
 
 def _device_map(model: nn.Module) -> dict[str, Any]:
-    """The devices of a model's parts, for peft, which would otherwise choose its own for offloaded layers.
-
-    Raises:
-        RopeExtendError: some layers are on disk.
-    """
+    """The devices of a model's parts, for peft, which would otherwise choose its own for offloaded layers."""
     devices = getattr(unwrap(model), "hf_device_map", None) or {}
     if "disk" in devices.values():
         raise RopeExtendError(
@@ -292,15 +267,9 @@ def _check_family(model_type: Any, record: Record) -> None:
 
 
 def apply_record(model: nn.Module, record: Record, directory: Path | None = None) -> Patch:
-    """Patch a model as recorded, with the encoding's learned parameters from a directory.
+    """Patch a model as recorded, with the encoding's learned parameters from a directory, if one is given.
 
-    Args:
-        model: not patched, or patched with the recorded encoding.
-        record: the encoding to apply.
-        directory: where the learned parameters are; None to keep the initial ones.
-
-    Raises:
-        RopeExtendError: the model has another family, rotary shape or patch.
+    A model of another family or rotary shape, or with another patch, is refused.
     """
     _check_family(unwrap(model).config.model_type, record)
     active = current_patch(model)

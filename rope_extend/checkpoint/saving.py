@@ -127,9 +127,6 @@ def finish(
         record: the record, without digests.
         guard: as in `save`.
         renamed: as in `seal`.
-
-    Raises:
-        RopeExtendError: a file cannot be read or written.
     """
     config = directory / "config.json"
     if guard and config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
@@ -139,13 +136,7 @@ def finish(
 
 
 def write_model(base: Any, directory: Path, max_shard_size: int | str | None = None) -> None:
-    """Write the weights and the config of a model without an adapter, as stock transformers reads them.
-
-    Parameters that an encoding added are left out.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write a model without an adapter as stock transformers reads it, without parameters of the encoding."""
     options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     state: dict[str, Tensor] | None = None
     if learned_parameters(base):
@@ -155,11 +146,7 @@ def write_model(base: Any, directory: Path, max_shard_size: int | str | None = N
 
 
 def write_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """`tokenizer.save_pretrained`, with one kind of error if the disk is full.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """`tokenizer.save_pretrained`, with an OSError if the disk is full."""
     try:
         tokenizer.save_pretrained(directory)
     except OSError:

@@ -8,13 +8,34 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+Inputs = Mapping[str, tuple[Any, Any]]
+"""`(token ids [T], positions [T])` of each tested piece of text, by name."""
 
 
 def bar() -> None:
     """Make `import rope_extend` fail, however it is installed."""
     sys.modules["rope_extend"] = None  # type: ignore[assignment]
+
+
+def logits(model: Any, inputs: Inputs) -> dict[str, Any]:
+    """Logits `[T, vocabulary]` float32 of each piece of text."""
+    import torch
+
+    with torch.inference_mode():
+        return {
+            name: model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                # Without a mask, transformers treats positions with gaps as packed texts.
+                attention_mask=torch.ones_like(ids[None]),
+                use_cache=False,
+            ).logits[0].float().contiguous()
+            for name, (ids, positions) in inputs.items()
+        }  # fmt: skip
 
 
 def main(request: dict[str, Any]) -> None:
@@ -49,19 +70,10 @@ def main(request: dict[str, Any]) -> None:
     except Exception as raised:  # any error is the answer
         error = f"{type(raised).__name__}: {raised}".strip()
     else:
-        inputs = load_file(request["inputs"])
-        names = [name.removeprefix("ids.") for name in inputs if name.startswith("ids.")]
-        with torch.inference_mode():
-            logits = {
-                name: model.eval()(
-                    input_ids=inputs[f"ids.{name}"],
-                    position_ids=inputs[f"positions.{name}"],
-                    attention_mask=torch.ones_like(inputs[f"ids.{name}"]),
-                    use_cache=False,
-                ).logits[0].float().contiguous()
-                for name in names
-            }  # fmt: skip
-        save_file(logits, request["logits"])
+        tensors = load_file(request["inputs"])
+        names = [name.removeprefix("ids.") for name in tensors if name.startswith("ids.")]
+        inputs = {name: (tensors[f"ids.{name}"], tensors[f"positions.{name}"]) for name in names}
+        save_file(logits(model.eval(), inputs), request["logits"])
     barred = sys.modules.get("rope_extend") is None
     Path(request["answer"]).write_text(json.dumps({"error": error, "without_rope_extend": barred}))
 

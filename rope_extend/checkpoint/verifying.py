@@ -24,6 +24,7 @@ from rope_extend.checkpoint import stock_reader
 from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.checkpoint.record import Record, checkpoint_versions, read_record
 from rope_extend.checkpoint.restoring import load
+from rope_extend.checkpoint.stock_reader import Inputs, logits
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, sha256, write_json
 from rope_extend.models.loading import pretrained
@@ -38,9 +39,6 @@ PIECE = 64
 """Tokens of the other pieces."""
 _ANGLE_ERROR = 2.0**-23
 """Relative rounding error of an angle in float32, the dtype of stock tables."""
-
-Inputs = Mapping[str, tuple[Tensor, Tensor]]
-"""`(token ids [T], positions [T])` of each tested piece of text, by name."""
 
 
 @dataclass(frozen=True)
@@ -221,32 +219,10 @@ def _reference(reference: nn.Module | str | PathLike[str], base_model: str | Non
     return load(reference, base_model=base_model, dtype=torch.float32).eval()
 
 
-def _logits(model: Any, inputs: Inputs) -> dict[str, Tensor]:
-    """Logits `[T, vocabulary]` of each piece."""
-    with torch.inference_mode():
-        return {
-            name: model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                # Without a mask, transformers treats positions with gaps as packed texts.
-                attention_mask=torch.ones_like(ids[None]),
-                use_cache=False,
-            ).logits[0].float()
-            for name, (ids, positions) in inputs.items()
-        }  # fmt: skip
-
-
 def _logits_elsewhere(
     directory: Path, base_model: str | None, inputs: Inputs, *, plugin: bool
 ) -> dict[str, Tensor] | str:
-    """Logits of a checkpoint in a new process, or its error message.
-
-    Args:
-        directory: the checkpoint.
-        base_model: as in `verify`.
-        inputs: the pieces of text.
-        plugin: whether the new process may import rope_extend.
-    """
+    """Logits of a checkpoint in a new process, or its error message. `plugin`: it may import rope_extend."""
     try:
         with TemporaryDirectory(prefix="rope-extend-verify-") as temporary:
             return _ask(Path(temporary), directory, base_model, inputs, plugin=plugin)
@@ -257,9 +233,9 @@ def _logits_elsewhere(
 def _ask(
     work: Path, directory: Path, base_model: str | None, inputs: Inputs, *, plugin: bool
 ) -> dict[str, Tensor] | str:
-    """`_logits_elsewhere`, with the files that the processes exchange in `work`."""
-    tensors = {f"ids.{name}": ids[None].contiguous() for name, (ids, _) in inputs.items()}
-    tensors |= {f"positions.{name}": p[None].contiguous() for name, (_, p) in inputs.items()}
+    """`_logits_elsewhere`; the processes exchange files in `work`."""
+    tensors = {f"ids.{name}": ids for name, (ids, _) in inputs.items()}
+    tensors |= {f"positions.{name}": positions for name, (_, positions) in inputs.items()}
     save_file(tensors, work / "inputs")
     request = {
         "plugin": plugin,
@@ -307,7 +283,7 @@ class _Original:
     def __init__(self, model: Any, record: Record, inputs: Inputs, tolerance: float) -> None:
         self.inputs = inputs
         self._model, self._record, self._tolerance = model, record, tolerance
-        self._expected = _logits(model, inputs)
+        self._expected = logits(model, inputs)
         self._rounding: dict[str, float] = {}
 
     @property
@@ -353,8 +329,8 @@ class _Original:
                 for each, (ids, positions) in self.inputs.items():
                     signs = 2.0 * torch.randint(2, positions.shape, generator=generator) - 1
                     moved[each] = (ids, positions.double() * (1 + _ANGLE_ERROR * (1.0 if shared else signs)))
-                for each, logits in _logits(self._model, moved).items():
-                    gap = float((logits - self._expected[each]).abs().max())
+                for each, moved_logits in logits(self._model, moved).items():
+                    gap = float((moved_logits - self._expected[each]).abs().max())
                     self._rounding[each] = max(gap, self._rounding[each])
         return max(self._tolerance, 2 * self._rounding[name])
 

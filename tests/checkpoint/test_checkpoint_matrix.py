@@ -147,7 +147,7 @@ def test_every_encoding_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         if not plugin and guarded(directory):
             return "the model type is unknown"
         model = rx.load(directory) if plugin else AutoModelForCausalLM.from_pretrained(directory)
-        return verifying._logits(model.eval(), inputs)
+        return verifying.logits(model.eval(), inputs)
 
     monkeypatch.setattr(verifying, "_logits_elsewhere", here)
     verdicts = []

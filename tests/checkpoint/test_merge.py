@@ -158,20 +158,6 @@ def test_two_heads_under_a_config_that_ties_them_stay_two(tmp_path: Path, target
     assert_same_but_rounding(logits(stock), logits(live))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["two", "one"])
-def test_a_saved_config_says_whether_head_and_embeddings_are_one_matrix(tmp_path: Path, tied: bool) -> None:
-    """Readers such as vLLM follow the config, and would ignore the second matrix."""
-    base = llama(tie_word_embeddings=tied)
-    base.config.tie_word_embeddings = True
-    base.save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    rx.extend(model, TARGET)
-    rx.save(model, tmp_path / "saved")
-    assert model.config.tie_word_embeddings
-    assert json.loads((tmp_path / "saved" / "config.json").read_text())["tie_word_embeddings"] == tied
-    assert torch.equal(logits(rx.load(tmp_path / "saved")), logits(model))
-
-
 def test_one_matrix_that_is_stored_twice_stays_tied(tmp_path: Path) -> None:
     live = adapted(llama(tie_word_embeddings=True), tmp_path)
     file = tmp_path / "base" / "model.safetensors"
@@ -340,23 +326,6 @@ def test_the_sentencepiece_file_and_the_notices_are_kept(
     rx.merge(adapter, merged, overwrite=True)
     assert (merged / "LICENSE").read_text() == "mine"
     assert not (merged / "NOTICE.txt").exists()
-
-
-def test_nothing_is_overwritten_unasked_and_other_files_stay(adapter: Path, tmp_path: Path) -> None:
-    merged = rx.merge(adapter, tmp_path / "merged", max_shard_size="50KB")
-    (merged / "README.md").write_text("mine")
-    (merged / "notes.txt").write_text("mine too")
-    before = {path.name: path.read_bytes() for path in merged.iterdir()}
-    with pytest.raises(rx.RopeExtendError, match=r"already holds a checkpoint .*overwrite=True"):
-        rx.merge(adapter, merged)
-    assert {path.name: path.read_bytes() for path in merged.iterdir()} == before
-    rx.merge(adapter, merged, overwrite=True)
-    assert (merged / "README.md").read_text() == "mine"
-    assert (merged / "notes.txt").read_text() == "mine too"
-    assert [path.name for path in merged.glob("model*")] == ["model.safetensors"]
-    rx.load(merged)
-    with pytest.raises(rx.RopeExtendError, match="is the adapter itself"):
-        rx.merge(adapter, adapter, overwrite=True)
 
 
 def test_the_base_model_of_an_adapter_is_not_overwritten(adapter: Path, tmp_path: Path) -> None:

@@ -120,6 +120,31 @@ def test_a_directory_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     assert texts(tmp_path) == before
 
 
+def test_the_files_of_a_killed_save_are_named(tmp_path: Path) -> None:
+    """Both have shards, of other names: what the error says gives the old checkpoint again."""
+    old = rx.save(extended(), tmp_path / "saved", max_shard_size="50KB")
+    new = rx.save(extended("linear"), tmp_path / "new", max_shard_size="30KB")
+    before, backup = contents(old), old / ".replaced-1"
+    backup.mkdir()
+    for path in [path for path in old.iterdir() if path.is_file()]:
+        path.rename(backup / path.name)
+    moved = [new / "config.json", next(new.glob("model-00001-*"))]
+    for path in moved:
+        path.rename(old / path.name)
+    remove = ", ".join(path.name for path in moved)
+    with pytest.raises(RopeExtendError, match=rf"in {backup}. .*remove {remove} from {old} and move .* back"):
+        rx.load(old)
+    for path in moved:
+        (old / path.name).unlink()
+    for path in backup.iterdir():
+        path.rename(old / path.name)
+    assert contents(old) == before
+    rx.load(old)
+    files(backup, "config.json")
+    rx.save(extended("linear"), old, overwrite=True)
+    assert not backup.exists()
+
+
 def test_a_failure_at_any_step_restores_files_of_every_level(tmp_path: Path) -> None:
     names, failures = ("config.json", "rope_extend.json", *TOKENIZER), 0
     for number in range(1, 100):
