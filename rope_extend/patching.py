@@ -454,6 +454,11 @@ def extend(
     )
     if not patch.changed:
         patch.remove()
+        if (present := current_patch(model)) is not None and present.encoding == encoding:
+            raise PatchError(
+                f"extend: the model is extended already, by {encoding} to {target_length} tokens; to start "
+                "again, remove that patch first: rx.current_patch(model).remove()"
+            )
         raise PatchError(
             f"extend: {encoding} leaves the rotary tables as they were, so the window would not grow; "
             f"choose one of the scaling methods, or use patch_model for a control"

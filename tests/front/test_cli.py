@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 from cases import TRAINED
 
 import rope_extend as rx
@@ -144,15 +143,6 @@ def test_mistakes_are_one_clear_line(
 ) -> None:
     assert message in fail(command, capsys, model=work / "model", data=work / "data", out=tmp_path)
     assert not (tmp_path / "x").exists()  # nothing was begun
-
-
-def test_an_unknown_key_in_a_recipe_names_the_nearest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"target_lenght": 64}))
-    error = fail("finetune {out}/recipe.yaml", capsys, out=tmp_path)
-    assert "target_lenght" in error
-    assert "target_length" in error
 
 
 @pytest.mark.parametrize(

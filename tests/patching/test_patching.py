@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,6 +231,16 @@ def test_linear_scaling_without_the_trained_length_is_refused() -> None:
     ):
         rx.extend(model, TARGET)
     assert rx.extend(model, TARGET, trained_length=TRAINED).encoding == YARN
+
+
+def test_a_second_extension_says_that_the_model_is_extended() -> None:
+    """As when a cell of a notebook runs twice."""
+    model = llama()
+    first = rx.extend(model, TARGET, "yarn")
+    with pytest.raises(rx.PatchError, match=rf"extended already, by {re.escape(str(YARN))} to {TARGET} tok"):
+        rx.extend(model, TARGET, "yarn")
+    assert rx.current_patch(model) is first
+    first.remove()
 
 
 def test_the_same_scaling_again_is_a_no_op_and_refused() -> None:
