@@ -350,16 +350,6 @@ def add_flags(
         group.add_argument(cls.flag_name(item.name), dest=item.name, default=None, help=text, **settings)
 
 
-def flag_values(cls: type[Config], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields that were given as flags, with the values that YAML would have for them.
-
-    Raises:
-        RopeExtendError: a flag's text is not a value of its field.
-    """
-    values = {name: getattr(arguments, name, None) for name in field_hints(cls)}
-    return {name: _read(cls, name, value) for name, value in values.items() if value is not None}
-
-
 def from_arguments(
     cls: type[ConfigT],
     arguments: argparse.Namespace,
@@ -373,7 +363,9 @@ def from_arguments(
     Raises:
         RopeExtendError: two models are given, or as `Config.from_yaml`.
     """
-    values = {**(implied or {}), **flag_values(cls, arguments)}
+    given = {name: getattr(arguments, name, None) for name in field_hints(cls)}
+    flags = {name: _read(cls, name, value) for name, value in given.items() if value is not None}
+    values = {**(implied or {}), **flags}
     first = getattr(arguments, "config", None)
     if first is None:
         return cls.from_dict({**(defaults or {}), **values})

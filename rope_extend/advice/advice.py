@@ -29,20 +29,14 @@ DOES_NOT_FIT = "does not fit"
 FINETUNE = "rope-extend finetune recipe.yaml"
 """The command that trains, until the file of the recipe has a name."""
 CRITERIA = (
-    "perplexity at the target, divided by that of the same model cropped to its old window, is below 1 with "
-    "its whole interval",
+    "perplexity at the target, divided by that of the model as it is, cropped to its present window, is "
+    "below 1 with its whole interval",
     f"passkeys are found in at least {100 * LEAST_FOUND:.0f} % of the trials at every depth, at the target "
     "length",
-    f"perplexity within the old window grows by at most {100 * (MOST_COST - 1):.0f} % (ratio at most "
+    f"perplexity within the present window grows by at most {100 * (MOST_COST - 1):.0f} % (ratio at most "
     f"{MOST_COST})",
 )
 """What an extension must reach before it can be called a success."""
-CRITERIA_FROM_CURRENT = (
-    "perplexity at the target is below that of the model as it is, cropped to its present window",
-    CRITERIA[1],
-    f"perplexity within the present window is at most {MOST_COST} times that of the model as it is",
-)
-"""The same for a model that was trained under scaling, and is extended from there."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from transformers import AutoConfig, PretrainedConfig
 
 from rope_extend.advice.advice import (
     CRITERIA,
-    CRITERIA_FROM_CURRENT,
     DOES_NOT_FIT,
     FINETUNE,
     LOCAL,
@@ -205,8 +204,8 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
     verdict, reason = UNTRAINED if untrained else TRAIN, _why(question, untrained)
     commands = question.measuring(["none", untrained]) if untrained else ()
     run: str | None = fields["output_dir"]
-    control, criteria = ("none", CRITERIA) if question.current is None else (AS_IS, CRITERIA_FROM_CURRENT)
     if memory.fits:
+        control = "none" if question.current is None else AS_IS
         commands += (f"{FINETUNE} --plan", FINETUNE, *question.measuring([control], run))
     else:
         fields, run = {}, None
@@ -217,7 +216,7 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
     return Advice(
         question.model, question.model_type, question.window, question.target, verdict, reason,
         trained_length=question.extended, factor=question.factor, method="yarn", untrained_method=untrained,
-        recipe=fields, memory=memory, work=amount, commands=commands, criteria=criteria if commands else (),
+        recipe=fields, memory=memory, work=amount, commands=commands, criteria=CRITERIA if commands else (),
         notes=(*notes, *_notes(question, fields, memory)), serving=serving, start=question.start,
         engines=question.engines("yarn"),
     )  # fmt: skip

@@ -25,12 +25,14 @@ class ShippedRecipe:
         name: its name.
         title: what it does, in a sentence.
         model: the hub id of its model.
+        window: its old and new window, such as `8k to 32k`.
         memory: for a GPU's memory in GB: what a step needs there, as a sentence; an estimate.
     """
 
     name: str
     title: str
     model: str
+    window: str
     memory: dict[int, str]
 
 
@@ -40,14 +42,21 @@ def shipped_names() -> list[str]:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """All recipes, by name."""
+    """All recipes, by family, and the smallest model first."""
     recipes = []
     for name in shipped_names():
         text = shipped_path(name).read_text(encoding="utf-8")
         memory = {int(size): said for size, said in re.findall(r"^# On (\d+) GB: (.*)$", text, re.MULTILINE)}
         title = text.splitlines()[0].removeprefix("# ")
-        recipes.append(ShippedRecipe(name, title, yaml.safe_load(text)["model"], memory))
-    return recipes
+        window = " to ".join(re.findall(r" from (\S+) to (\w+)", title)[0])
+        recipes.append(ShippedRecipe(name, title, yaml.safe_load(text)["model"], window, memory))
+    return sorted(recipes, key=lambda recipe: _family_and_size(recipe.name))
+
+
+def _family_and_size(name: str) -> tuple[str, float]:
+    """`("gemma", 2.0)` for gemma2_2b_16k_yarn."""
+    family, size = re.findall(r"^([a-z]+).*_([\d.]+)b_", name)[0]
+    return family, float(size)
 
 
 def shipped_path(name: str) -> Path:

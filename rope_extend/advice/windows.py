@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +67,7 @@ def window_of_config(config: Any) -> Window:
     local = local if local is not None and local < tokens else None
     if kind != "default":
         return Window(tokens, f"its config has {kind!r} scaling", local, scaled=True)
-    large = config.hidden_size >= _STANZAS.get(config.model_type, math.inf)
+    least = _STANZAS.get(config.model_type)
+    large = least is not None and config.hidden_size >= least
     stanza = large and tokens in (STANZA_ORIGINAL, 40_960) and parameters.get("rope_theta") == 1e6
     return Window(tokens, "its config says so, without scaling", local, stanza=stanza)

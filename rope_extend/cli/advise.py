@@ -115,8 +115,13 @@ def recipes(arguments: argparse.Namespace) -> None:
     elif arguments.json:
         print(json.dumps([asdict(recipe) for recipe in shipped_recipes()], indent=2))
     else:
+        print(f"{'recipe':<26}{'model':<34}{'window':<13}{'24 GB':<16}{'48 GB':<10}80 GB")
         for recipe in shipped_recipes():
-            print(f"{recipe.name}\n    {recipe.title}")
-            for size, said in recipe.memory.items():
-                print(f"    on {size} GB: {said}")
-        print("\nfor any other model: rope-extend advise MODEL --target-length 32k --output recipe.yaml")
+            needs = [
+                said.partition(",")[0].partition(";")[0] + (", 4 bit" if "4bit" in said else "")
+                for said in recipe.memory.values()
+            ]
+            small, medium, large = needs
+            print(f"{recipe.name:<26}{recipe.model:<34}{recipe.window:<13}{small:<16}{medium:<10}{large}")
+        print("\nThe last columns are what a step needs on such a GPU; the run chooses its memory options.")
+        print("For any other model: rope-extend advise MODEL --target-length 32k --output recipe.yaml")

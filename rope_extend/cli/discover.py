@@ -101,11 +101,6 @@ def _group(cls: type[Any]) -> str:
     return next(text for base, text in groups.items() if issubclass(cls, base))
 
 
-def families_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `families`."""
-    add_json(parser)
-
-
 def families(arguments: argparse.Namespace) -> None:
     """List the supported model families, by the `model_type` in their config.json."""
     from rope_extend.models.families import adapter_for, supported_families
@@ -213,11 +208,6 @@ def demo(arguments: argparse.Namespace) -> None:
     except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal in a run of finetune
         print("\nThe same command resumes from here; leave --overwrite out if you gave it.")
         raise
-
-
-def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `doctor`."""
-    add_json(parser)
 
 
 def doctor(arguments: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from rope_extend import __version__
 from rope_extend.advice.shipped import find_recipe, shipped_names
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli import advise, discover, measure, ship, train
-from rope_extend.cli.arguments import export_target, flag_table, in_flags, methods, one_method
+from rope_extend.cli.arguments import add_json, export_target, flag_table, in_flags, methods, one_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory.gpus import gpu_words
 from rope_extend.method_names import method_names
@@ -99,7 +99,8 @@ GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
 }  # fmt: skip
 """The commands. A command has the name of its function, whose docstring is the help text.
 
-The function `NAME_arguments` of the same module adds the arguments to a parser.
+The function `NAME_arguments` of the same module adds the arguments to a parser. Without one, a command has
+`--json` alone.
 """
 COMMANDS = {run.__name__: run for group in GROUPS.values() for run in group}
 _8B = "meta-llama/Meta-Llama-3-8B"
@@ -155,7 +156,7 @@ def summary(name: str) -> str:
 
 
 def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    COMMANDS[name].__globals__[f"{name}_arguments"](parser)
+    COMMANDS[name].__globals__.get(f"{name}_arguments", add_json)(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -413,6 +413,9 @@ def test_a_nested_config_may_leave_its_window_to_the_default_of_its_class(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     advice = advise(tmp_path, "128k")
     assert (advice.verdict, advice.window.tokens) == (advising.READS_ALREADY, 131_072)
+    del text["rope_scaling"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert not window_of_config(AutoConfig.from_pretrained(tmp_path)).stanza
 
 
 def test_an_adapter_is_refused_with_what_to_give(tmp_path: Path) -> None:

@@ -128,8 +128,21 @@ def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["recipes"])
-    text = capsys.readouterr().out
-    assert all(name in text for name in MODELS)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["recipe", "model", "window", "24", "GB", "48", "GB", "80", "GB"]
+    rows = {line.split()[0]: " ".join(line.split()) for line in lines[1 : len(MODELS) + 1]}
+    assert [*rows][:4] == [
+        "gemma3_1b_64k_yarn",
+        "gemma2_2b_16k_yarn",
+        "gemma_2b_32k_yarn",
+        "gemma_7b_32k_yarn",
+    ]
+    assert [*rows] == [recipe.name for recipe in shipped_recipes()]
+    assert rows["llama3_8b_32k_yarn"].endswith(
+        " meta-llama/Meta-Llama-3-8B 8k to 32k 19.6 GB 32.8 GB 32.8 GB"
+    )
+    assert rows["gemma2_2b_16k_yarn"].endswith(" 8k to 16k too long 39.0 GB 39.0 GB")
+    assert "4 bit" in rows["phi4_14b_64k_yarn"]
     main(["recipes", "copy", "phi2_3b_16k_yarn", "--output", str(tmp_path / "phi.yaml")])
     assert "written" in capsys.readouterr().out
     capsys.readouterr()
