@@ -75,7 +75,7 @@ def _add_values(parser: argparse.ArgumentParser, files: object) -> None:
     known = {
         methods: method_names(), one_method: method_names(), "--method": method_names(),
         "--methods": method_names(), advise.recipe_name: shipped_names(), find_recipe: shipped_names(),
-        export_target: TARGETS, advise.gpu: gpu_words(),
+        export_target: tuple(TARGETS), advise.gpu: gpu_words(),
     }  # fmt: skip
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
