@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch.nn import functional
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_extend.attention.registry import (
@@ -41,9 +41,6 @@ GIVEN = "rope_extend_given"
 
 _handled: dict[str, str] = {}
 """Names of attention implementations, and the names under which the same functions are called by handlers."""
-
-_unnamed = {"sdpa"}
-"""Implementations for which so far only a function was called that does not read its name from the config."""
 
 _in_own_function = ContextVar("_in_own_function", default=False)
 """Whether a handler is calling a model's own attention function; each thread has its own value."""
@@ -94,11 +91,16 @@ class AttentionCall:
         mask = torch.tensor(shown[0], dtype=shown[1], device=self.query.device)
         return replace(self, mask=mask.expand(1, 1, *pairs))
 
+    def of_first_keys(self, count: int) -> AttentionCall:
+        """The call without the empty slots of a static cache, which are after the last key."""
+        mask, wide = self.mask, isinstance(self.mask, Tensor) and self.mask.shape[-1] > count
+        if count == self.key.shape[2] and not wide:
+            return self
+        mask = mask[..., :count] if wide else mask
+        return replace(self, key=self.key[:, :, :count], value=self.value[:, :, :count], mask=mask)
+
     def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Call the model's own function on other tensors; gives `[batch, T, heads, head_dim]` and weights."""
-        if self.inner is sdpa_attention_forward:  # not a user's own under its name; a variable costs time
-            return self.inner(self.module, query, key, value, mask, **self.kwargs)
-        _unnamed.discard(self.implementation)
         token = _in_own_function.set(True)
         try:
             return self.inner(self.module, query, key, value, mask, **self.kwargs)
@@ -136,8 +138,6 @@ class HandlerConfig:
     def _attn_implementation(self) -> str:
         implementation: str = self.model_config._attn_implementation
         name = _handled.get(implementation) or handled_implementation(implementation)
-        if implementation in _unnamed:
-            return name
         # The model's own function is never compiled, and the compiler cannot read a context variable.
         own = not torch.compiler.is_compiling() and _in_own_function.get()
         return implementation if own else name
@@ -197,9 +197,11 @@ def _call_handler(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     handler: Handler | None = getattr(call.module, HANDLER, None)
     if handler is None:
         return call.own(call.query, call.key, call.value, call.mask)
-    result = handler.attend(call.with_full_mask())
+    output, weights = handler.attend(call.with_full_mask())
+    if weights is not None and weights.shape[-1] < call.key.shape[2]:  # empty slots of a static cache
+        weights = functional.pad(weights, (0, call.key.shape[2] - weights.shape[-1]))
     handler.attended(call.module)
-    return result
+    return output, weights
 
 
 def handing_over(
