@@ -19,25 +19,18 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from rope_extend.attention.functions import AttentionCall, attention_configs, attention_modules
+from rope_extend.attention.functions import AttentionCall, attention_modules, implementation_of
 from rope_extend.attention.log_sum_exp import kernel_dtype
 from rope_extend.attention.plain import beyond_plain
 from rope_extend.attention.registry import SUFFIX, own_function, register
-from rope_extend.models.undo import UndoLog
 
 
 @contextmanager
 def causal_suffix_attention(decoder: nn.Module) -> Iterator[None]:
     """Inside the block, layers with sdpa and full attention compute without a mask."""
-    undo = UndoLog()
-    if calls_by_name(decoder):
-        for config in attention_configs([decoder, *attention_modules(decoder)]):
-            if config._attn_implementation == "sdpa":
-                undo.set(config, "_attn_implementation_internal", _NAME)
-    try:
+    modules = [decoder, *attention_modules(decoder)] if calls_by_name(decoder) else []
+    with implementation_of(modules, lambda name: _NAME if name == "sdpa" else name):
         yield
-    finally:
-        undo.unwind()
 
 
 def calls_by_name(decoder: Any) -> bool:

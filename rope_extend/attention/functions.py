@@ -8,7 +8,8 @@ work as in a model without a patch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -247,6 +248,18 @@ def attention_window(module: Any) -> int | None:
 def attention_configs(modules: Iterable[Any]) -> list[Any]:
     """The model's configs that name the attention functions of modules, each once."""
     return list({id(config): config for config in map(model_config, modules)}.values())
+
+
+@contextmanager
+def implementation_of(modules: Iterable[Any], choose: Callable[[str], str]) -> Iterator[None]:
+    """Inside the block, modules use other attention implementations, chosen by the names of their own."""
+    undo = UndoLog()
+    try:
+        for config in attention_configs(modules):
+            undo.set(config, "_attn_implementation_internal", choose(config._attn_implementation))
+        yield
+    finally:
+        undo.unwind()
 
 
 def acts_inside(decoder: nn.Module) -> bool:

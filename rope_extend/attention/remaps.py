@@ -250,25 +250,23 @@ class RemapHandler(AttentionHandler):
     @staticmethod
     def _by_distance(forward: _Forward, keys: Tensor, like: Tensor) -> tuple[Rotation, Tensor | None]:
         """What turns each key by its distance, and which keys are seen, `[rows, K]`; None for all."""
-        encoding, shape = forward.encoding, forward.shape
-        query = forward.queries.expand(len(keys), -1)
+        encoding, shape, rows = forward.encoding, forward.shape, len(keys)
+        query = forward.queries.expand(rows, -1)
         region = encoding.borders.region(query, keys)
         distance = encoding.distance(shape, query, keys).nan_to_num(0)
+        lengths = forward.lengths.expand(rows, -1)[:, 0].tolist()
+        regions = [encoding.regions(shape, length) for length in lengths]
+        tables = torch.stack([
+            torch.stack([forward.table(each, length) for each in row])
+            for row, length in zip(regions, lengths, strict=True)
+        ])  # fmt: skip
+        moved = torch.tensor([[each is not NEAR for each in row] for row in regions])
+        of_pair = torch.arange(rows)[:, None], region.clamp(min=0)
+        # The query and the key are at their own angles, and their difference shall be that of the distance.
+        turns = forward.rotary.plain_angles(query) - forward.rotary.plain_angles(keys)
+        turns = (turns - distance[..., None] * tables[of_pair]) * moved[of_pair][..., None]
         dtype = torch.promote_types(like.dtype, torch.float32)
-        cos, sin = torch.ones(*keys.shape, shape.dim // 2, dtype=dtype), torch.zeros((), dtype=dtype)
-        sin = sin.expand_as(cos).clone()
-        lengths = forward.lengths.expand(len(keys), -1)
-        for length in sorted(set(lengths.flatten().tolist())):
-            for index, each in enumerate(encoding.regions(shape, length)):
-                here = (region == index) & (lengths == length)
-                if each is NEAR or not bool(here.any()):
-                    continue
-                # The query and the key are at their own angles, and their difference shall be the distance's.
-                turns = forward.rotary.plain_angles(
-                    query.expand_as(keys)[here]
-                ) - forward.rotary.plain_angles(keys[here])
-                turns = turns - distance[here][:, None] * forward.table(each, length)
-                cos[here], sin[here] = turns.cos().to(dtype), turns.sin().to(dtype)
+        cos, sin = turns.cos().to(dtype), turns.sin().to(dtype)
         hidden = region == DROPPED
         shown = to_device(~hidden, like.device) if bool(hidden.any()) else None
         return (to_device(cos[:, None], like.device), to_device(sin[:, None], like.device)), shown

@@ -32,7 +32,7 @@ from test_attention import PLAIN, naive_llama
 from tolerances import assert_same_but_rounding, rounding
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel
 
 import rope_extend as rx
 from rope_extend.attention import forward, remap_parts, remaps
@@ -87,10 +87,6 @@ def dual_chunk(chunk: int, local: int) -> Map:
     return given_distance
 
 
-def near_far(far: dict[str, Any], window: int) -> Map:
-    return lambda i, j: i - j
-
-
 MAPS: dict[str, Callable[..., Map]] = {
     "self_extend": self_extend,
     "rerope": rerope,
@@ -98,7 +94,7 @@ MAPS: dict[str, Callable[..., Map]] = {
     "jet_long": jet_long,
     "sinks": sinks,
     "dual_chunk": dual_chunk,
-    "near_far": near_far,
+    "near_far": lambda far, window: lambda i, j: i - j,
 }
 """The maps of the papers and of the authors' code, for whole positions."""
 
@@ -229,24 +225,6 @@ def steps(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     cache = DynamicCache(config=model.config)
     parts = [model(part, past_key_values=cache).logits for part in input_ids.split(1, dim=1)]
     return torch.cat(parts, dim=1)
-
-
-@pytest.mark.parametrize("case", few(REMAPS, 3), ids=str)
-def test_static_caches_beams_and_continued_texts_equal_one_forward(case: EncodingCase) -> None:
-    model, data = llama(head_dim=16), batch()
-    with patched(model, case):
-        whole = logits(model, **data)
-        for stops in (ONE_BY_ONE, [20, 50, LENGTH]):
-            static = StaticCache(config=model.config, max_cache_len=LENGTH + 7)
-            same(in_parts(model, data, stops, static), whole, data)
-        prompt = {"input_ids": tokens(2, 30)}
-        found = model.generate(
-            **prompt, max_new_tokens=12, num_beams=3, do_sample=False, use_cache=True, pad_token_id=0
-        )
-        expected = model.generate(
-            **prompt, max_new_tokens=12, num_beams=3, do_sample=False, use_cache=False, pad_token_id=0
-        )
-    assert torch.equal(found, expected)
 
 
 @each_method
