@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,16 +109,6 @@ class AttentionCall:
             _in_own_function.reset(token)
 
 
-class Handler(Protocol):
-    """Computes the attention of the modules that it is installed in."""
-
-    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Attention for one call."""
-
-    def attended(self, module: Any) -> None:
-        """Free what no later layer needs."""
-
-
 class HandlerConfig:
     """A model's config as an attention module with a handler sees it.
 
@@ -170,7 +160,7 @@ def handled_implementation(implementation: str) -> str:
     name = register(
         f"handler_{implementation}",
         partial(_attention, implementation=implementation),
-        partial(_mask, implementation=implementation),
+        ALL_MASK_ATTENTION_FUNCTIONS[implementation],
     )
     _handled[implementation] = name
     return name
@@ -195,7 +185,7 @@ def _attention(
 @never_compiled
 def _call_handler(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     call = AttentionCall(*arguments)
-    handler: Handler | None = getattr(call.module, HANDLER, None)
+    handler: Any = getattr(call.module, HANDLER, None)
     if handler is None:
         return call.own(call.query, call.key, call.value, call.mask)
     output, weights = handler.attend(call.with_full_mask())
@@ -212,11 +202,6 @@ def handing_over(
     if value is None or getattr(module, HANDLER, None) is None:
         return None
     return args, {**kwargs, GIVEN: {**kwargs.get(GIVEN, {}), name: value}}
-
-
-def _mask(*args: Any, implementation: str, **kwargs: Any) -> Any:
-    """The mask of an attention implementation, for attention modules that make masks themselves."""
-    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](*args, **kwargs)
 
 
 def attention_modules(decoder: nn.Module) -> list[Any]:
@@ -289,7 +274,7 @@ def extended_modules(encoding: Encoding, decoder: Any, adapter: FamilyAdapter) -
     return [module for module in modules if adapter.extends(module)]
 
 
-def add_handler(handler: Handler, modules: Iterable[Any], undo: UndoLog) -> list[Any]:
+def add_handler(handler: Any, modules: Iterable[Any], undo: UndoLog) -> list[Any]:
     """Put a handler between attention modules and their functions; returns the model's configs they use."""
     modules = list(modules)
     configs = attention_configs(modules)

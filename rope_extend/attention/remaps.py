@@ -57,7 +57,6 @@ class _Forward(Forward):
     Attributes:
         lengths: the length that sets the regions of each query, int64 `[1 or batch, T]`.
         scale: the factor on the logits of each query, `[1 or batch, T]`; None if all are 1.
-        changes: the first query of each segment but the first.
     """
 
     def __init__(self, queries: Tensor, handler: RemapHandler) -> None:
@@ -70,16 +69,6 @@ class _Forward(Forward):
             self.scale = factor if self.scale is None else self.scale * factor
         if self.scale is not None and bool((self.scale == 1).all()):
             self.scale = None
-        self.changes = (self.lengths.diff() != 0).any(dim=0).nonzero().flatten() + 1
-
-    def segments(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Consecutive queries with the same regions in each row: start, stop, and the length of each row."""
-        starts = [0, *self.changes.tolist()]
-        stops = [*starts[1:], self.lengths.shape[1]]
-        return [
-            (start, stop, tuple(self.lengths[:, start].tolist()))
-            for start, stop in zip(starts, stops, strict=True)
-        ]
 
     def is_plain(self, keys: Tensor) -> bool:
         """Whether all pairs with keys at some positions keep their own distance."""
@@ -355,7 +344,7 @@ class RemapHandler(AttentionHandler):
         own = self._for_masks(call, forward)
 
         def blocks() -> Iterator[tuple[int, int, list[tuple[Rotation | None, Rotation | None]]]]:
-            for start, stop, lengths in forward.segments():
+            for start, stop, (lengths,) in forward.cut(forward.lengths):
                 regions = self.encoding.regions(self.shape, lengths[0])
                 rotations = [
                     (forward.turn("query", index, lengths, forward.queries, call.query),

@@ -75,20 +75,11 @@ class _Forward(Forward):
         if decay is not None:
             block = _decay_block(decay)
             centres = self.queries // block * block
-        starts = [0]
-        if self.queries.shape[1] > 1:
-            changes = ((lengths.diff() != 0) | (centres.diff() != 0)).any(dim=0)
-            starts += (changes.nonzero().flatten() + 1).tolist()
-        stops = [*starts[1:], self.queries.shape[1]]
-
-        def agreed(values: Tensor) -> list[tuple[int, ...]]:
-            columns = values[:, starts].T.tolist()
-            return [tuple(row if len(set(row)) > 1 else row[:1]) for row in columns]
-
-        tables = agreed(lengths)
-        turns = [decay is not None or any(map(self._turns, set(row))) for row in tables]
-        parts = zip(starts, stops, tables, agreed(centres), turns, strict=True)
-        return [_Segment(*part) for part in parts]
+        found = []
+        for start, stop, (tables, of_rows) in self.cut(lengths, centres):
+            turns = decay is not None or any(map(self._turns, tables))
+            found.append(_Segment(start, stop, tables, of_rows, turns))
+        return found
 
     def _turns(self, length: int) -> bool:
         table, factor = self.table(length)
