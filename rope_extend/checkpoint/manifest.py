@@ -76,7 +76,7 @@ def check_directory(
             if configs:
                 _compare("config", directory, configs, config_digests(directory))
             check_finite(directory)
-    except (OSError, UnicodeError) as error:
+    except OSError as error:
         raise RopeExtendError(f"cannot read the checkpoint {directory}: {error}") from error
 
 
@@ -182,7 +182,7 @@ def open_weights(path: Path) -> Iterator[Any]:
     """A safetensors file, open within the block; refused if it is truncated, or its header does not fit."""
     try:
         file = safe_open(path, framework="pt", device="cpu")
-    except (OSError, UnicodeError):  # the library opens no name that is not UTF-8
+    except OSError:
         raise
     except Exception as error:
         raise RopeExtendError(f"{path} is truncated or damaged ({error}); {_RESTORE}") from error

@@ -57,7 +57,6 @@ READERS: dict[str, dict[str, str | None]] = {
     "checkpoint": {
         "manifest.read_json": DIGESTS,
         "manifest.open_weights": DIGESTS,
-        "restoring._refuse_unused": BASE,
         "verifying._reference": BASE,
         "write._export_gguf": BASE,
         "card._recipe": None,  # shows the recipe next to the adapter
@@ -66,8 +65,6 @@ READERS: dict[str, dict[str, str | None]] = {
         "merging._copy_notices": None,  # copies files
         "local_paths._fields": None,  # names fields
         "publishing.files_to_push": None,  # reads in the card which pictures it shows
-        "staging._marked_as_in_use": None,  # opens a directory to lock it
-        "staging._remove_leftovers": None,  # the same
         "stock_reader": None,  # the request of the process that started this one
         "stock_reader.main": None,  # the same
         "verifying._ask": None,  # the answer to this request
