@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.flops import Operations, operations_of
+from rope_extend.loss import causal_lm
 from rope_extend.memory.gpus import UTILISATION, Gpu, gpus_with
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import TrainingPlan
-from rope_extend.training.utilisation import training_operations
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,56 @@ def short_blocks(fields: Mapping[str, Any], trained_length: int) -> dict[str, An
 
 
 @dataclass(frozen=True)
+class TrainingOperations:
+    """Operations of training, counted as PaLM counts them (2204.02311, appendix B).
+
+    A trained weight takes 6 operations per token: 2 in the forward pass, 2 for the gradient of the
+    activations, and 2 for that of the weight. A frozen weight has no gradient, so it takes 4. Attention takes
+    three times the operations of its forward pass, of pairs within the causal mask. Norms, activations,
+    rotations, dropout and the optimizer do not count.
+
+    Attributes:
+        linear: operations per token, without attention.
+        forward: those of the forward pass.
+    """
+
+    linear: float
+    forward: Operations
+
+    def per_token(self, length: int) -> float:
+        """Operations per token of a sequence."""
+        return self.linear + 3 * self.forward.attention(length) / length
+
+
+def training_operations(model: nn.Module) -> TrainingOperations | None:
+    """The operations of training a model with its adapter, whose trained parameters have `requires_grad`.
+
+    Those of the base model are counted on a copy without weights. So experts that a token does not use do not
+    count, nor do encoders of images or sound.
+
+    Returns:
+        The operations; None, with a log line, for a family that does not run on the meta device.
+    """
+    lm = causal_lm(model)
+    try:
+        config = copy.deepcopy(lm.config)
+        config._attn_implementation = "eager"  # every family supports it, and the count is equal
+        with torch.device("meta"):
+            forward = operations_of(type(lm)(config))
+    except Exception as error:  # any error: a family may need values, which the meta device does not have
+        logger.info("cannot count the operations of %s (%r)", lm.config.model_type, error)
+        return None
+    adapter = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if "lora_" in name and parameter.requires_grad and parameter.dim() == 2
+    )
+    head = lm.get_output_embeddings().weight
+    trained_head = head.numel() if head.requires_grad else 0
+    return TrainingOperations(2 * forward.linear + 2 * trained_head + 6 * adapter, forward)
+
+
+@dataclass(frozen=True)
 class Cost:
     """Operations of a recipe's parts.
 
@@ -121,9 +177,9 @@ def cost_of(fields: Mapping[str, Any], memory: TrainingPlan) -> Cost | None:
     empty: Any = LoadOptions(dtype=torch.bfloat16).empty(recipe.model)
     head = empty.get_output_embeddings().weight.numel()
     counted = training_operations(adapted(empty, recipe))
-    if counted is None or counted.forward is None:
+    if counted is None:
         return None
-    total = counted.per_token({recipe.length: 1})
+    total = counted.per_token(recipe.length)
     if memory.chosen.memory_options.gradient_checkpointing:
         layers = counted.forward.linear - 2 * head
         total += layers + counted.forward.attention(recipe.length) / recipe.length

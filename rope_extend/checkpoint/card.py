@@ -222,11 +222,6 @@ def _facts(record: Record, recipe: Mapping[str, Any], data: str | Sequence[str] 
                 f"{recipe['short_share']:.0%} of the blocks hold short documents, with the table of the "
                 "trained window ([arXiv 2502.20082](https://arxiv.org/abs/2502.20082))"
             )
-        if recipe.get("shifted_sparse"):
-            rows["attention in training"] = (
-                f"shifted sparse ([arXiv 2309.12307](https://arxiv.org/abs/2309.12307)), in groups of "
-                f"{recipe['shifted_sparse']} tokens: an approximation of the attention used in inference"
-            )
     rows["made with"] = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     table = "\n".join(f"| {key} | {str(value).replace('|', chr(92) + '|')} |" for key, value in rows.items())
     return f"| | |\n|---|---|\n{table}"
@@ -280,7 +275,6 @@ _SHOWN: Mapping[str, Callable[[Any], bool]] = {
     "packing": _is_name,
     "mixed_windows": _is_flag,
     "short_share": _is_share,
-    "shifted_sparse": _is_count,
 }
 """What the card shows of a recipe, and whether a value has the form that recipes have."""
 

@@ -16,7 +16,7 @@ def plot_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(title="kinds", required=True, metavar="KIND", dest="kind")
     sources = {
         "results": "evaluation directories or results.jsonl files",
-        "run": "a run's directory, or its metrics.jsonl or positions.json",
+        "run": "a run's directory, or its metrics.jsonl",
         "model": "a checkpoint's directory or hub id; only its config is read",
     }
     for kind, source, text in (
@@ -25,7 +25,6 @@ def plot_arguments(parser: argparse.ArgumentParser) -> None:
         ("accuracy", "results", "trials solved against length, from retrieval"),
         ("heat-map", "results", "trials solved by depth and length, from retrieval"),
         ("training", "run", "loss against step, from a fine-tuning run"),
-        ("distances", "run", "distances seen in training, from a run with sampled positions"),
         ("frequencies", "model", "wavelengths of each method, for a checkpoint"),
     ):
         command = kinds.add_parser(kind, help=text, description=text.capitalize() + ".")
@@ -63,7 +62,6 @@ def plot(arguments: argparse.Namespace) -> None:
         "accuracy": _plot_retrieval,
         "heat-map": _plot_retrieval,
         "training": _plot_run,
-        "distances": _plot_run,
         "frequencies": _plot_frequencies,
     }[arguments.kind]
     draw(arguments, output, {"title": arguments.title})
@@ -102,10 +100,7 @@ def _plot_run(arguments: argparse.Namespace, output: Path, options: dict[str, An
     from rope_extend.plots import training_curves
 
     run = Path(arguments.run)
-    if arguments.kind == "training":
-        training_curves.plot_training(run / "metrics.jsonl" if run.is_dir() else run, output, **options)
-    else:
-        training_curves.plot_distances(run / "positions.json" if run.is_dir() else run, output, **options)
+    training_curves.plot_training(run / "metrics.jsonl" if run.is_dir() else run, output, **options)
 
 
 def _plot_frequencies(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
