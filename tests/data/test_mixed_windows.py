@@ -202,7 +202,7 @@ def test_a_run_with_mixed_windows_trains_and_resumes(
         load_file(Path(each.output_dir) / "adapter_model.safetensors") for each in (recipe, other)
     )
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    assert "mixed windows" in (Path(recipe.output_dir) / "README.md").read_text()
+    assert "mixed_windows True, short_share 0.5" in (Path(recipe.output_dir) / "README.md").read_text()
 
 
 def test_a_method_with_one_table_is_refused_before_the_data_is_read(recipe: Recipe) -> None:

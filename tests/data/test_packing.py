@@ -363,7 +363,7 @@ def test_a_packed_run_trains_resumes_and_logs_its_data(
     assert "PackedBlocks(9 of 128 tokens, from 5 documents" in caplog.text
     assert 0 < result.share_beyond < 1
     card = (Path(recipe.output_dir) / "README.md").read_text()
-    assert f"several short documents in a block, with no attention between them; positions {mode}" in card
+    assert f"packing {mode}" in card
     other = replace(recipe, output_dir=str(tmp_path / "other"))
     finetune(replace(other, steps=2))
     finetune(other, resume=True)

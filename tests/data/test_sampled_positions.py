@@ -269,7 +269,7 @@ def test_a_run_with_short_blocks_uses_positions_up_to_the_target(
     assert flat.max() > 200
     assert result.share_beyond == expected.share_beyond(TRAINED, TRAINED, 8192)
     assert expected.share_beyond(TRAINED, TRAINED, 12) == (flat >= TRAINED).double().mean().item()
-    assert "training used no text as long as the window" in Path(recipe.output_dir, "README.md").read_text()
+    assert "it used no text as long as the window" in Path(recipe.output_dir, "README.md").read_text()
 
 
 def test_a_meaningless_run_is_refused_before_the_weights_are_loaded(recipe: Recipe) -> None:
