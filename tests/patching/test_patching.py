@@ -338,3 +338,22 @@ def test_mixtral_saves_a_head_dim_that_stock_scaling_needs(tmp_path: Path) -> No
         model.save_pretrained(tmp_path)
         assert AutoConfig.from_pretrained(tmp_path).head_dim == 16
     assert model.config.head_dim is None
+
+
+def test_a_patch_changes_the_config_of_its_own_model_only() -> None:
+    """Two models may have one config; what is set while patches are active stays."""
+    config = llama().config
+    one, other = (type(llama())(config).eval() for _ in range(2))
+    before = config.to_dict()
+    first = rx.extend(one, TARGET, "dynamic_ntk")
+    assert other.config is config
+    assert config.to_dict() == before
+    second = rx.extend(other, TARGET, "yarn")
+    assert one.config.rope_parameters["rope_type"] == "dynamic"
+    one.set_attn_implementation("eager")
+    first.remove()
+    second.remove()
+    for model in (one, other):
+        assert all(module.config is config for module in model.modules() if hasattr(module, "config"))
+    assert config.to_dict() == before
+    assert config._attn_implementation == "eager"
