@@ -72,9 +72,10 @@ def completion(arguments: argparse.Namespace) -> None:
 
 def _add_values(parser: argparse.ArgumentParser, files: object) -> None:
     """Give the arguments of a parser, and of those below it, the values that a shell completes."""
+    named, recipe_names = method_names(), shipped_names()
     known = {
-        methods: method_names(), one_method: method_names(), "--method": method_names(),
-        "--methods": method_names(), advise.recipe_name: shipped_names(), train.recipe_or_model: shipped_names(),
+        methods: named, one_method: named, "--method": named, "--methods": named,
+        advise.recipe_name: recipe_names, train.recipe_or_model: recipe_names,
         export_target: tuple(TARGETS), advise.gpu: gpu_words(),
     }  # fmt: skip
     for action in parser._actions:
