@@ -111,4 +111,5 @@ def attention_kernels(
         yield row(f"{name}, {used}: time", "without cuDNN", "s", ours, theirs)
         pairs = queries * (keys - queries) + queries * (queries + 1) / 2
         rate = pairs * operations / ours
-        yield row(f"{name}: rate", "the plan's", "TFLOP/s", rate / 1e12, planned.attention / 1e12)
+        plan = planned.attention if function is whole else planned.chunked
+        yield row(f"{name}: rate", "the plan's", "TFLOP/s", rate / 1e12, plan / 1e12)

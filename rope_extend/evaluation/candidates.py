@@ -11,10 +11,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from rope_extend.checkpoint.base_model import changes_base
 from rope_extend.checkpoint.info import ModelInfo, info
 from rope_extend.checkpoint.manifest import read_json
-from rope_extend.checkpoint.peft_models import remove_adapter
+from rope_extend.checkpoint.peft_models import changes_base, remove_adapter
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.encodings import Encoding, RopeShape, composed_name, encoding, method_named
@@ -220,7 +219,7 @@ def _check_removable(adapter: Path) -> None:
     if reason is None:
         return
     is_lora = config.get("peft_type") == "LORA"  # `rope-extend merge` refuses others
-    how = "rope-extend merge --in-memory" if is_lora else "merge_and_unload of peft, then rope_extend.save"
+    how = "rope-extend merge" if is_lora else "merge_and_unload of peft, then rope_extend.save"
     raise RopeExtendError(
         f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
         f"would stay changed for the rows that follow. Merge it first ({how}), and give the merged "

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from rope_extend.checkpoint.peft_models import remove_adapter
-from rope_extend.encodings import Encoding, RopeEncoding
+from rope_extend.encodings import BiasEncoding, Encoding, RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import ChunkedForward, PreallocatedLayer, Strategy
 from rope_extend.evaluation.flops import measured_rates, operations_of
@@ -169,7 +169,8 @@ def plan_forward(
             batch_tokens=default_batch_tokens(load_options.torch_device) if batched else 1,
             setups=list(setups.values()),
         )
-        return _plan(estimator, sizes, chunk)
+        used = (*encodings, *(encoding for _, encoding in adapters))
+        return _plan(estimator, sizes, chunk, slower=any(map(_is_chunked, used)))
 
     return try_estimate(estimate, lm, "a forward")
 
@@ -181,6 +182,13 @@ def _memory_class(encoding: Encoding | None) -> tuple[Any, ...]:
     if isinstance(encoding, RopeEncoding) and not encoding.remaps:
         return encoding.rotates_in_attention, encoding.per_row
     return type(encoding), encoding.depends_on_length
+
+
+def _is_chunked(encoding: Encoding | None) -> bool:
+    """Whether attention is computed as that of chunks: queries have tables of their own, or a bias a mask."""
+    if isinstance(encoding, BiasEncoding):
+        return type(encoding).slopes is BiasEncoding.slopes
+    return isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention
 
 
 @contextmanager
@@ -200,13 +208,17 @@ def _changed(
         yield
 
 
-def _plan(estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None) -> ForwardPlan:
+def _plan(
+    estimator: ForwardEstimator, lengths: Sequence[int], chunk: int | None, *, slower: bool = False
+) -> ForwardPlan:
+    """The plan; `slower` if attention over whole windows is not faster than that of chunks."""
     operations = operations_of(estimator.model)
     rates = measured_rates(estimator.model, estimator.budget.device)
     windows = []
     for tokens in lengths:
-        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rates.attention
         window = estimator.estimate(tokens, chunk)
+        rate = rates.chunked if slower or window.chunk_size < tokens else rates.attention
+        seconds = operations.linear * tokens / rates.linear + operations.attention(tokens) / rate
         windows.append(replace(window, flops=operations.of(tokens), seconds=seconds))
     longest_fit = None
     if not estimator.budget.fits(windows[-1]):

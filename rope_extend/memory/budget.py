@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -13,8 +12,6 @@ from transformers.utils import cached_file
 
 from rope_extend.models.load_options import LoadOptions, is_quantized
 from rope_extend.models.view import unwrap
-
-logger = logging.getLogger(__name__)
 
 MARGIN, FRAGMENTED_MARGIN = 0.95, 0.9
 """Share of the free memory that plans use; kernels and allocators need the rest.
@@ -29,22 +26,14 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROW = "expandable_segments:True"
 
 
-def expand_segments(setting: bool | str) -> None:
+def expand_segments() -> None:
     """Let the CUDA allocator grow its segments, which reduces fragmentation, unless the user set that.
 
     Has an effect only if CUDA is not yet initialized in this process.
-
-    Args:
-        setting: True, False, or `auto`: on if there is a GPU.
     """
-    if setting is False or any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR):
-        return
     if not torch.cuda.is_available() or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        if setting is True:
-            logger.warning(
-                "expandable_segments has no effect: there is no GPU, or CUDA is already initialized; set "
-                "%s=%s before the program starts", _ALLOCATOR[0], _GROW,
-            )  # fmt: skip
+        return
+    if any("expandable_segments" in os.environ.get(name, "") for name in _ALLOCATOR):
         return
     name = _allocator_variable()
     os.environ[name] = ",".join(filter(None, (os.environ.get(name, ""), _GROW)))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import tiny_llama
+from logical_devices import LogicalDevices
 from peft import LoraConfig, get_peft_model
 from test_retrieval import TOKENIZER, Oracle, measured
 from transformers import AutoModelForCausalLM
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import rope_extend as rx
 from rope_extend import RopeExtendError, loss
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.evaluation import chunked_forward, evaluate, retrieve
+from rope_extend.evaluation import chunked_forward, evaluate, flops, forward_plan, retrieve
 from rope_extend.evaluation.answering import generate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
@@ -192,6 +193,23 @@ def test_decoding_builds_no_plan_for_each_token(monkeypatch: pytest.MonkeyPatch)
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
+@pytest.mark.slow
+def test_chunks_are_timed_with_the_kernel_that_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = flops.Rates(linear=1e9, attention=1e9, chunked=1e8)
+    monkeypatch.setattr(forward_plan, "measured_rates", lambda model, device: rates)
+    with torch.device("meta"):
+        model = tiny_llama()
+    estimator = forward_plan.ForwardEstimator(model, Budget(torch.device("cpu"), 2**40), weights=0)
+    whole, chunked = (forward_plan._plan(estimator, [512], chunk).longest for chunk in (None, 128))
+    attention = flops.operations_of(model).attention(512)
+    assert chunked.seconds - whole.seconds == pytest.approx(attention / 1e8 - attention / 1e9)
+    yarn = rx.encoding("yarn", factor=4.0)
+    static = (None, yarn, rx.encoding("alibi"), rx.encoding("logn", inner=yarn))
+    others = (rx.encoding("dynamic_ntk", factor=4.0), rx.encoding("fire"), rx.encoding("shaw"))
+    assert [forward_plan._is_chunked(encoding) for encoding in (*static, *others)] == [False] * 4 + [True] * 3
+    assert forward_plan._plan(estimator, [512], None, slower=True).longest.seconds == chunked.seconds
+
+
 @pytest.mark.parametrize(("device", "tokens"), [("cpu", 130), ("cuda", 512)])
 def test_chunks_of_logits_keep_a_gpu_busy(device: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole tiles of 128 rows of a matrix product; and the softmax of a chunk at once, not of 8 tokens."""
@@ -211,6 +229,25 @@ def test_chunks_of_logits_keep_a_gpu_busy(device: str, tokens: int, monkeypatch:
         loss.token_losses(states, head, targets, vocabulary=128_256)
     assert loss._tokens_per_chunk(128_256, None, torch.device(device)) == tokens
     assert sizes == [512, 512] if device == "cuda" else max(sizes) == 8
+
+
+def test_the_rates_of_a_gpu_are_those_of_the_functions_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk, or a segment with a table of its own, by flash attention."""
+    calls: list[tuple[int, int]] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        calls.append((query.shape[2], key.shape[2]))
+        return query
+
+    monkeypatch.setattr(flops, "suffix_attention", attend)
+    monkeypatch.setattr(flops, "flash_serves", lambda *states: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(flops.F, "scaled_dot_product_attention", lambda query, *_, **__: query)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda one, other: one)
+    with LogicalDevices():
+        rates = flops._measured_rates.__wrapped__(64, 4, 16, torch.bfloat16, torch.device("cuda"))
+    assert calls == [(2**14, 5 * 2**14)] * 4
+    assert all(rate > 0 for rate in rates)
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
