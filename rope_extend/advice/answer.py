@@ -24,6 +24,7 @@ from rope_extend.advice.advice import (
 from rope_extend.advice.estimates import fit
 from rope_extend.advice.measuring_commands import measuring_commands
 from rope_extend.advice.question import Question
+from rope_extend.advice.serving import serving
 from rope_extend.advice.training_amount import first_fields, notes_on_books, within_hours
 from rope_extend.advice.windows import Window, window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -194,7 +195,7 @@ def _by_the_makers(question: Question) -> Advice:
         question.model, question.model_type, question.window, question.target, STANZA, reason,
         trained_length=stanza.original, factor=factor, method="yarn", untrained_method="yarn",
         commands=measuring_commands(question, ["none", "yarn"]), criteria=CRITERIA, notes=notes,
-        serving=question.serve("yarn", None), engines=question.engines("yarn"),
+        serving=serving(question, "yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 
 
@@ -235,11 +236,11 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
         fields, run = {}, None
         misfit = _misfit(question, memory, gpu, no_short_blocks)
         verdict, reason = (verdict, f"{reason} {misfit}") if untrained else (DOES_NOT_FIT, misfit)
-    untrained_serving = question.serve(untrained, None) if untrained else None
+    untrained_serving = serving(question, untrained, None) if untrained else None
     return Advice(
         question.model, question.model_type, question.window, question.target, verdict, reason, trained,
         factor, "yarn", untrained, fields, memory, amount, commands, criteria if commands else (),
-        tuple(notes), question.serve("yarn", run) if run else None, untrained_serving,
+        tuple(notes), serving(question, "yarn", run) if run else None, untrained_serving,
         question.start, question.engines("yarn"),
     )  # fmt: skip
 

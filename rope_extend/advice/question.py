@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rope_extend.advice.serving import Extension, Serving, serving
 from rope_extend.advice.windows import Window
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -57,13 +56,3 @@ class Question:
             for target in TARGETS
             if support(encoding, self.shape, target, self.model_type, target_length=self.target).possible
         )
-
-    def serve(self, method: str, run: str | None) -> Serving | None:
-        """How the engine serves a method; None if no engine was chosen."""
-        if self.engine is None:
-            return None
-        encoding = self.encoding(method)
-        extension = Extension(
-            self.model, self.model_type, encoding, self.shape, self.target, method, run, self.stated
-        )
-        return serving(extension, self.engine)
