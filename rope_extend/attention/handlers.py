@@ -50,12 +50,13 @@ def handler_for(
         return VectorHandler(encoding, adapter, model_shape, learned)
     if isinstance(encoding, KernelEncoding):
         return KernelHandler(encoding, adapter, shape)
-    effects = encoding.effects(shape)
     normalises = adapter.normalises
     normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
     if isinstance(encoding, RemapEncoding):
         return RemapHandler(encoding, adapter, shape, normalised=normalised)
-    if isinstance(encoding, RopeEncoding) and (effects.in_attention):
+    if isinstance(encoding, RopeEncoding) and (
+        encoding.rotates_in_attention or encoding.scales_logits(shape)
+    ):
         return RotationHandler(encoding, adapter, shape, normalised=normalised)
     return None
 

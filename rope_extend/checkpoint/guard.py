@@ -19,7 +19,7 @@ from typing import Any
 
 from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.model_type import guarded_config
-from rope_extend.encodings import RopeEncoding, encoding_class
+from rope_extend.encodings import RopeEncoding
 from rope_extend.files import write_json
 from rope_extend.models.view import config_record, rotary_part
 
@@ -35,7 +35,7 @@ def has_stock_config(config: Any, target_length: int) -> bool:
         target_length: the extended window, in tokens.
     """
     record = config_record(config)
-    if record is not None and not issubclass(encoding_class(record["encoding"]["name"]), RopeEncoding):
+    if record is not None and not isinstance(record.encoding, RopeEncoding):
         return False
     part, parameters = rotary_part(config)
     kind = parameters.get("rope_type", "default")

@@ -27,15 +27,16 @@ from rope_extend.encodings import (
 from rope_extend.encodings.core.checks import check_length
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
-from rope_extend.models.current_table import suggested_start, unapplied_record
+from rope_extend.models.current_table import current_encoding, suggested_start, unapplied_record
 from rope_extend.models.families import adapter_for
-from rope_extend.models.frequency_tables import has_tables_of
 from rope_extend.models.loading import empty_model
 from rope_extend.models.stock_config import DUAL_CHUNK_KEY, dual_chunk_configs
 from rope_extend.models.view import (
+    CONFIG_RECORD,
     active_table,
     config_record,
     current_window,
+    has_tables_of,
     layer_config,
     rotary_part,
     shape_of,
@@ -178,11 +179,7 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         shape = marks[0].shape  # the adapter's config states it
     rotary = next(iter(adapter_for(base.config.model_type).rotary_modules(base.base_model).values()))
     record = config_record(base.config)
-    known = (
-        Encoding.from_dict(record["encoding"])
-        if record
-        else RopeEncoding.from_rope_parameters(parameters, config.max_position_embeddings)
-    )
+    known = current_encoding(base)
     unapplied = _unapplied(model, marks)
     if (recorded := unapplied_record(base)) is not None:
         logger.warning("this model does not use what it was saved with: %s", recorded[1])
@@ -198,7 +195,7 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         window=config.max_position_embeddings,
         rope_parameters=dict(parameters),
         encoding=str(known) if known else None,
-        record=record,
+        record=None if record is None else dict(getattr(base.config, CONFIG_RECORD)),
         slow_channels=int((shape.trained_length * shape.inv_freq() < 2 * math.pi).sum()),
         current_length=current_window(base.config),
         start=start,
@@ -289,10 +286,11 @@ def _uses(model: nn.Module, mark: _Mark) -> bool:
     patch = current_patch(model)
     if patch is not None and (patch.encoding, patch.shape) == (mark.encoding, mark.shape):
         return True
-    if patch is not None and not patch.encoding.effects(patch.shape).is_one_table:
+    if patch is not None and patch.encoding.beyond_one_table(patch.shape):
         return False
     encoding, shape = mark.encoding, mark.shape
-    effects = encoding.effects(shape)
-    if not isinstance(encoding, RopeEncoding) or not (effects.is_one_table or effects.per_row):
+    if not isinstance(encoding, RopeEncoding):
+        return False
+    if encoding.beyond_one_table(shape) and not encoding.per_row:
         return False
     return has_tables_of(model, encoding, shape, (shape.trained_length, mark.target_length))

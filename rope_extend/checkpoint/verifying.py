@@ -25,6 +25,7 @@ from rope_extend.checkpoint.guard import has_stock_config
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import Record, checkpoint_versions, read_record
 from rope_extend.checkpoint.restoring import load
+from rope_extend.encodings import RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, sha256, write_json
 from rope_extend.models.loading import empty_model
@@ -353,7 +354,7 @@ def _compared(
     error, worst = None, 1.0
     # If the length or the position selects the table, the smallest change of a position may select another
     # one. Any difference would then pass as rounding.
-    one_table = record.encoding.effects(record.shape).is_one_table
+    one_table = not record.encoding.beyond_one_table(record.shape)
     largest: dict[bool, float] = {}
     for name, (_, positions) in inputs.items():
         if answer[name].shape != expected[name].shape:
@@ -374,7 +375,7 @@ def _compared(
 
 def _is_supported_by_stock(directory: Path, record: Record) -> bool:
     """Whether stock transformers should compute the recorded encoding exactly in this family."""
-    if not record.encoding.effects(record.shape).rotary or record.encoding.depends_on_length:
+    if not isinstance(record.encoding, RopeEncoding) or record.encoding.depends_on_length:
         return False  # stock transformers uses the longest row of a batch
     model = empty_model(str(directory))
     with patch_model(

@@ -154,7 +154,7 @@ def info(arguments: argparse.Namespace) -> None:
     check_checkpoint(arguments.model)  # before torch is imported
 
     from rope_extend.checkpoint.info import info as inspect_model
-    from rope_extend.encodings.core.critical import critical_range
+    from rope_extend.encodings import critical_range
     from rope_extend.units import format_length
 
     model = inspect_model(arguments.model, trained_length=arguments.trained_length)

@@ -116,7 +116,7 @@ def _directory_name(method: str) -> str:
 
 def _changes(method: str, shape: RopeShape, target: int) -> dict[str, object]:
     """The values of a run's recipe that are not those of `RECIPE`."""
-    two_tables = rotary_method(method).for_target(shape, target).effects(shape).depends_on_length
+    two_tables = rotary_method(method).for_target(shape, target).depends_on_length
     return {"method": method, **({"mixed_windows": True} if two_tables else {})}
 
 

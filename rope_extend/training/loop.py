@@ -31,6 +31,7 @@ from rope_extend.data.curriculum import Curriculum
 from rope_extend.data.documents import Document, fingerprint
 from rope_extend.data.packing import scored
 from rope_extend.data.sampled_positions import PositionCollator
+from rope_extend.encodings import KernelEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.loss_computer import peak_memory_bytes
@@ -466,7 +467,7 @@ class TrainingRun:
 def _quadratic(model: Any) -> bool:
     """Whether attention compares all pairs of a query and a key."""
     patch = current_patch(model)
-    return patch is None or not patch.encoding.effects(patch.shape).replaces_softmax
+    return patch is None or not isinstance(patch.encoding, KernelEncoding)
 
 
 def _due(step: int, every: int) -> bool:

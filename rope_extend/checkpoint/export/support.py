@@ -86,11 +86,10 @@ def support(
         raise RopeExtendError(f"export supports {', '.join(TARGETS)}, got {target!r}")
     if target_version is not None and not re.fullmatch(r"\d+\.\d+(\.\w+)*", target_version):
         raise RopeExtendError(f"target_version is a version such as 0.10 or 0.10.2, got {target_version!r}")
-    effects = encoding.effects(shape)
-    obstacle = effects.reason()
+    obstacle = encoding.beyond_one_table(shape)
     if isinstance(encoding, RemapEncoding):
         return _for_remap(encoding, shape, target, model_type, target_length, target_version)
-    if obstacle and not (target == "transformers" and effects.per_row):
+    if obstacle and not (target == "transformers" and encoding.per_row):
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
     length = target_length or encoding.target_length(shape) or shape.trained_length
@@ -110,7 +109,7 @@ def gguf_refusal(encoding: Encoding, shape: RopeShape, model_type: str) -> Suppo
         shape: the rotary shape of the pretrained model.
         model_type: the family.
     """
-    reason = encoding.effects(shape).reason()
+    reason = encoding.beyond_one_table(shape)
     if isinstance(encoding, RemapEncoding):
         reason = remap_obstacle(encoding, "llama.cpp", model_type, None)
     if not reason and _is_unknown(find_adapter(model_type)):
