@@ -81,6 +81,27 @@ def markdown_table(lines: Sequence[Line]) -> str:
     )
 
 
+def markdown_text(value: object, longest: int = 1000) -> str:
+    """A value as plain text of one line in Markdown, whatever it holds.
+
+    Every value of a file that somebody else may have written goes through here, or through `markdown_code`:
+    it starts no line, link, picture, tag or code, and ends no cell of a table.
+    """
+    return re.sub(r"([\\`*\[\]<>|~])", r"\\\1", _one_line(value, longest))
+
+
+def markdown_code(value: object, longest: int = 1000) -> str:
+    """A value as code within a line of Markdown; a quote stands for a backtick, and a slash for a bar."""
+    text = _one_line(value, longest).replace("`", "'").replace("|", "/")
+    return f"`{text}`" if text else ""
+
+
+def _one_line(value: object, longest: int) -> str:
+    text = str(value)
+    text = f"{text[:longest]}…" if len(text) > longest else text
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
 def writable(text: str) -> str:
     """A text that UTF-8 can hold: a question mark for each byte of a file's name that is not UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")
