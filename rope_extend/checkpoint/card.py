@@ -55,7 +55,7 @@ _MOST_NAMES = 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _RECIPE = (
     "steps", "batch_size", "block_length", "lora_rank", "positions", "packing", "mixed_windows",
-    "short_share", "shifted_sparse",
+    "short_share",
 )  # fmt: skip
 """What the card shows of a recipe, where it is not the default."""
 _PLAIN = (None, False, "consecutive", "none")
