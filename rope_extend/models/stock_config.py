@@ -70,9 +70,9 @@ def has_stock_config(config: Any, target_length: int) -> bool:
         config: the config of a patched model.
         target_length: the extended window, in tokens.
     """
-    if (record := config_record(config)) is not None:
-        if record.encoding.beyond_one_table(record.shape) and not record.encoding.per_row:
-            return False
+    record = config_record(config)
+    if record and record.encoding.beyond_one_table(record.shape) and not record.encoding.per_row:
+        return False
     part, parameters = rotary_part(config)
     kind = parameters.get("rope_type", "default")
     return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
