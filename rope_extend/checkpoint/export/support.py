@@ -78,12 +78,12 @@ def support(
     """
     if target not in TARGETS:
         raise RopeExtendError(f"export supports {', '.join(TARGETS)}, got {target!r}")
-    engine, effects = TARGETS[target], encoding.effects(shape)
+    engine = TARGETS[target]
     if isinstance(encoding, DualChunk) and engine.dual_chunk:
         length = target_length or encoding.target_length(shape) or shape.trained_length
         return _dual_chunk(encoding, shape, target, model_type, length)
-    obstacle = effects.reason()
-    if obstacle and not (engine.reads == "stock" and effects.per_row):
+    obstacle = encoding.beyond_one_table(shape)
+    if obstacle and not (engine.reads == "stock" and encoding.per_row):
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
     length = target_length or encoding.target_length(shape) or shape.trained_length
