@@ -108,16 +108,3 @@ class _WithoutCudnn(AbstractContextManager[None]):
 
 
 _WITHOUT_CUDNN = _WithoutCudnn()
-
-
-def causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:
-    """`[1, 1, queries, keys]`, for queries that are at the last of the keys' positions.
-
-    Boolean if the implementation takes such masks, otherwise additive in the dtype of `like`.
-    """
-    allowed = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
-    if takes_boolean_mask(implementation):
-        return allowed[None, None]
-    return torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device).masked_fill_(
-        ~allowed, torch.finfo(like.dtype).min
-    )
