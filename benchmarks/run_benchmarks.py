@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device; use --device cpu")
     logging.getLogger("rope_extend").setLevel(logging.ERROR)  # hide what a patch tells users
-    expand_segments("auto")  # before anything initialises CUDA
+    expand_segments()  # before anything initialises CUDA
     measuring.DEVICE = arguments.device
     machine = {"device": device_name(), "torch": torch.__version__, "transformers": transformers.__version__}
     kept = [json.loads(line) for line in arguments.output.open()] if _exists(arguments.output) else []

@@ -268,7 +268,7 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
     "recipe",
     few([
         "data: 5", "data: [5]", "data: {a: b}", "data: [[a]]", "steps: [1]", "positions: 3", "packing: []",
-        "shifted_sparse: x", "block_length: {}", "[1, 2]", "x", "", "\0", "a: " + "[" * 20_000,
+        "block_length: {}", "[1, 2]", "x", "", "\0", "a: " + "[" * 20_000,
         f"{ALIASES}data: *a11", f"{ALIASES}steps: *a11",
     ], 3),
 )  # fmt: skip
