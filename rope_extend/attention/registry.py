@@ -22,6 +22,9 @@ PREFIX = "rope_extend_"
 SUFFIX = "causal_suffix"
 """The end of the names of implementations that need no mask if the queries are the last of the keys."""
 
+_BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")
+"""Arguments of attention functions that plain causal attention does not support."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -73,6 +76,12 @@ def takes_suffix(implementation: str) -> bool:
 def takes_boolean_mask(implementation: str) -> bool:
     """Whether the masks of an implementation are boolean; those of others are added to the logits."""
     return implementation == "sdpa" or takes_suffix(implementation)
+
+
+def beyond_plain(kwargs: dict[str, Any]) -> list[str]:
+    """The names of arguments that plain causal attention does not support."""
+    later = ["is_causal=False"] if kwargs.get("is_causal") is False else []
+    return [name for name in _BEYOND if kwargs.get(name) is not None] + later
 
 
 def without_cudnn() -> AbstractContextManager[None]:
