@@ -71,22 +71,19 @@ def plot(arguments: argparse.Namespace) -> None:
 
 
 def _plot_perplexity(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
-    from rope_extend.evaluation.perplexity_report import read_runs
+    from rope_extend.evaluation.report_files import read_runs
     from rope_extend.plots import curves
 
-    rows = read_runs(arguments.results)
-    trained = next((row.trained_length for row in rows if row.trained_length), None)
-    if trained is None:
-        raise RopeExtendError("these results do not state the trained window; evaluate again")
+    rows = [row for row in read_runs(arguments.results) if row.result]
     draw = curves.plot_perplexity if arguments.kind == "perplexity" else curves.plot_loss_by_position
-    draw(rows, trained, output, **options)
+    draw(rows, output, **options)
 
 
 def _plot_retrieval(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
-    from rope_extend.evaluation.retrieval_report import read_retrievals
+    from rope_extend.evaluation.report_files import read_runs
     from rope_extend.plots import retrieval_maps
 
-    results = read_retrievals(arguments.results)
+    results = read_runs(arguments.results)
     if arguments.kind == "accuracy":
         retrieval_maps.plot_accuracy(results, arguments.task, output, **options)
         return

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rope_extend import __version__
-from rope_extend.cli import advise, discover, draw, generate, measure, report, ship, train
+from rope_extend.cli import advise, discover, draw, generate, measure, ship, train
 from rope_extend.cli.arguments import flag_table, in_flags
 from rope_extend.cli.completion import SHELLS, completion_script
 from rope_extend.errors import RopeExtendError
@@ -121,7 +121,7 @@ GROUPS = {
             f"retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles",
         ),
         Command(
-            report.report,
+            measure.report,
             f"report {_8B} --target-length 32k --data books/ --output report",
             f"report {_8B} --target-length 32k --plan",
             f"report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report",

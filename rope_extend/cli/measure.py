@@ -1,11 +1,11 @@
-"""Commands that measure: evaluate, retrieve, compare."""
+"""Commands that measure: evaluate, retrieve, report, compare."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from rope_extend.evaluation.evaluation_config import (
     EvaluationConfig,
     ModelConfig,
     RetrievalConfig,
+    StudyConfig,
 )
 from rope_extend.evaluation.protocols import protocol_help
 
@@ -32,14 +33,7 @@ ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
-    add_model_arguments(parser, EvaluationConfig)
-    parser.add_argument(
-        "--plan", action="store_true",
-        help="print the estimated memory and time, and stop; needs neither --data nor weights",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    add_existing(parser, "an evaluation")
-    add_fields(parser, EvaluationConfig, LOAD_FIELDS)
+    _add_arguments(parser, EvaluationConfig, "an evaluation")
     parser.epilog = f"protocols, where N is each of the lengths:\n{protocol_help()}"
 
 
@@ -51,77 +45,127 @@ def evaluate(arguments: argparse.Namespace) -> None:
     interruption, the same command with --resume continues. To share the documents among several GPUs:
     torchrun --nproc-per-node N -m rope_extend evaluate ...
     """
-    config = model_config(EvaluationConfig, arguments)
-    if not arguments.plan and not (config.data and config.output):
-        raise RopeExtendError("evaluate needs --data and --output, or --plan for an estimate without them")
-    if arguments.json and not arguments.plan:
-        raise RopeExtendError("--json belongs to --plan; an evaluation writes results.jsonl")
 
-    from rope_extend.evaluation.evaluate import evaluate as run
-    from rope_extend.evaluation.measurement import Measurement
-    from rope_extend.evaluation.perplexity_report import markdown_report
-    from rope_extend.models.processes import is_main_process, process_count, processes
-    from rope_extend.training.launch import check_launch
+    def measured(config: EvaluationConfig, resume: bool, overwrite: bool) -> str:
+        from rope_extend.evaluation.evaluate import evaluate as run
+        from rope_extend.evaluation.report_files import markdown_report
 
-    if arguments.plan:
-        if arguments.resume and not (config.data and config.output):
-            raise RopeExtendError("--plan --resume needs --data and --output, to see what is finished")
-        measurement = Measurement(config, texts=arguments.resume)
-        plan = measurement.plan
-        if plan is None:
-            raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
-        missing = measurement.missing(config.output) if arguments.resume and config.output else None
-        work = measurement.work_text(missing)
-        if is_main_process():
-            if arguments.json:
-                print(json.dumps({**plan.to_dict(), "work": work.splitlines()}, indent=2))
-            else:
-                print(plan)
-                print(work)
-        plan.check()
-        return
-    check_launch(process_count())
-    assert config.output is not None
-    with says_how_to_resume(config.output):
-        rows = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
-    if connected := processes(config.load_options().torch_device):
-        connected.destroy_process_group()
-    if is_main_process():
-        print(markdown_report(rows))
-        print("written:", config.output)
+        rows = run(config, resume=resume, overwrite=overwrite)
+        return markdown_report(rows) if rows else ""
+
+    _run(EvaluationConfig, arguments, measured)
 
 
 def retrieve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `retrieve`."""
-    add_model_arguments(parser, RetrievalConfig)
-    add_existing(parser, "a run")
-    add_fields(parser, RetrievalConfig, LOAD_FIELDS)
+    _add_arguments(parser, RetrievalConfig, "a run")
 
 
 def retrieve(arguments: argparse.Namespace) -> None:
     """Measure retrieval over depth and length: passkeys, needles, RULER-style tasks, on the same prompts.
 
     The first argument is a checkpoint or a YAML file, such as those in configs/evaluation/. The report has
-    prompts.jsonl, cells.jsonl, results.jsonl, a table with controls, heat maps, accuracy against length and
-    report.html. After an interruption, the same command with --resume continues.
+    prompts.jsonl, results.jsonl, tables with controls, accuracy against length, and heat maps in report.html.
+    After an interruption, the same command with --resume continues.
     """
-    config = model_config(RetrievalConfig, arguments)
-    if not config.output:
-        raise RopeExtendError("retrieve needs --output, the directory of the report")
 
-    from rope_extend.evaluation.retrieval_report import retrieval_table
-    from rope_extend.evaluation.retrieve import retrieve as run
+    def measured(config: RetrievalConfig, resume: bool, overwrite: bool) -> str:
+        from rope_extend.evaluation.evaluate import retrieve as run
+        from rope_extend.evaluation.report_files import markdown_report
+
+        rows = run(config, resume=resume, overwrite=overwrite)
+        return markdown_report(rows) if rows else ""
+
+    _run(RetrievalConfig, arguments, measured)
+
+
+def report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `report`."""
+    _add_arguments(parser, StudyConfig, "a study")
+
+
+def report(arguments: argparse.Namespace) -> None:
+    """Compare methods on your model, from untrained rows to a verdict, in one command.
+
+    The first argument is a checkpoint or a YAML file, such as those in configs/results/. Every row is
+    measured on the same documents and prompts, one document at a time. The report begins with a verdict:
+    which method to use, or to train. It can be stopped at any time, and the same command with --resume
+    continues.
+    """
+
+    def measured(config: StudyConfig, resume: bool, overwrite: bool) -> str:
+        from rope_extend.study import compare_methods
+
+        return compare_methods(config, resume=resume, overwrite=overwrite).markdown()
+
+    _run(StudyConfig, arguments, measured)
+
+
+def _add_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig], work: str) -> None:
+    add_model_or_config(parser, cls)
+    parser.add_argument(
+        "adapter_paths", nargs="*", metavar="ADAPTER", help="directories of adapters, one row each"
+    )
+    parser.add_argument(
+        "--plan", action="store_true",
+        help="print what will be measured, the estimated memory and time, and stop; needs no data or weights",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_existing(parser, work)
+    add_fields(parser, cls, LOAD_FIELDS)
+
+
+def _run(
+    cls: type[ConfigT], arguments: argparse.Namespace, measured: Callable[[ConfigT, bool, bool], str]
+) -> None:
+    """Print the plan, or measure, print what `measured` returns, and say where the report is."""
+    config = model_config(cls, arguments)
+    given = config.output and (config.data or cls is RetrievalConfig)
+    needs = "--output" if cls is RetrievalConfig else "--data and --output"
+    if not given and (arguments.resume or not arguments.plan):
+        raise RopeExtendError(
+            f"{config.command} needs {needs}; only --plan without --resume estimates without them"
+        )
+    if arguments.json and not arguments.plan:
+        raise RopeExtendError(f"--json belongs to --plan; {config.command} writes results.jsonl")
+
+    from rope_extend.evaluation.cells import holds_cells
     from rope_extend.models.processes import is_main_process, process_count, processes
     from rope_extend.training.launch import check_launch
 
+    if arguments.plan:
+        _print_plan(config, resume=arguments.resume, as_json=arguments.json)
+        return
     check_launch(process_count())
-    with says_how_to_resume(config.output):
-        results = run(config, resume=arguments.resume, overwrite=arguments.overwrite)
+    assert config.output is not None
+    with _says_how_to_resume(config.output):
+        shown = measured(config, arguments.resume, arguments.overwrite)
     if connected := processes(config.load_options().torch_device):
         connected.destroy_process_group()
     if is_main_process():
-        print(retrieval_table(results))
-        print("written:", config.output)
+        print(shown)
+        done = holds_cells(config.output)
+        print(f"written: {config.output}" if done else "no report is written: nothing is measured yet")
+
+
+def _print_plan(config: ModelConfig, *, resume: bool, as_json: bool) -> None:
+    from rope_extend.evaluation.measurement import Measurement
+    from rope_extend.models.processes import is_main_process
+
+    if isinstance(config, StudyConfig):
+        from rope_extend.study import without_needless_methods
+
+        config = without_needless_methods(config)
+    measurement = Measurement(config, texts=resume)
+    plan = measurement.plan
+    work = measurement.work_text(measurement.missing(config.output) if resume and config.output else None)
+    if is_main_process():
+        if as_json:
+            print(json.dumps({**(plan.to_dict() if plan else {}), "work": work.splitlines()}, indent=2))
+        else:
+            print(*([] if plan is None else [plan]), work, sep="\n")
+    if plan is not None:
+        plan.check()
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +175,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
         type=path,
         nargs=2,
         metavar="RUN",
-        help="directories of evaluate or of retrieve; the same one twice compares its rows, with --row",
+        help="directories of evaluate, retrieve or report; the same one twice compares its rows, with --row",
     )
     parser.add_argument(
         "--row", action="append", default=[], metavar="LABEL",
@@ -143,27 +187,29 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Compare rows of two runs on the same tokens or prompts: the difference, and its interval.
+    """Compare rows of two runs on the same tokens and prompts: the difference, and its interval.
 
-    Two evaluations are compared document by document, two retrieval runs prompt by prompt. So the difficulty
-    of a document or prompt does not affect the difference. Results on other text or prompts, or of another
-    protocol, are refused.
+    Perplexities are compared document by document, answers prompt by prompt. So the difficulty of a document
+    or prompt does not affect the difference. Results on other text or prompts, or of another protocol, are
+    refused.
     """
-    from rope_extend.evaluation.saved_runs import compare_saved, comparison_values
+    from rope_extend.evaluation.report_files import compare_saved
+    from rope_extend.evaluation.report_parts import comparison_parts
+    from rope_extend.report.page import markdown
 
-    table, paths = compare_saved(
+    found, paths = compare_saved(
         *arguments.runs, rows=arguments.row, output=arguments.output, overwrite=arguments.overwrite
     )
     if arguments.json:
-        print(json.dumps(comparison_values(*arguments.runs, rows=arguments.row), indent=2))
+        print(json.dumps([comparison.to_dict() for comparison in found], indent=2))
         return
-    print(table)
+    print(markdown(comparison_parts(found)))
     if paths:
         print("written:", *paths)
 
 
 @contextmanager
-def says_how_to_resume(output: str) -> Iterator[None]:
+def _says_how_to_resume(output: str) -> Iterator[None]:
     """If the block is interrupted or fails, and finished parts are on disk, say how to use them.
 
     Not after an error of this library, which says itself what to do.
@@ -182,14 +228,6 @@ def says_how_to_resume(output: str) -> Iterator[None]:
                 file=sys.stderr,
             )
         raise
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig]) -> None:
-    """Add the checkpoint or YAML file, and the adapters."""
-    add_model_or_config(parser, cls)
-    parser.add_argument(
-        "adapter_paths", nargs="*", metavar="ADAPTER", help="directories of adapters, one row each"
-    )
 
 
 def model_config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:

@@ -14,15 +14,14 @@ import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, write_arrays
-from rope_extend.files import PARTIAL
+from rope_extend.files import PARTIAL, replacing
 from rope_extend.journal import Identity, Journal, differences
 
 CELLS = "cells.jsonl"
@@ -144,7 +143,10 @@ class CellStore:
         if arrays is not None:
             self.arrays[cell.digest] = arrays
             if self.directory is not None:
-                write_arrays(self._path(cell.digest), arrays)
+                path = self._path(cell.digest)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path) as partial, partial.open("wb") as file:
+                    np.savez(file, **arrays)  # type: ignore[arg-type]
         self._add({"cell": cell.digest, "kind": cell.kind, **values, "identity": cell.identity})
 
     def _add(self, record: Mapping[str, Any]) -> None:
@@ -226,32 +228,3 @@ def remove_cells(directory: str | Path) -> None:
 
 def _our_parts(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("cells*.jsonl") if _PARTS.fullmatch(path.name))
-
-
-def perplexity_values(row: EvaluationRow, document: str) -> tuple[dict[str, Any], Arrays]:
-    """The values of a cell of perplexity for JSON, and its arrays.
-
-    Args:
-        row: the row on one document.
-        document: name of the document.
-    """
-    values, result = row.to_dict(), row.result
-    arrays: Arrays = {"nll_by_position": result.nll_by_position}
-    if result.scored_by_position is not None:
-        arrays["scored_by_position"] = result.scored_by_position
-    for length, (losses,) in (result.losses or {}).items():
-        arrays[f"losses_{length}"] = losses
-    del values["result"]["nll_by_position"], values["result"]["scored_by_position"]
-    return {"document": document, **values}, arrays
-
-
-def row_of_cell(values: Mapping[str, Any]) -> EvaluationRow:
-    """The row of a cell of perplexity."""
-    arrays: Arrays = dict(values["arrays"])
-    nll, scored = arrays.pop("nll_by_position"), arrays.pop("scored_by_position", None)
-    row = EvaluationRow.from_dict({**values, "result": {**values["result"], "nll_by_position": []}})
-    losses = {int(name.partition("_")[2]): [array] for name, array in arrays.items()} or None
-    result: PerplexityResult = replace(
-        row.result, nll_by_position=nll, scored_by_position=scored, losses=losses
-    )
-    return replace(row, result=result)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,12 @@ from rope_extend.evaluation.cells import (
     CellStore,
     Row,
     check_resumed,
-    perplexity_values,
     remove_cells,
 )
 from rope_extend.evaluation.clock import Clock
-from rope_extend.evaluation.collecting import Collected, collect
+from rope_extend.evaluation.collecting import collect, perplexity_values
 from rope_extend.evaluation.identity import model_identity
-from rope_extend.evaluation.measurement import KINDS, Measurement
+from rope_extend.evaluation.measurement import Measurement, counted_by_row
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
@@ -52,25 +50,20 @@ class Found:
     """What a measurement has found.
 
     Attributes:
-        collected: the rows.
+        rows: what was measured of each row that is finished on all of `documents`.
+        documents: names of the documents that the rows are compared on.
         missing: the cells that are not finished.
     """
 
-    collected: Collected
+    rows: list[EvaluationRow]
+    documents: list[str]
     missing: list[Cell]
 
     @property
     def lead(self) -> list[Sentences]:
         """What a report begins with: what is missing, row by row; empty if nothing is."""
-        said = not_measured(self.missing)
-        return [] if said is None else [said]
-
-
-def not_measured(missing: Sequence[Cell]) -> Sentences | None:
-    """What is missing, row by row; None if nothing is."""
-    counts = Counter((cell.row.label, cell.kind) for cell in missing)
-    said = [f"{label}: {count} {KINDS[kind]}" for (label, kind), count in counts.items()]
-    return Sentences("Not measured yet", said) if said else None
+        said = counted_by_row((cell.row.label, cell.kind) for cell in self.missing)
+        return [Sentences("Not measured yet", said)] if said else []
 
 
 def run(
@@ -162,7 +155,7 @@ def _measure_all(
     """Measure some cells, within the budget."""
     work = [(f"{cell.kind}, {cell.row.label}", cell.work) for cell in cells]
     machine = {"device": _device_name(lm), **versions()}
-    clock = Clock(work, measurement.config.time_limit, in_seconds=measurement.plan is not None)
+    clock = Clock(work, measurement.config.budget, in_seconds=measurement.plan is not None)
     tokens = sum(cell.tokens for cell in cells)
     shown = progress and is_main_process()
     bar = progress_bar(logger, shown=shown, total=tokens, unit="tok", unit_scale=True, desc="measuring")
@@ -200,17 +193,17 @@ def _measure(
     measurement: Measurement, candidate: Candidate, cell: Cell, bar: Any
 ) -> tuple[dict[str, Any], Any]:
     """The values of a cell, and its arrays."""
-    subject, model = measurement.candidates.subject(candidate, cell.row.label), candidate.model
+    about, model = measurement.candidates.subject(candidate, cell.row.label), candidate.model
     if cell.kind == PERPLEXITY:
         name = "all documents"
         if not measurement.rule.joined:
             name = Path(measurement.documents[cell.number].name).name
-        return perplexity_values(EvaluationRow.of(subject, _perplexity(measurement, model, cell, bar)), name)
-    values: dict[str, Any] = {**vars(subject), "crop": cell.row.crop}
+        values, arrays = perplexity_values(_perplexity(measurement, model, cell, bar), name)
+        return {**about, **values}, arrays
     if cell.kind == SAMPLE:
         document = [each for each in measurement.documents if len(each) > 1][cell.number]
         sample = continuation(model, measurement.tokenizer, document, measurement.lengths[-1], cell.row.crop)
-        values |= {"sample": sample._asdict()}
+        found: dict[str, Any] = {"sample": sample._asdict()}
     else:
         batch = measurement.batches[cell.number]
         task = measurement.tasks[batch[0].task]
@@ -219,9 +212,9 @@ def _measure(
             {**asdict(trial), "prompt": prompts_fingerprint([prompt])}
             for trial, prompt in zip(trials, batch, strict=True)
         ]
-        values |= {"trials": lines, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
+        found = {"trials": lines, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
     bar.update(cell.tokens)
-    return values, None
+    return {**about, "crop": cell.row.crop, **found}, None
 
 
 def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> PerplexityResult:
@@ -249,9 +242,8 @@ def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) ->
     """What is measured so far."""
     values = [store.read(cell) for cell in cells]
     labels = [row.label for row in measurement.rows]
-    collected = collect([each for each in values if each is not None], labels)
-    collected = replace(collected, rows=[measurement.candidates.described(row) for row in collected.rows])
-    return Found(collected, [cell for cell, each in zip(cells, values, strict=True) if each is None])
+    rows, documents = collect([each for each in values if each is not None], labels)
+    return Found(rows, documents, [c for c, each in zip(cells, values, strict=True) if each is None])
 
 
 def _device_name(lm: Any) -> str:

@@ -1,4 +1,4 @@
-"""Statistics of losses and scores: intervals over documents, position buckets, paired comparisons.
+"""Statistics of losses and scores: intervals over documents, and paired comparisons.
 
 The losses of one document are correlated, so documents are counted, not tokens. A test simulates 2 to 16
 documents of unequal lengths, with normal and with skewed differences: every 95 % interval here covers at
@@ -7,7 +7,6 @@ least 93 %, or is not given.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -83,41 +82,6 @@ def mean_over(nll: Floats, scored: Counts | None, positions: slice) -> tuple[flo
     used = weights > 0
     total = int(weights[used].sum())
     return (float((values[used] * weights[used]).sum()) / total if total else math.nan), total
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Perplexity of the targets at positions `start … stop−1`, and their number."""
-
-    start: int
-    stop: int
-    ppl: float
-    tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers. A perplexity that is not finite becomes None."""
-        return {**asdict(self), "ppl": self.ppl if math.isfinite(self.ppl) else None}
-
-
-def buckets(nll: Floats, scored: Counts | None = None, *, count: int = 8) -> list[Bucket]:
-    """Perplexity by position, in at most `count` ranges, each twice as long as the one before.
-
-    Args:
-        nll: float64 `[positions]`, nats; entry p is the mean loss at position p + 1.
-        scored: int64 `[positions]`, number of losses at each position; 1 by default.
-        count: maximum number of ranges.
-
-    Returns:
-        Ascending ranges that cover every position once, without those where nothing was scored.
-    """
-    last = len(nll) + 1
-    edges = sorted({1, last, *(math.ceil(last / 2**power) for power in range(1, count))})
-    ranges = []
-    for start, stop in itertools.pairwise(edges):
-        mean, tokens = mean_over(nll, scored, slice(start - 1, stop - 1))
-        if tokens:
-            ranges.append(Bucket(start, stop, ppl(mean), tokens))
-    return ranges
 
 
 @dataclass(frozen=True)

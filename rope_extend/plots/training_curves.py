@@ -13,15 +13,15 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.plots.style import (
-    DASHES,
     INK,
     PALETTE,
     PLAIN,
+    TUNED,
+    UNTRAINED,
     Canvas,
     draw_line,
     length_axis,
     mark_window,
-    name_ends,
     perplexity_axis,
 )
 from rope_extend.units import format_length
@@ -99,21 +99,18 @@ def plot_course(
     subtitle = "dashed: before training; thin: during it" if len(order) > 2 else ""
     canvas = Canvas(path, title or "Perplexity before and after training", subtitle, room=16)
     axes = canvas.axes
-    ends = []
     for step in order:
         lengths, values = np.array(sorted(curves[step].items()), dtype=np.float64).T
         if step not in (order[0], order[-1]):
             axes.plot(lengths, values, color=PALETTE[0], alpha=0.3, linewidth=1)
             continue
-        dashes = DASHES["fine-tuned" if step else "untrained"][0]
-        ends += draw_line(
-            axes, lengths, values, f"step {step:,}" if step else "before", marker="o", markersize=5.5,
-            color=PALETTE[0] if step else PLAIN, linestyle=dashes,
+        draw_line(
+            axes, lengths, values, label=f"step {step:,}" if step else "before", marker="o", markersize=5.5,
+            color=PALETTE[0] if step else PLAIN, linestyle=TUNED if step else UNTRAINED,
         )  # fmt: skip
     perplexity_axis(axes)
     length_axis(axes, sorted({length for curve in curves.values() for length in curve}), "length, tokens")
     mark_window(axes, trained_length)
-    name_ends(axes, ends)
     return canvas.save()
 
 
@@ -157,7 +154,8 @@ def plot_distances(positions: str | Path, path: str | Path, *, title: str | None
     middles = (starts + stops - 1) / 2
     axes.plot(middles, pairs, color=PALETTE[0], linewidth=1.8, zorder=3)
     distances = np.arange(block)
-    axes.plot(distances, sequences * (block - distances), color=PLAIN, linestyle=(0, (4, 2)), linewidth=1.4)
+    straight = sequences * (block - distances)
+    axes.plot(distances, straight, color=PLAIN, linestyle=UNTRAINED, linewidth=1.4, label="consecutive")
     axes.set_yscale("log")
     axes.set_xlabel("distance between query and key, tokens", color=INK)
     axes.set_ylabel("pairs at each distance", color=INK)
@@ -167,9 +165,6 @@ def plot_distances(positions: str | Path, path: str | Path, *, title: str | None
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
     axes.yaxis.set_minor_locator(NullLocator())
     mark_window(axes, trained)
-    axes.annotate(
-        "consecutive", (block, sequences), (4, 0), textcoords="offset points", color=PLAIN, fontsize=9
-    )
     return canvas.save()
 
 

@@ -17,8 +17,7 @@ from rope_extend.units import format_bytes
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 WITHOUT = {
-    "demo", "generate", "retrieve", "plot", "convert", "merge", "push", "card", "completion", "search",
-    "report",
+    "demo", "generate", "plot", "convert", "merge", "push", "card", "completion", "search",
 }  # fmt: skip
 """Commands that run, write files or print a text: there is nothing to give another program."""
 
@@ -74,7 +73,7 @@ def test_comparisons(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def rx_rows(directory: Path) -> list[rx.EvaluationRow]:
-    from rope_extend.evaluation.perplexity_report import read_results
+    from rope_extend.evaluation.report_files import read_results
 
     return read_results(directory)
 

@@ -23,7 +23,7 @@ from rope_extend.config import add_flags, from_arguments
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.identity import model_identity
-from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.evaluation.report_files import read_results
 from rope_extend.models.load_options import LoadOptions, input_device, is_quantized, is_spread
 from rope_extend.units import memory_size
 

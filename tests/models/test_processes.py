@@ -17,8 +17,7 @@ from test_measurement import numbers
 
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.evaluation.perplexity_report import read_results
-from rope_extend.evaluation.retrieval_report import read_retrieval
+from rope_extend.evaluation.report_files import read_results
 
 RUN = "import sys; from rope_extend.cli.main import main; main(sys.argv[1:])"
 
@@ -50,9 +49,9 @@ def test_two_processes_give_the_results_of_one(work: Path, tmp_path: Path) -> No
     one, two = (read_results(tmp_path / name) for name in ("one", "two"))
     assert [row.label for row in two] == ["none", "none, cropped to 32", "dynamic_ntk"]
     assert [numbers(row.result) for row in two] == [numbers(row.result) for row in one]
-    for line in (tmp_path / "two" / "results.jsonl").read_text().splitlines():
-        losses = json.loads(line)["losses"]
-        with np.load(tmp_path / "two" / losses) as ours, np.load(tmp_path / "one" / losses) as theirs:
+    for path in (tmp_path / "one" / "arrays").iterdir():  # the losses among them
+        with np.load(tmp_path / "two" / "arrays" / path.name) as ours, np.load(path) as theirs:
+            assert any(name.startswith("losses_") for name in theirs.files)
             for name in theirs.files:
                 np.testing.assert_array_equal(ours[name], theirs[name])
     assert [path.name for path in (tmp_path / "two").glob("cells*")] == ["cells.jsonl"]
@@ -89,4 +88,5 @@ def test_two_processes_give_the_answers_of_one(tmp_path: Path) -> None:
     command = f"retrieve {MODEL_DIR} --lengths 256,320 --methods none,yarn --depths 2 --trials 2"
     main(shlex.split(f"{command} --device cpu --output {tmp_path / 'one'}"))
     in_two_processes(f"{command} --output {tmp_path / 'two'}", tmp_path)
-    assert read_retrieval(tmp_path / "two") == read_retrieval(tmp_path / "one")
+    one, two = (read_results(tmp_path / name) for name in ("one", "two"))
+    assert [row.retrieval for row in two] == [row.retrieval for row in one]
