@@ -36,7 +36,7 @@ PLAIN = PLAIN_LOOK[0]
 INK, QUIET, _GRID, _BEYOND = "#222222", "#777777", "#E4E4E4", "#F6F6F6"
 MOST_TICKS = 12
 """The largest number of labels that fit next to each other."""
-UNTRAINED, TUNED, CROPPED = (0, (4, 2)), "-", (0, (1, 1.5))
+UNTRAINED, TUNED, CROPPED = "--", "-", ":"
 """The dashes of each kind of row."""
 
 

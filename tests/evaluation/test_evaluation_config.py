@@ -74,7 +74,7 @@ def test_a_file_gives_the_rows_of_the_same_flags(work: Path, tmp_path: Path, cap
         row["result"]["ppl"] for row in two
     ]
     with pytest.raises(RopeExtendError, match="output is not set"):
-        rx.evaluate(rx.EvaluationConfig(model=values["model"]), resume=True)
+        rx.evaluate(rx.EvaluationConfig(model=values["model"], data="x"), resume=True)
     with pytest.raises(RopeExtendError, match="data is not set"):
         rx.evaluate(rx.EvaluationConfig(model=values["model"]))
 
