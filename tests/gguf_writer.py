@@ -123,11 +123,12 @@ def of_family(model: Any, path: Path, keys: Mapping[str, Any], *, norm_offset: f
 
 
 def without_weights(path: Path, arch: str, tensors: tuple[str, ...] = (), **keys: Any) -> Path:
-    """A file with keys and tensors of four zeros."""
+    """A file with keys, and with tensors of ones: `tensors`, and one of each of its layers."""
     writer = gguf.GGUFWriter(path, arch)
     _add_keys(writer, keys)
-    for name in tensors:
-        writer.add_tensor(name, np.zeros(4, np.float32))
+    layers = range(keys.get("block_count", 0))
+    for name in (*tensors, *(f"blk.{layer}.attn_norm.weight" for layer in layers)):
+        writer.add_tensor(name, np.ones(2**16 if name in tensors else 4, np.float32))
     return _written(writer, path)
 
 

@@ -16,7 +16,6 @@ PAGE = """\
 
     rope-extend export CHECKPOINT --to transformers --output DIRECTORY    # or vllm, or sglang
     rope-extend export CHECKPOINT --to llama.cpp --gguf MODEL.gguf --output DIRECTORY
-    rope-extend export CHECKPOINT --to vllm --target-version 0.10 --output DIRECTORY    # dual_chunk
     rope-extend export CHECKPOINT --support
 
 In Python, `rx.export(model, output, to="vllm")` exports a patched model, or the checkpoint in a directory.
@@ -55,12 +54,11 @@ differ.
 - llama.cpp supports factors in these architectures: {names}. In others it has the native forms, and YaRN
   with its usual ramp.
 - `dual_chunk` is exported as `dual_chunk_attention_config` of Qwen2.5-1M's config. SGLang reads it in
-  `qwen2`, `qwen2_moe` and `qwen3_moe` models (since August 2025). vLLM 0.9 and 0.10 read it in these and in
-  `qwen3`; say so with `--target-version 0.10`. Other versions, and transformers, do not compute it. So
+  `qwen2`, `qwen2_moe` and `qwen3_moe` models (since August 2025). transformers does not compute it, so
   the export is compared with the original up to the length of a chunk only. The key has a third number,
-  `original_max_position_embeddings`. It is the extended window here, which turns the servers' own factor on
+  `original_max_position_embeddings`. It is the extended window here, which turns the server's own factor on
   the logits off.
-- The statements about a target come from its source; `rope_extend/checkpoint/export/write.py` and `gguf.py`
+- The statements about a target come from its source; `rope_extend/checkpoint/export/targets.py` and `gguf.py`
   name the files. Exports were run with transformers and llama.cpp. They were not run with vLLM and SGLang.
 """
 

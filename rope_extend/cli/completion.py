@@ -18,7 +18,8 @@ from rope_extend.method_names import method_names
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 _WORDS: Mapping[object, Callable[[], Sequence[str]]] = {
     methods: method_names, one_method: method_names, "--method": method_names, "--methods": method_names,
-    recipe_name: shipped_names, find_recipe: shipped_names, export_target: lambda: TARGETS, gpu: gpu_words,
+    recipe_name: shipped_names, find_recipe: shipped_names, gpu: gpu_words,
+    export_target: lambda: tuple(TARGETS),
 }  # fmt: skip
 """The values of arguments, by their type or flag. The flags of a config have no type."""
 

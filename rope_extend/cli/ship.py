@@ -235,10 +235,6 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="for llama.cpp: the weights, converted by its convert_hf_to_gguf.py",
     )
-    parser.add_argument(
-        "--target-version", metavar="VERSION",
-        help="version of vLLM, such as 0.10: only 0.9 and 0.10 compute dual_chunk",
-    )  # fmt: skip
     add_base_model(parser)
     parser.add_argument(
         "--no-verify", action="store_true", help="do not compare the logits with the original"
@@ -265,23 +261,20 @@ def export(arguments: argparse.Namespace) -> None:
     from rope_extend.encodings import RopeShape
 
     if arguments.support:
-        version = arguments.target_version
-        rows, shape, family, target = [], RopeShape(dim=8, theta=10_000.0, trained_length=4096), None, 32_768
+        shape, family, target = RopeShape(dim=8, theta=10_000.0, trained_length=4096), None, 32_768
+        rows = list(examples(shape, target))
         if arguments.directory:
             record = read_record(arguments.directory)
-            rows, shape, family, target = (
-                [record.encoding], record.shape, record.model_type, record.target_length,
-            )  # fmt: skip
-        rows = rows or list(examples(shape, target))
-        options = {"model_type": family, "target_length": target, "target_version": version}
+            rows, shape = [record.encoding], record.shape
+            family, target = record.model_type, record.target_length
         if arguments.json:
-            print(json.dumps(support_values(rows, shape, **options), indent=2))
+            values = support_values(rows, shape, model_type=family, target_length=target)
+            print(json.dumps(values, indent=2))
         else:
-            print(support_table(rows, shape, **options))
+            print(support_table(rows, shape, model_type=family, target_length=target))
     else:
         path = run(
             arguments.directory, arguments.output, arguments.to, overwrite=arguments.overwrite,
             verify=not arguments.no_verify, base_model=arguments.base_model, gguf=arguments.gguf,
-            target_version=arguments.target_version,
         )  # fmt: skip
         print("written:", path)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import find_adapter
-from rope_extend.models.gguf_metadata import ADVICE, Metadata, check_is_model, gguf_metadata, state
+from rope_extend.models.gguf_metadata import ADVICE, Metadata, gguf_metadata, state
 from rope_extend.models.gguf_scaling import DEFAULT_BASE, rope_scaling
 from rope_extend.models.locating import GGUF
 from rope_extend.models.view import rotary_part, shape_of
@@ -76,7 +76,6 @@ def gguf_config(path: Path) -> Any:
 @lru_cache(maxsize=2)
 def _config(path: Path, _changed: int, _size: int) -> Any:
     metadata = gguf_metadata(path)
-    check_is_model(path, metadata)
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     config.name_or_path = str(path)
     vars(config).pop("_model_name_or_path", None)  # transformers keeps the file's title under this name

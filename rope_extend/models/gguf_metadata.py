@@ -1,19 +1,22 @@
-"""What a GGUF file says besides its weights."""
+"""What a GGUF file says besides its weights, and the one check of all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rope_extend.encodings.core.checks import MAX_DIM, MAX_FACTOR, MAX_LENGTH, number, whole
 from rope_extend.errors import RopeExtendError
 
 LIST, SHORT, LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 """The tensors of divisors of the frequencies."""
 _EMBEDDING = "token_embd.weight"
 ADVICE = "Use the original checkpoint"
+_BLOCK = re.compile(r"blk\.(\d{1,6})\.")
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,19 @@ class Metadata:
         keys: all keys and values.
         tables: divisors of the frequencies, `[dim / 2]`, by the tensor's name.
         weights: the number of values in all other tensors.
+        largest: the largest dimension of a tensor.
+        blocks: the number of layers that have tensors.
         embeds: whether the file has an embedding of tokens, as every language model has.
+        float32: whether all matrices are float32.
     """
 
     keys: Mapping[str, Any]
     tables: Mapping[str, list[float]]
     weights: int = 0
+    largest: int = 0
+    blocks: int = 0
     embeds: bool = True
+    float32: bool = False
 
     @property
     def architecture(self) -> str:
@@ -46,7 +55,8 @@ def gguf_metadata(path: Path) -> Metadata:
     """Keys and tables of a GGUF file.
 
     Raises:
-        RopeExtendError: the package gguf is not installed, or this is no GGUF file.
+        RopeExtendError: the package gguf is not installed, this is no GGUF file or one of several parts, or a
+            value is not one that a model can have.
     """
     return _metadata(*state(path))
 
@@ -57,8 +67,12 @@ def state(path: Path) -> tuple[Path, int, int]:
     return path.resolve(), status.st_mtime_ns, status.st_size
 
 
-@lru_cache(maxsize=2)
-def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
+def gguf_reader(path: Path) -> Any:
+    """The reader of the package gguf for a file.
+
+    Raises:
+        RopeExtendError: the package is not installed, or this is no GGUF file.
+    """
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -66,38 +80,157 @@ def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
             f"reading {path.name} needs the package gguf: pip install 'rope_extend[gguf]'"
         ) from error
     try:
-        reader = GGUFReader(path)
-        keys = {name: field.contents() for name, field in reader.fields.items()}
-        tables = {
-            tensor.name: [float(value) for value in tensor.data]
-            for tensor in reader.tensors
-            if tensor.name in (LIST, SHORT, LONG)
-        }
-        weights = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in tables)
-        embeds = any(tensor.name == _EMBEDDING for tensor in reader.tensors)
+        return GGUFReader(path)
     except Exception as error:  # the reader raises what the damage leads to
         raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
+
+
+@lru_cache(maxsize=2)
+def _metadata(path: Path, _changed: int, _size: int) -> Metadata:
+    reader = gguf_reader(path)
+    try:
+        keys = {name: _value(field) for name, field in reader.fields.items()}
+        tensors = {str(tensor.name): tensor for tensor in reader.tensors}
+        tables = {
+            name: [float(value) for value in tensors[name].data]
+            for name in (LIST, SHORT, LONG)
+            if name in tensors
+        }
+        metadata = Metadata(
+            keys,
+            tables,
+            weights=sum(int(tensor.n_elements) for name, tensor in tensors.items() if name not in tables),
+            largest=max((int(size) for tensor in tensors.values() for size in tensor.shape), default=0),
+            blocks=len({match[1] for name in tensors if (match := _BLOCK.match(name))}),
+            embeds=_EMBEDDING in tensors,
+            float32=all(
+                tensor.tensor_type.name == "F32" for tensor in tensors.values() if len(tensor.shape) > 1
+            ),
+        )
+    except Exception as error:
+        raise RopeExtendError(f"cannot read {path} as GGUF ({type(error).__name__}: {error})") from error
+    _check(path, metadata)
+    return metadata
+
+
+def _value(field: Any) -> Any:
+    """The value of a key. A token need not be valid UTF-8."""
+    if field.types[-1].name != "STRING":
+        return field.contents()
+    texts = [field.parts[index].tobytes().decode("utf-8", "replace") for index in field.data]
+    return texts if field.types[0].name == "ARRAY" else texts[0]
+
+
+Check = Callable[[str, str, Any], Any]
+
+
+def _text(longest: int) -> Check:
+    def check(owner: str, field: str, value: Any) -> str:
+        if not isinstance(value, str) or len(value) > longest:
+            raise RopeExtendError(f"{owner}: {field} must be a text of at most {longest} characters")
+        return value
+
+    return check
+
+
+def _name(owner: str, field: str, value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[\w.-]{1,64}", value, re.ASCII):
+        raise RopeExtendError(f"{owner}: {field} must be a short name, got {str(value)[:64]!r}")
+    return value
+
+
+def _each(check: Check) -> Check:
+    def check_list(owner: str, field: str, values: Any) -> list[Any]:
+        if not isinstance(values, list):
+            raise RopeExtendError(f"{owner}: {field} must be a list")
+        return [check(owner, field, value) for value in values]
+
+    return check_list
+
+
+def _flag(owner: str, field: str, value: Any) -> bool:
+    if value not in (False, True):
+        raise RopeExtendError(f"{owner}: {field} must be true or false")
+    return bool(value)
+
+
+def _factor(owner: str, field: str, value: Any) -> float:
+    """Of an extension; llama.cpp takes 0 for none."""
+    return 0.0 if value == 0 else number(1, MAX_FACTOR)(owner, field, value)
+
+
+_COUNT, _EPSILON, _SCALE = whole(0, 2**32 - 1), number(0, 1, above=True), number(0, MAX_FACTOR)
+_KEYS: Mapping[str, Check] = {
+    "general.architecture": _name, "general.type": _name, "general.name": _text(10_000),
+    "general.alignment": whole(1, 2**20), "split.count": _COUNT,
+    "tokenizer.ggml.model": _name, "tokenizer.ggml.pre": _name,
+    "tokenizer.chat_template": _text(10**6), "tokenizer.ggml.tokens": _each(_text(1024)),
+    "tokenizer.ggml.merges": _each(_text(2048)), "tokenizer.ggml.scores": _each(number(-1e30)),
+    "tokenizer.ggml.token_type": _each(_COUNT), "tokenizer.ggml.add_bos_token": _flag,
+    "tokenizer.ggml.add_eos_token": _flag, "tokenizer.ggml.add_space_prefix": _flag,
+    **{f"tokenizer.ggml.{name}_token_id": _COUNT
+       for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+}  # fmt: skip
+"""The values of keys that are the same for all architectures."""
+_OF_ARCHITECTURE: Mapping[str, Check] = {
+    "context_length": whole(1, MAX_LENGTH), "attention.layer_norm_rms_epsilon": _EPSILON,
+    "attention.layer_norm_epsilon": _EPSILON, "attn_logit_softcapping": _SCALE,
+    "final_logit_softcapping": _SCALE, "rope.dimension_count": whole(2, MAX_DIM),
+    "rope.freq_base": number(1, above=True), "rope.freq_base_swa": number(1, above=True),
+    "rope.scale_linear": _factor, "rope.scaling.factor": _factor, "rope.scaling.type": _name,
+    "rope.scaling.attn_factor": _SCALE, "rope.scaling.yarn_log_multiplier": _SCALE,
+    "rope.scaling.yarn_beta_fast": _SCALE, "rope.scaling.yarn_beta_slow": _SCALE,
+    "rope.scaling.original_context_length": whole(0, MAX_LENGTH),
+    "attention.sliding_window": whole(0, MAX_LENGTH),
+}  # fmt: skip
+"""The values of keys below the architecture's name."""
+_SIZES = (
+    "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.kv_lora_rank",
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
+)  # fmt: skip
+"""Keys that no tensor is smaller than; some files have one value for each layer."""
+_MAY_BE_ZERO = ("feed_forward_length", "attention.head_count_kv", "attention.kv_lora_rank", "expert")
+
+
+def _check(path: Path, metadata: Metadata) -> None:
+    """Check every value of a file that is used later, so that no size, base or factor misleads.
+
+    Sizes and layers are compared with the tensors, so a small file cannot describe an endless model.
+
+    Raises:
+        RopeExtendError: names the key, the value and what it can be; or the file is an adapter, a projector,
+            a matrix of importance, or one of several parts.
+    """
+    keys, architecture = metadata.keys, metadata.architecture
     if "general.architecture" not in keys:
         raise RopeExtendError(f"{path} names no architecture; it holds no model")
+    _check_keys(path, _KEYS, keys)
+    if (kind := keys.get("general.type", "model")) != "model":
+        raise RopeExtendError(
+            f"{path.name} holds no model: its general.type is {kind!r}. Give the file of the model that it "
+            "belongs to"
+        )
     if keys.get("split.count", 1) > 1:
         raise RopeExtendError(
             f"{path} is one part of a model that is split into {keys['split.count']} files, which is not "
             "supported. Join them with llama.cpp's llama-gguf-split --merge"
         )
-    return Metadata(keys, tables, weights, embeds)
-
-
-def check_is_model(path: Path, metadata: Metadata) -> None:
-    """Refuse a file that belongs to a model and is none, before a model is made for it.
-
-    Raises:
-        RopeExtendError: it is an adapter, a projector or a matrix of importance, or holds no weights.
-    """
-    kind = metadata.keys.get("general.type", "model")
-    if kind != "model":
-        raise RopeExtendError(
-            f"{path.name} holds no model: its general.type is {kind!r}. Give the file of the model that it "
-            "belongs to"
-        )
     if not metadata.embeds:
         raise RopeExtendError(f"{path.name} holds no model: it lacks {_EMBEDDING}. {ADVICE}")
+    checks = dict(_OF_ARCHITECTURE, block_count=whole(1, max(1, metadata.blocks)))
+    for key in _SIZES:
+        size = whole(0 if key.startswith(_MAY_BE_ZERO) else 1, metadata.largest)
+        by_layer = isinstance(metadata.of_architecture(key), list)
+        checks[key] = _each(size) if by_layer else size
+    _check_keys(path, {f"{architecture}.{key}": check for key, check in checks.items()}, keys)
+    _check_keys(path, dict.fromkeys(metadata.tables, _each(number(0, above=True))), metadata.tables)
+
+
+def _check_keys(path: Path, checks: Mapping[str, Check], keys: Mapping[str, Any]) -> None:
+    try:
+        for key, check in checks.items():
+            if key in keys:
+                check(path.name, key, keys[key])
+    except RopeExtendError as error:
+        raise RopeExtendError(f"{str(error)[:500]}. {ADVICE}") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rope_extend.report.tables import Code, Section, Sentences, TwoLines, escaped, writable
+from rope_extend.report.tables import Code, Section, Sentences, TwoLines, markdown_text, writable
 from rope_extend.report.versions import versions
 
 TEXT, PAGE = "report.md", "report.html"
@@ -31,7 +31,7 @@ class Picture:
 
     def markdown(self) -> str:
         """A link to the file; empty without one."""
-        return "" if self.file is None else f"![{escaped(self.heading)}]({self.file})"
+        return "" if self.file is None else f"![{markdown_text(self.heading)}]({self.file})"
 
     def svg(self) -> str:
         """The `<svg>` element."""
@@ -49,7 +49,7 @@ Part = Section | Sentences | Picture | Code | str
 
 def markdown(parts: Sequence[Part]) -> str:
     """The parts as Markdown."""
-    texts = [escaped(part) if isinstance(part, str) else part.markdown() for part in parts]
+    texts = [markdown_text(part) if isinstance(part, str) else part.markdown() for part in parts]
     return writable("\n\n".join(text for text in texts if text) + "\n")
 
 
@@ -75,7 +75,9 @@ def write_pages(directory: Path, title: str, parts: Sequence[Part]) -> list[str]
     pictures = {part.file: part for part in parts if isinstance(part, Picture) and part.file is not None}
     for name, picture in pictures.items():
         picture.draw(directory / name)
-    (directory / TEXT).write_text(f"# {writable(escaped(title))}\n\n{markdown(parts)}", encoding="utf-8")
+    (directory / TEXT).write_text(
+        f"# {writable(markdown_text(title))}\n\n{markdown(parts)}", encoding="utf-8"
+    )
     (directory / PAGE).write_text(page(title, parts), encoding="utf-8")
     return [TEXT, PAGE, *pictures]
 

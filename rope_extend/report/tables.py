@@ -39,12 +39,12 @@ class Section:
     def markdown(self, *, heading: bool = True) -> str:
         """The heading with a colon, the table, and the notes as a list."""
         texts = [
-            [escaped(cell.text if isinstance(cell, TwoLines) else cell) for cell in line]
+            [markdown_text(cell.text if isinstance(cell, TwoLines) else cell) for cell in line]
             for line in self.lines
         ]
-        parts = [f"{escaped(self.heading)}:"] if heading else []
+        parts = [f"{markdown_text(self.heading)}:"] if heading else []
         parts.append(markdown_table(texts))
-        parts += ["\n".join(f"- {escaped(note)}" for note in self.notes)] if self.notes else []
+        parts += ["\n".join(f"- {markdown_text(note)}" for note in self.notes)] if self.notes else []
         return "\n\n".join(parts)
 
 
@@ -57,7 +57,9 @@ class Sentences:
 
     def markdown(self) -> str:
         """The heading with a colon, and the sentences as a list."""
-        return "\n".join([f"{escaped(self.heading)}:", "", *(f"- {escaped(item)}" for item in self.items)])
+        return "\n".join(
+            [f"{markdown_text(self.heading)}:", "", *(f"- {markdown_text(item)}" for item in self.items)]
+        )
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Code:
     def markdown(self) -> str:
         """The heading with a colon, and the lines in a block that none of them ends."""
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", self.text)), default=0))
-        return f"{escaped(self.heading)}:\n\n{fence}\n{self.text}\n{fence}"
+        return f"{markdown_text(self.heading)}:\n\n{fence}\n{self.text}\n{fence}"
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
@@ -83,10 +85,25 @@ def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def escaped(text: str) -> str:
-    """A text that Markdown shows as it is, on one line: names of rows come from paths and other people."""
-    text = re.sub(r"[\\`\[\]<|]", r"\\\g<0>", " ".join(text.split()))
-    return re.sub(r"^[#>]", r"\\\g<0>", text)
+def markdown_text(value: object, longest: int = 1000) -> str:
+    """A value as plain text of one line in Markdown, whatever it holds.
+
+    Every value of a file that somebody else may have written goes through here, or through `markdown_code`:
+    it starts no heading, line, link, picture, tag or code, and ends no cell of a table.
+    """
+    return re.sub(r"([\\`*\[\]<>|~]|^#)", r"\\\1", _one_line(value, longest))
+
+
+def markdown_code(value: object, longest: int = 1000) -> str:
+    """A value as code within a line of Markdown; a quote stands for a backtick, and a slash for a bar."""
+    text = _one_line(value, longest).replace("`", "'").replace("|", "/")
+    return f"`{text}`" if text else ""
+
+
+def _one_line(value: object, longest: int) -> str:
+    text = str(value)
+    text = f"{text[:longest]}…" if len(text) > longest else text
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def writable(text: str) -> str:

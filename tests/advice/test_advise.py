@@ -143,7 +143,7 @@ def test_llama_3_8b_to_32k(llama3: Advice, tmp_path: Path) -> None:
     assert llama3.serving is not None
     assert llama3.serving.steps[-1].line.endswith(f"--max-model-len {recipe.target_length}")
     assert llama3.serving.config["rope_parameters"]["factor"] == llama3.factor
-    assert llama3.engines == TARGETS
+    assert llama3.engines == tuple(TARGETS)
     assert "transformers, vllm, sglang and llama.cpp can run it" in " ".join(describe(llama3).split())
 
 

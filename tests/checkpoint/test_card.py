@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 import shlex
 from pathlib import Path
@@ -95,7 +93,8 @@ def test_our_commands_parse_and_name_what_is_there(run: Path) -> None:
             assert "Serving an adapter on its base model" in text
         servers = [words[0] for words in commands]
         table = record.encoding.name not in ("dynamic_ntk", "xpos")
-        assert ("vllm" in servers) == ("llama-cli" in servers) == (table and directory != run)
+        for server in ("vllm", "llama-server"):
+            assert (server in servers) == (table and directory != run)
         if directory != run and not table:
             assert "vLLM does not support this encoding" in text
 
@@ -204,16 +203,6 @@ def test_a_picture_that_somebody_else_made_stays(run: Path, caplog: pytest.LogCa
         assert "(perplexity.png)" in card.read_text()
 
 
-@pytest.mark.parametrize("run", ["yarn"], indirect=True)
-def test_a_verification_is_told(run: Path) -> None:
-    digest = hashlib.sha256((run / "rope_extend.json").read_bytes()).hexdigest()
-    said = {"verdict": "equal", "reason": "it reads right", "record": digest}
-    (run / "verification.json").write_text(json.dumps(said))
-    assert "Verified in a separate process: equal (it reads right)." in model_card(run)
-    (run / "verification.json").write_text(json.dumps({**said, "record": "of another checkpoint"}))
-    assert "Verified" not in model_card(run)
-
-
 @pytest.mark.usefixtures("private_cache")
 def test_fine_tuning_writes_the_card(work: Path, tmp_path: Path) -> None:
     data = str(work / "data" / "a.txt")
@@ -224,7 +213,7 @@ def test_fine_tuning_writes_the_card(work: Path, tmp_path: Path) -> None:
     rx.finetune(recipe)
     text = (tmp_path / "run" / CARD_NAME).read_text()
     assert "| data | `a.txt` (a local path) |" in text
-    assert "1 steps" in text
+    assert "steps 1, " in text
     assert "After training, on held-out text" in text
     rx.merge(tmp_path / "run", tmp_path / "merged")
     assert "| data | `a.txt` (a local path) |" in (tmp_path / "merged" / CARD_NAME).read_text()
@@ -298,7 +287,7 @@ def test_text_of_a_recipe_stays_in_its_cell(adapter: Path) -> None:
     (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": "a\n\n## Loading\n|x`"}))
     text = model_card(adapter)
     assert text.count("\n## Loading\n") == 1
-    assert "| data | `a ## Loading \\|x'` |" in text
+    assert "| data | `a ## Loading /x'` |" in text
     (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": [f"d{n}" for n in range(500)]}))
     assert "`d19` and 480 more |" in model_card(adapter)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,14 +28,17 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rope_extend.checkpoint.record import Record
+from rope_extend.checkpoint.stored_tensors import opened, stored_tensors
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
-from rope_extend.models.gguf_scaling import ZERO_FREQUENCY_FACTOR
+from rope_extend.models.gguf_metadata import LIST, LONG, SHORT, Metadata, gguf_metadata, gguf_reader
+from rope_extend.models.gguf_scaling import DEFAULT_BASE, ZERO_FREQUENCY_FACTOR
 from rope_extend.models.loading import one_error
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,6 @@ _TWO_LISTS = frozenset({"minicpm3", "phi3", "phimoe"})
 READS_FACTORS = _ONE_LIST | _TWO_LISTS
 
 _ARCHITECTURES = {
-    **{name: name for name in READS_FACTORS},
     **dict.fromkeys(("iquestcoder", "mistral", "mixtral"), "llama"),
     "bamba": "granitehybrid",
     "exaone_moe": "exaone-moe",
@@ -62,9 +64,9 @@ _ARCHITECTURES = {
 _LLAMA_CPP = "llama_cpp"
 
 
-def architecture_of(model_type: str) -> str | None:
-    """The GGUF architecture that a family is converted to, if that architecture reads factors."""
-    return _ARCHITECTURES.get(model_type)
+def architecture_of(model_type: str | None) -> str:
+    """The GGUF architecture that a family is converted to; default: that of a Llama."""
+    return _ARCHITECTURES.get(model_type or "llama", model_type or "llama")
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,14 @@ class Schedule:
     tensors: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-def schedule(
-    encoding: RopeEncoding, shape: RopeShape, target_length: int, architecture: str | None
-) -> Schedule:
+def schedule(encoding: RopeEncoding, shape: RopeShape, target_length: int, architecture: str) -> Schedule:
     """The metadata and tensors with which llama.cpp computes a static schedule.
 
     Args:
         encoding: a schedule that consists of one table and an attention factor.
         shape: the rotary shape of the pretrained model.
         target_length: the extended window, in tokens.
-        architecture: the file's `general.architecture`; None for one that reads factors.
+        architecture: the file's `general.architecture`.
 
     Raises:
         RopeExtendError: the schedule needs a table, and the architecture does not read one.
@@ -111,7 +111,7 @@ def schedule(
         return Schedule(keys | {"rope.scaling.type": "linear", "rope.scaling.factor": form["factor"]})
     factors = torch.where(table > 0, shape.inv_freq() / table, ZERO_FREQUENCY_FACTOR)
     divisors = tuple(factors.tolist())
-    if architecture is None or architecture in READS_FACTORS:
+    if architecture in READS_FACTORS:
         names = ["rope_factors_long", "rope_factors_short"] if architecture in _TWO_LISTS else ["rope_freqs"]
         tensors = {f"{name}.weight": divisors for name in names}
         return Schedule(keys | {"rope.scaling.attn_factor": scale}, tensors)
@@ -140,7 +140,6 @@ def annotate(
         RopeExtendError: the package `gguf` is missing; the source is not a GGUF file or of another model;
             llama.cpp does not support the encoding; or the output exists or cannot be written.
     """
-    gguf = _package()
     path, target = Path(source), Path(output)
     if target.exists():
         if path.exists() and os.path.samefile(path, target):
@@ -150,54 +149,31 @@ def annotate(
     with one_error(
         f"cannot read {path} as GGUF", "Give the file that llama.cpp's convert_hf_to_gguf.py wrote"
     ):
-        reader = gguf.GGUFReader(path)
-        architecture = _described(reader, path, record)
+        metadata = gguf_metadata(path)
+        _check_model(path, metadata, record)
     assert isinstance(record.encoding, RopeEncoding)
-    content = schedule(record.encoding, record.shape, record.target_length, architecture)
+    content = schedule(record.encoding, record.shape, record.target_length, metadata.architecture)
     with one_error(f"cannot write {target}"), replacing(target) as partial:
-        _write(gguf, reader, partial, architecture, content)
+        _write(gguf_reader(path), partial, metadata.architecture, content)
     return target
 
 
-def _package() -> Any:
-    try:
-        return import_module("gguf")
-    except ModuleNotFoundError as error:
-        raise RopeExtendError(
-            "writing GGUF needs the package gguf: pip install 'rope_extend[gguf]'"
-        ) from error
-
-
-def _described(reader: Any, path: Path, record: Record) -> str:
-    """The architecture of a file, after checking that it fits the recorded model.
+def _check_model(path: Path, metadata: Metadata, record: Record) -> None:
+    """Refuse a file whose model has another rotary shape than the recorded one.
 
     Raises:
-        RopeExtendError: the file is one of several parts, or its model has another rotary shape.
+        RopeExtendError: it has; or its architecture scales attention by keys that would be replaced.
     """
-
-    def value(key: str, default: Any = None) -> Any:
-        entry = reader.get_field(key)
-        return default if entry is None else entry.contents()
-
-    architecture = value("general.architecture")
-    if architecture is None:
-        raise RopeExtendError(f"{path} has no general.architecture, so it holds no model; convert one")
-    if value("split.count", 1) > 1:
-        raise RopeExtendError(
-            f"{path} is one of {value('split.count')} parts; join them with llama-gguf-split"
-        )
-    dim = value(f"{architecture}.rope.dimension_count") or value(f"{architecture}.attention.key_length")
-    if dim is None:
-        width, heads = (
-            value(f"{architecture}.{key}", 0) for key in ("embedding_length", "attention.head_count")
-        )
-        dim = width // heads if isinstance(heads, int) and heads else 0
+    value, another = metadata.of_architecture, "it is of another model; convert this checkpoint's weights"
+    heads = value("attention.head_count")
+    dim = value("rope.dimension_count") or value("attention.key_length")
+    if dim is None and isinstance(heads, int):
+        dim = value("embedding_length", 0) // heads
     if dim != record.shape.dim:
         raise RopeExtendError(
-            f"{path} rotates {dim} channels of each head, but the checkpoint {record.shape.dim}: it is of "
-            "another model; convert this checkpoint's weights"
+            f"{path} rotates {dim} channels of each head, but the checkpoint {record.shape.dim}: {another}"
         )
-    theta = value(f"{architecture}.rope.freq_base", 10_000.0)
+    theta = value("rope.freq_base", DEFAULT_BASE)
     assert isinstance(record.encoding, RopeEncoding)
     bases = [record.shape.theta]
     if bool((record.encoding.inv_freq(record.shape) > 0).all()):
@@ -205,31 +181,26 @@ def _described(reader: Any, path: Path, record: Record) -> str:
     if not any(math.isclose(theta, base, rel_tol=1e-4) for base in bases):
         raise RopeExtendError(
             f"{path} has the RoPE base {theta:g}, but the model was pretrained with {record.shape.theta:g}: "
-            "it is of another model; convert this checkpoint's weights"
+            f"{another}"
         )
-    if architecture not in READS_FACTORS and value(f"{architecture}.rope.scaling.yarn_log_multiplier"):
+    if metadata.architecture not in READS_FACTORS and value("rope.scaling.yarn_log_multiplier"):
         raise RopeExtendError(
-            f"{path}: {architecture} scales attention by YaRN's keys, which the export would replace; it "
-            "cannot be exported to llama.cpp"
+            f"{path}: {metadata.architecture} scales attention by YaRN's keys, which the export would "
+            "replace; it cannot be exported to llama.cpp"
         )
-    return str(architecture)
 
 
-def _write(gguf: Any, reader: Any, path: Path, architecture: str, content: Schedule) -> None:
+def _write(reader: Any, path: Path, architecture: str, content: Schedule) -> None:
     """Write the file. All other metadata and tensors are copied byte for byte."""
+    gguf = import_module("gguf")
     writer = gguf.GGUFWriter(path, architecture, endianess=reader.endianess)
     new_keys = {f"{architecture}.{key}": value for key, value in content.keys.items()}
     alignment = reader.get_field("general.alignment")
     if alignment is not None:
         writer.data_alignment = alignment.contents()
+    replaced = ("GGUF.", f"{architecture}.rope.scaling.", f"{architecture}.rope.scale_linear")
     for entry in reader.fields.values():
-        stale = entry.name.startswith((f"{architecture}.rope.scaling.", f"{architecture}.rope.scale_linear"))
-        if (
-            stale
-            or entry.name in new_keys
-            or entry.name.startswith("GGUF.")
-            or entry.name == "general.architecture"
-        ):
+        if entry.name.startswith(replaced) or entry.name in (*new_keys, "general.architecture"):
             continue
         inner = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(entry.name, _unchanged(gguf, entry), entry.types[0], sub_type=inner)
@@ -241,8 +212,7 @@ def _write(gguf: Any, reader: Any, path: Path, architecture: str, content: Sched
     for key, value in new_keys.items():
         writer.add_key_value(key, value, kinds[type(value)])
     new_tensors = {name: torch.tensor(values).numpy() for name, values in content.tensors.items()}
-    names = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-    kept = [tensor for tensor in reader.tensors if tensor.name not in names]
+    kept = [tensor for tensor in reader.tensors if tensor.name not in (LIST, LONG, SHORT)]
     for name, data in new_tensors.items():
         writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes)
     for tensor in kept:
@@ -267,6 +237,98 @@ def _unchanged(gguf: Any, entry: Any) -> Any:
     return entry.parts[-1].tobytes()
 
 
+_ROWS = 4096
+"""Rows that are compared at a time, to save memory."""
+_MOST_UNLIKE = 0.01
+"""Share of the values of a matrix that may differ by more than rounding; a merged adapter changes most."""
+_EPSILON = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7, "Q8_0": 0.0}
+"""Formats that are compared, with the relative step of one value. Q8_0 stores blocks of 32 values, as
+multiples of a 127th of the largest one, which is itself a float16."""
+_SMALLEST = 2.0**-24
+"""The absolute step of float16 near zero."""
+
+
+def check_same_weights(path: Path, checkpoint: Path) -> None:
+    """Refuse a GGUF file with other weights than a checkpoint, such as those of before a merge.
+
+    Matrices in float32, float16, bfloat16 and Q8_0 are compared. A line of the log names the other formats,
+    whose rounding depends on the program that wrote them.
+
+    Args:
+        path: the GGUF file.
+        checkpoint: directory with safetensors files.
+
+    Raises:
+        RopeExtendError: a matrix of the same name and shape has other values.
+    """
+    left_out: dict[str, int] = {}
+    for file, name, tensor, heads in _pairs(path, checkpoint):
+        kind = tensor.tensor_type.name
+        if kind not in _EPSILON:
+            left_out[kind] = left_out.get(kind, 0) + 1
+            continue
+        with opened(file) as weights:
+            part = weights.get_slice(name)
+            share = _unlike(tensor, part)
+            if share > _MOST_UNLIKE and heads and len(tensor.data) % (2 * heads) == 0:
+                # A converter may permute the rows, to store the two channels of a pair side by side.
+                order = torch.arange(len(tensor.data)).view(heads, 2, -1).transpose(1, 2).flatten()
+                share = min(share, _unlike(tensor, part[:][order]))
+        if share > _MOST_UNLIKE:
+            raise RopeExtendError(
+                f"{path} has other weights than the checkpoint: {share:.0%} of the values of {name} differ "
+                "by more than rounding. The export would have those of the GGUF file, without what was "
+                "trained or merged since; convert this checkpoint with llama.cpp's convert_hf_to_gguf.py, "
+                "and give that file"
+            )
+    for kind, count in left_out.items():
+        logger.warning(
+            "%s: %d matrices are rounded to %s, so they are not compared with those of the checkpoint; the "
+            "export has them as they are",
+            path.name, count, kind,
+        )  # fmt: skip
+
+
+def _pairs(path: Path, checkpoint: Path) -> Iterator[tuple[Path, str, Any, int]]:
+    """The matrices that both have in the same shape: file and name in the checkpoint, tensor, and heads.
+
+    The number of heads is 0 for matrices other than queries and keys, and where layers differ.
+    """
+    gguf, metadata = import_module("gguf"), gguf_metadata(path)
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    if (kind := kinds.get(metadata.architecture)) is None:
+        return
+    names = gguf.get_tensor_name_map(kind, metadata.of_architecture("block_count", 0))
+    counts = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+    stored = {tensor.name: tensor for tensor in gguf_reader(path).tensors}
+    for name, own in stored_tensors(checkpoint).items():
+        inner, _, suffix = name.rpartition(".")
+        tensor = stored.get(f"{names.get_name(inner)}.{suffix}")
+        if tensor is not None and len(own.shape) == 2 and own.shape == tuple(map(int, tensor.shape[::-1])):
+            heads = metadata.of_architecture(counts.get(tensor.name.split(".")[-2], ""))
+            yield own.file, name, tensor, heads if isinstance(heads, int) else 0
+
+
+def _unlike(tensor: Any, weights: Any) -> float:
+    """The share of values that differ by more than rounding, of a tensor or a slice of a file.
+
+    Each may differ by half a step of either format, and a hundredth more for the arithmetic.
+    """
+    dequantize, kind = import_module("gguf").dequantize, tensor.tensor_type.name
+    unlike = 0
+    for start in range(0, len(tensor.data), _ROWS):
+        part = weights[start : start + _ROWS]
+        own = part.float().numpy()
+        stored = dequantize(tensor.data[start : start + _ROWS], tensor.tensor_type)
+        size = np.maximum(np.abs(own), np.abs(stored))
+        steps = (torch.finfo(part.dtype).eps + _EPSILON[kind]) / 2 * size + _SMALLEST
+        if kind == "Q8_0":
+            largest = np.abs(stored).reshape(len(stored), -1, 32).max(axis=2)
+            steps += np.repeat(largest * (0.5 / 127 + 2.0**-11), 32, axis=1)
+        unlike += int((np.abs(own - stored) > 1.01 * steps).sum())
+    return unlike / int(np.prod(tensor.shape))
+
+
 def llama_cpp_logits(path: str | PathLike[str], tokens: list[int]) -> Tensor:
     """Logits `[T, vocabulary]` float32 that llama.cpp computes for `tokens`, with a float32 cache.
 
@@ -288,27 +350,21 @@ def llama_cpp_logits(path: str | PathLike[str], tokens: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def verify_gguf(
-    path: str | PathLike[str],
-    model: Any,
-    record: Record,
-    *,
-    length: int | None = None,
-    tolerance: float = 1e-3,
-) -> float:
+def verify_gguf(path: str | PathLike[str], model: Any, record: Record, *, tolerance: float = 1e-3) -> float:
     """Compare llama.cpp's logits with those of the patched model; returns the largest difference.
+
+    The text is 256 tokens longer than the trained window, but at most as long as the target length.
 
     Args:
         path: a GGUF file of the model's weights. Quantised weights differ by more than the default tolerance.
         model: the model, loaded by `rope_extend.load`, in float32.
         record: the record of the checkpoint.
-        length: number of tokens; default: 256 more than the trained window, but at most the target length.
         tolerance: the largest allowed difference of a logit.
 
     Raises:
         RopeExtendError: llama-cpp-python is missing, the file does not load, or the logits differ by more.
     """
-    length = length or min(record.target_length, record.shape.trained_length + 256)
+    length = min(record.target_length, record.shape.trained_length + 256)
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (1, length), generator=generator)
@@ -325,10 +381,3 @@ def verify_gguf(
 def can_verify() -> bool:
     """Whether llama-cpp-python is installed."""
     return find_spec(_LLAMA_CPP) is not None
-
-
-def is_float32(path: str | PathLike[str]) -> bool:
-    """Whether all matrices of a GGUF file are float32, so that logits can be compared with a checkpoint's."""
-    gguf = _package()
-    matrices = [tensor for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1]
-    return all(tensor.tensor_type == gguf.GGMLQuantizationType.F32 for tensor in matrices)

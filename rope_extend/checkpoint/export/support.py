@@ -1,21 +1,19 @@
-"""Which encodings each export target supports, and how."""
+"""Whether each export target computes an encoding, and in which form: what the encoding does decides."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from rope_extend.checkpoint.export.gguf import architecture_of, schedule
-from rope_extend.checkpoint.export.served_remaps import remap_obstacle, served_keys
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.encodings import (
+    DualChunk,
     Encoding,
     PlainRope,
-    RemapEncoding,
     RopeEncoding,
     RopeShape,
     encoding_names,
@@ -40,8 +38,7 @@ class Support:
     Attributes:
         target: one of `TARGETS`.
         verdict: `native`: the target has the method, or a simpler one with the same table; `exact by
-        factors`:
-            the target reads the table itself; `needs rope_extend`: only with `rope_extend.load`; or
+            factors`: it takes the table itself; `needs rope_extend`: only `rope_extend.load` loads it; or
             `impossible`.
         reason: the reason, as a phrase.
         form: what the export writes: metadata and tensors for llama.cpp, otherwise keys of `config.json`.
@@ -66,7 +63,7 @@ def support(
     model_type: str | None = None,
     *,
     target_length: int | None = None,
-    target_version: str | None = None,
+    architecture: str | None = None,
 ) -> Support:
     """Whether, and how, a target computes an encoding without this library.
 
@@ -76,158 +73,115 @@ def support(
         target: one of `TARGETS`.
         model_type: the family; default: one of Llama's shape.
         target_length: the extended window, in tokens; default: the encoding's own.
-        target_version: the version of the target, such as `0.10`, which decides in a few cases.
+        architecture: for llama.cpp, the architecture of the GGUF file; default: that of the family.
 
     Raises:
-        RopeExtendError: an unknown target, a version that is none, or an encoding that does not fit the
-            shape.
+        RopeExtendError: an unknown target, or an encoding that does not fit the shape.
     """
     if target not in TARGETS:
         raise RopeExtendError(f"export supports {', '.join(TARGETS)}, got {target!r}")
-    if target_version is not None and not re.fullmatch(r"\d+\.\d+(\.\w+)*", target_version):
-        raise RopeExtendError(f"target_version is a version such as 0.10 or 0.10.2, got {target_version!r}")
-    effects = encoding.effects(shape)
+    engine, effects = TARGETS[target], encoding.effects(shape)
+    if isinstance(encoding, DualChunk) and engine.dual_chunk:
+        length = target_length or encoding.target_length(shape) or shape.trained_length
+        return _dual_chunk(encoding, shape, target, model_type, length)
     obstacle = effects.reason()
-    if isinstance(encoding, RemapEncoding):
-        return _for_remap(encoding, shape, target, model_type, target_length, target_version)
-    if obstacle and not (target == "transformers" and effects.per_row):
+    if obstacle and not (engine.reads == "stock" and effects.per_row):
         return _refused(target, obstacle)
     assert isinstance(encoding, RopeEncoding)
     length = target_length or encoding.target_length(shape) or shape.trained_length
     adapter = find_adapter(model_type) if model_type else None
-    if target == "transformers":
-        return _for_transformers(encoding, shape, length, adapter, obstacle)
-    if target == "llama.cpp":
-        return _for_llama_cpp(encoding, shape, length, model_type)
-    return _for_server(encoding, shape, length, adapter, target)
-
-
-def gguf_refusal(encoding: Encoding, shape: RopeShape, model_type: str) -> Support | None:
-    """Why no GGUF file of a family can hold an encoding, whatever the file's architecture; None if one may.
-
-    Args:
-        encoding: the position encoding.
-        shape: the rotary shape of the pretrained model.
-        model_type: the family.
-    """
-    reason = encoding.effects(shape).reason()
-    if isinstance(encoding, RemapEncoding):
-        reason = remap_obstacle(encoding, "llama.cpp", model_type, None)
-    if not reason and _is_unknown(find_adapter(model_type)):
-        reason = _UNKNOWN
-    return _refused("llama.cpp", reason) if reason else None
-
-
-def _is_unknown(adapter: FamilyAdapter | None) -> bool:
-    """Whether a family has nested rotary parameters, or several kinds of them.
-
-    We only know that transformers reads those.
-    """
-    return adapter is not None and bool(adapter.layer_types or adapter.config_path)
+    if engine.reads == "stock":
+        return _in_stock(encoding, shape, length, adapter, obstacle)
+    if adapter is not None and (adapter.layer_types or adapter.config_path):
+        return _refused(target, _UNKNOWN)
+    if engine.reads == "gguf":
+        return _in_gguf(encoding, shape, length, architecture or architecture_of(model_type))
+    return _in_config(encoding, shape, length, adapter, target)
 
 
 def _refused(target: str, reason: str) -> Support:
-    return Support(target, PLUGIN if target == "transformers" else IMPOSSIBLE, reason)
+    return Support(target, PLUGIN if TARGETS[target].reads == "stock" else IMPOSSIBLE, reason)
 
 
-def _simple_form(encoding: RopeEncoding, shape: RopeShape) -> dict[str, Any] | None:
-    """The native form of an encoding; None if only a table describes it."""
+def _in_keys(target: str, verdict: str, reason: str, parameters: Mapping[str, Any], window: int) -> Support:
+    """A form that consists of keys of `config.json`."""
+    form = {"rope_parameters": parameters, "max_position_embeddings": window}
+    return Support(target, verdict, reason, form)
+
+
+def _native(target: str, parameters: Mapping[str, Any], window: int) -> Support:
+    kind = parameters["rope_type"]
+    reason = f"as base {parameters['rope_theta']:.6g}" if kind == "default" else f"type {kind}"
+    return _in_keys(target, NATIVE, reason, parameters, window)
+
+
+def _own_type(
+    encoding: RopeEncoding, shape: RopeShape, adapter: FamilyAdapter | None
+) -> dict[str, Any] | None:
+    """The rotary parameters of an encoding's own type; None if only a table describes it in this family."""
     with suppress(RopeExtendError):
         form = encoding.rope_parameters(shape)
-        if form["rope_type"] in ("default", encoding.rope_type):
+        kind = form["rope_type"]
+        if kind in ("default", encoding.rope_type) and (adapter is None or adapter.accepts(kind)):
             return form
     return None
 
 
-def _native(target: str, form: Mapping[str, Any], window: int) -> Support:
-    kind = form["rope_type"]
-    reason = f"as base {form['rope_theta']:.6g}" if kind == "default" else f"type {kind}"
-    return Support(target, NATIVE, reason, {"rope_parameters": form, "max_position_embeddings": window})
-
-
-def _for_remap(
-    encoding: RemapEncoding,
-    shape: RopeShape,
-    target: str,
-    model_type: str | None,
-    target_length: int | None,
-    version: str | None,
-) -> Support:
-    if reason := remap_obstacle(encoding, target, model_type, version):
-        return _refused(target, reason)
-    length = target_length or encoding.target_length(shape) or shape.trained_length
-    form = {"rope_parameters": PlainRope().rope_parameters(shape), "max_position_embeddings": length}
-    return Support(target, NATIVE, f"by {DUAL_CHUNK_KEY}", {**form, **served_keys(encoding, length)})
-
-
-def _for_transformers(
+def _in_stock(
     encoding: RopeEncoding, shape: RopeShape, length: int, adapter: FamilyAdapter | None, obstacle: str
 ) -> Support:
-    form, window = _simple_form(encoding, shape), encoding.max_position_embeddings(shape, length)
+    """The config of stock transformers.
 
-    def accepts(kind: str) -> bool:
-        return adapter is None or adapter.accepts(kind)
-
-    if form and accepts(form["rope_type"]):
-        native = _native("transformers", form, window)
-        if not obstacle:
-            return native
-        reason = (
-            f"{native.reason}, by the longest row of a batch; beyond the trained window with use_cache=False"
-        )
-        return Support("transformers", NATIVE, reason, native.form)
-    if obstacle:
-        return _refused("transformers", obstacle)
-    if not accepts("longrope"):
-        return _refused("transformers", _NO_LONGROPE)
-    form = {
-        "rope_parameters": {**encoding.longrope_parameters(shape), "factor": 1.0},
-        "max_position_embeddings": window,
-    }
-    return Support("transformers", FACTORS, "as longrope with equal lists", form)
+    `modeling_rope_utils.py`: `longrope` takes any list of divisors and an `attention_factor`. It chooses the
+    list by the longest row of a batch; `dynamic` chooses its base in the same way.
+    """
+    window = encoding.max_position_embeddings(shape, length)
+    if form := _own_type(encoding, shape, adapter):
+        found = _native("transformers", form, window)
+        caveat = ", by the longest row of a batch; beyond the trained window with use_cache=False"
+        return Support(found.target, NATIVE, found.reason + caveat, found.form) if obstacle else found
+    if obstacle or (adapter and not adapter.accepts("longrope")):
+        return _refused("transformers", obstacle or _NO_LONGROPE)
+    form = {**encoding.longrope_parameters(shape), "factor": 1.0}
+    return _in_keys("transformers", FACTORS, "as longrope with equal lists", form, window)
 
 
-def _for_server(
+def _in_config(
     encoding: RopeEncoding, shape: RopeShape, length: int, adapter: FamilyAdapter | None, target: str
 ) -> Support:
-    form = _simple_form(encoding, shape)
+    """The config of an engine that reads `rope_parameters` by rules of its own."""
+    engine, form = TARGETS[target], _own_type(encoding, shape, adapter)
     kind = form["rope_type"] if form else ""
     # DeepSeek's classes rename other types before get_rope sees them; sections go with `default` and `yarn`.
-    if _is_unknown(adapter) or (
-        adapter and kind != "default" and (adapter.sections or adapter.rotated != "first")
-    ):
+    if adapter and kind != "default" and (adapter.sections or adapter.rotated != "first"):
         return _refused(target, _UNKNOWN)
-    if form and kind == "default":
-        return _native(target, form, length)
-    if form and (adapter is None or adapter.accepts(kind)):
-        if kind == "linear":  # both servers multiply the window in the config by the factor
-            return _native(target, form, shape.trained_length)
-        if kind == "llama3":
-            return _native(target, form, length)
-        yarn_scale = 0.1 * math.log(form.get("factor", 1.0)) + 1
-        if kind == "yarn" and math.isclose(encoding.attention_factor(shape), yarn_scale, rel_tol=1e-9):
-            form = {
-                key: form[key] for key in form if key not in ("attention_factor", "mscale", "mscale_all_dim")
-            }
-            return _native(target, form, length)
+    if form and kind in engine.types and _is_usual(form, encoding.attention_factor(shape)):
+        form = {key: form[key] for key in form if kind != "yarn" or key not in _YARN_ATTENTION}
+        return _native(target, form, shape.trained_length if kind in engine.multiplied else length)
     if adapter and not adapter.accepts("longrope"):
         return _refused(target, _NO_LONGROPE)
     if adapter and adapter.pairs == "neighbours":
-        return _refused(
-            target, "its longrope, which could hold the table, does not rotate neighbouring channels"
-        )
+        reason = "its longrope, which could hold the table, does not rotate neighbouring channels"
+        return _refused(target, reason)
     form = {**encoding.longrope_parameters(shape), "factor": 1.0}
     form |= {"short_mscale": form["attention_factor"], "long_mscale": form["attention_factor"]}
-    if target == "sglang":  # then every position uses the same one of its two tables
+    if engine.original:
         form["original_max_position_embeddings"] = length
     reason = "as longrope with equal lists, and the attention factor as short_mscale and long_mscale"
-    return Support(target, FACTORS, reason, {"rope_parameters": form, "max_position_embeddings": length})
+    return _in_keys(target, FACTORS, reason, form, length)
 
 
-def _for_llama_cpp(encoding: RopeEncoding, shape: RopeShape, length: int, model_type: str | None) -> Support:
-    if model_type and _is_unknown(find_adapter(model_type)):
-        return _refused("llama.cpp", _UNKNOWN)
-    architecture = None if model_type is None else architecture_of(model_type) or model_type
+_YARN_ATTENTION = ("attention_factor", "mscale", "mscale_all_dim")
+"""Keys that not all engines read; without them, all compute the factor of the paper."""
+
+
+def _is_usual(form: Mapping[str, Any], attention_factor: float) -> bool:
+    """Whether the factor on cos and sin is the one that follows from the type."""
+    usual = 0.1 * math.log(form["factor"]) + 1 if form["rope_type"] == "yarn" else attention_factor
+    return math.isclose(attention_factor, usual, rel_tol=1e-9)
+
+
+def _in_gguf(encoding: RopeEncoding, shape: RopeShape, length: int, architecture: str) -> Support:
     try:
         content = schedule(encoding, shape, length, architecture)
     except RopeExtendError as error:
@@ -239,6 +193,21 @@ def _for_llama_cpp(encoding: RopeEncoding, shape: RopeShape, length: int, model_
     kind = content.keys["rope.scaling.type"]
     reason = f"as rope.freq_base {content.keys['rope.freq_base']:.6g}" if kind == "none" else f"type {kind}"
     return Support("llama.cpp", NATIVE, reason, form)
+
+
+def _dual_chunk(
+    encoding: DualChunk, shape: RopeShape, target: str, model_type: str | None, length: int
+) -> Support:
+    families = TARGETS[target].dual_chunk
+    if model_type not in families:
+        return _refused(target, f"it reads {DUAL_CHUNK_KEY} in models of {', '.join(families)} only")
+    plain = _in_keys(target, NATIVE, f"by {DUAL_CHUNK_KEY}", PlainRope().rope_parameters(shape), length)
+    key = {
+        "chunk_size": encoding.chunk + encoding.local,
+        "local_size": encoding.local,
+        "original_max_position_embeddings": length,
+    }
+    return Support(target, NATIVE, plain.reason, {**(plain.form or {}), DUAL_CHUNK_KEY: key})
 
 
 _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -280,15 +249,13 @@ def support_values(
     *,
     model_type: str | None = None,
     target_length: int | None = None,
-    target_version: str | None = None,
 ) -> list[dict[str, Any]]:
     """The contents of `support_table`, as plain values for JSON: one dict for each encoding and target."""
-    options = {"target_length": target_length, "target_version": target_version}
     return [
         {"encoding": str(encoding), "target": target, "verdict": found.verdict, "reason": found.reason}
         for encoding in rows
         for target in TARGETS
-        for found in [support(encoding, shape, target, model_type, **options)]  # type: ignore[arg-type]
+        for found in [support(encoding, shape, target, model_type, target_length=target_length)]
     ]
 
 
@@ -298,8 +265,7 @@ def support_table(
     *,
     model_type: str | None = None,
     target_length: int | None = None,
-    target_version: str | None = None,
-    targets: Sequence[str] = TARGETS,
+    targets: Sequence[str] = tuple(TARGETS),
 ) -> str:
     """A Markdown table of encodings and targets, with the reasons numbered below it.
 
@@ -308,7 +274,6 @@ def support_table(
         shape: the rotary shape of the pretrained model.
         model_type: the family; default: one of Llama's shape.
         target_length: the extended window, in tokens; default: each encoding's own.
-        target_version: the version of the targets, which decides in a few cases.
         targets: the columns.
     """
     reasons: dict[str, int] = {}
@@ -316,10 +281,7 @@ def support_table(
     for encoding in rows:
         cells = []
         for target in targets:
-            cell = support(
-                encoding, shape, target, model_type,
-                target_length=target_length, target_version=target_version,
-            )  # fmt: skip
+            cell = support(encoding, shape, target, model_type, target_length=target_length)
             cells.append(f"{cell.verdict} ({reasons.setdefault(cell.reason, len(reasons) + 1)})")
         lines.append(f"| `{encoding}` | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])

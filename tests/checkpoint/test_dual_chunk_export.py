@@ -1,4 +1,4 @@
-"""Dual chunk attention for SGLang and vLLM: the key means our map, and is written only where it is read."""
+"""Dual chunk attention for SGLang: the key means our map, and is written only where it is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
-from rope_extend.checkpoint.export.support import IMPOSSIBLE, NATIVE, PLUGIN, support
+from rope_extend.checkpoint.export.support import IMPOSSIBLE, PLUGIN, support
 from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.verifying import VERIFICATION_NAME
 from rope_extend.cli.main import main
@@ -71,19 +71,16 @@ def test_the_key_means_our_map(chunk: int, local: int) -> None:
 
 def test_an_export_has_the_key_and_is_the_stock_model_within_a_chunk(tmp_path: Path) -> None:
     directory = saved(tmp_path / "saved")
-    for to, version in (("sglang", None), ("vllm", "0.10.2")):
-        out = export(directory, tmp_path / to, to, verify=False, target_version=version)
-        config = json.loads((out / "config.json").read_text())
-        assert config[KEY] == {
-            "chunk_size": 21, "local_size": 5, "original_max_position_embeddings": TARGET,
-        }  # fmt: skip
-        assert (config["model_type"], config["max_position_embeddings"]) == ("qwen2", TARGET)
-        assert config["rope_parameters"]["rope_type"] == "default"
-        ids = torch.arange(3, 3 + 16)[None]
-        with torch.no_grad():
-            stock, patched = AutoModelForCausalLM.from_pretrained(out).eval(), rx.load(directory)
-            assert torch.equal(stock(ids).logits, patched(ids).logits)
-            assert torch.equal(rx.load(out)(ids.repeat(1, 4)).logits, patched(ids.repeat(1, 4)).logits)
+    out = export(directory, tmp_path / "out", "sglang", verify=False)
+    config = json.loads((out / "config.json").read_text())
+    assert config[KEY] == {"chunk_size": 21, "local_size": 5, "original_max_position_embeddings": TARGET}
+    assert (config["model_type"], config["max_position_embeddings"]) == ("qwen2", TARGET)
+    assert config["rope_parameters"]["rope_type"] == "default"
+    ids = torch.arange(3, 3 + 16)[None]
+    with torch.no_grad():
+        stock, patched = AutoModelForCausalLM.from_pretrained(out).eval(), rx.load(directory)
+        assert torch.equal(stock(ids).logits, patched(ids).logits)
+        assert torch.equal(rx.load(out)(ids.repeat(1, 4)).logits, patched(ids.repeat(1, 4)).logits)
 
 
 @pytest.mark.slow
@@ -95,50 +92,32 @@ def test_an_export_is_compared_within_a_chunk(tmp_path: Path, caplog: pytest.Log
     assert json.loads((out / VERIFICATION_NAME).read_text())["length"] == 16
 
 
-REFUSED = [
-    ("vllm", None, METHOD, "qwen2", r"only vLLM 0.9 to 0.10 computes it.*give that version if it is yours"),
-    ("vllm", "0.11.0", METHOD, "qwen2", r"only vLLM 0.9 to 0.10 computes it.*use SGLang"),
-    ("vllm", "1.0", METHOD, "qwen2", r"only vLLM 0.9 to 0.10 computes it"),
-    ("vllm", "0.8.5", METHOD, "qwen2", r"only vLLM 0.9 to 0.10 computes it, .*earlier and later ones do not"),
-    ("vllm", "0.9.2", METHOD, "llama", rf"it reads {KEY} in models of qwen2, qwen2_moe, qwen3, qwen3_moe"),
-    (
-        "vllm",
-        "0.10",
-        DualChunk(40, 5),
-        "qwen2",
-        r"whole blocks of its cache, of 16 tokens.*use chunk=32",
-    ),
-    ("sglang", None, METHOD, "llama", rf"it reads {KEY} in models of qwen2, qwen2_moe, qwen3_moe only"),
-    ("sglang", None, METHOD, "qwen3", rf"it reads {KEY} in models of qwen2"),
-    ("sglang", None, rx.encoding("self_extend", group=4, window=8), "qwen2", r"distant pairs .* another way"),
-    ("llama.cpp", None, METHOD, "qwen2", r"--grp-attn-n, moves cached positions block by block"),
-    ("transformers", None, METHOD, "qwen2", r"rotates distant pairs of tokens in another way"),
-]
-
-
-@pytest.mark.parametrize(("to", "version", "method", "model_type", "reason"), REFUSED)
+@pytest.mark.parametrize(
+    ("to", "method", "model_type", "reason"),
+    [
+        ("sglang", METHOD, "llama", rf"it reads {KEY} in models of qwen2, qwen2_moe, qwen3_moe only"),
+        ("sglang", rx.encoding("self_extend", group=4, window=8), "qwen2", r"distant pairs .* another way"),
+        ("vllm", METHOD, "qwen2", r"distant pairs .* another way .*can be exported to sglang"),
+        ("llama.cpp", METHOD, "qwen2", r"distant pairs .* another way"),
+        ("transformers", METHOD, "qwen2", r"distant pairs .* another way"),
+    ],
+)
 def test_the_key_is_written_only_where_it_is_read(
-    to: str, version: str | None, method: Any, model_type: str, reason: str, tmp_path: Path
+    to: str, method: Any, model_type: str, reason: str, tmp_path: Path
 ) -> None:
-    found = support(method, SHAPE, to, model_type, target_length=TARGET, target_version=version)
+    found = support(method, SHAPE, to, model_type, target_length=TARGET)
     assert found.verdict == (PLUGIN if to == "transformers" else IMPOSSIBLE)
     directory = saved(tmp_path / "saved", method, model_type)
-    file = tmp_path / "model.gguf" if to == "llama.cpp" else None
     with pytest.raises(RopeExtendError, match=rf"cannot be exported to {to}: .*{reason}"):
-        export(directory, tmp_path / "out", to, target_version=version, gguf=file)
+        export(directory, tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
 
 
-def test_layers_with_a_sliding_window_and_useless_versions_are_refused(tmp_path: Path) -> None:
+def test_layers_with_a_sliding_window_are_refused(tmp_path: Path) -> None:
     sliding = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     directory = saved(tmp_path / "sliding", **sliding)
     with pytest.raises(RopeExtendError, match=r"layers with a sliding window, where sglang would apply"):
         export(directory, tmp_path / "out", "sglang")
-    yarn = saved(tmp_path / "yarn", rx.encoding("yarn", factor=8.0))
-    with pytest.raises(RopeExtendError, match=r"target_version=0.10 only decides whether vLLM computes dual"):
-        export(yarn, tmp_path / "out", "vllm", target_version="0.10")
-    with pytest.raises(RopeExtendError, match=r"a version such as 0.10 or 0.10.2, got 'ten'"):
-        export(yarn, tmp_path / "out", "vllm", target_version="ten")
     assert not (tmp_path / "out").exists()
 
 
@@ -179,16 +158,3 @@ def test_the_key_of_an_export_ends_with_its_encoding(tmp_path: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     assert KEY not in config
     assert config["rope_parameters"]["rope_type"] == "yarn"
-
-
-def test_the_command_names_the_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory, out = saved(tmp_path / "saved"), tmp_path / "out"
-    arguments = ["export", str(directory), "--to", "vllm", "--output", str(out), "--no-verify"]
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert "--target-version 0.10" in capsys.readouterr().err
-    main([*arguments, "--target-version", "0.10"])
-    assert KEY in json.loads((out / "config.json").read_text())
-    capsys.readouterr()
-    main(["export", str(directory), "--support", "--target-version", "0.10"])
-    assert f"{NATIVE} (2) | {NATIVE} (2) | {IMPOSSIBLE} (3)" in capsys.readouterr().out
