@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, SAMPLE, Arrays
+from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, SAMPLE
 from rope_extend.evaluation.results import Cell as RetrievalCell
 from rope_extend.evaluation.results import EvaluationRow, Losses, PerplexityResult, RetrievalResult, Sample
 from rope_extend.evaluation.retrieval import joined_fingerprint
@@ -19,30 +20,40 @@ Values = Mapping[str, Any]
 """The values of a finished cell: those of its row, and what was measured."""
 
 
-def perplexity_values(result: PerplexityResult, document: str) -> tuple[dict[str, Any], Arrays]:
-    """The values of a cell of perplexity for JSON, and its arrays.
+def perplexity_values(result: PerplexityResult, document: str) -> dict[str, Any]:
+    """The values of a cell of perplexity for JSON.
 
     Args:
         result: the perplexity on one document.
         document: name of the document.
     """
-    values = result.to_dict()
-    del values["nll_by_position"], values["scored_by_position"]
-    arrays: Arrays = {"nll_by_position": result.nll_by_position}
-    if result.scored_by_position is not None:
-        arrays["scored_by_position"] = result.scored_by_position
-    for length, (losses,) in (result.losses or {}).items():
-        arrays[f"losses_{length}"] = losses
-    return {"document": document, "result": values}, arrays
+    arrays = {"nll_by_position": result.nll_by_position, "scored_by_position": result.scored_by_position}
+    losses = {length: packed(of_document) for length, (of_document,) in (result.losses or {}).items()}
+    positions = {name: None if array is None else packed(array) for name, array in arrays.items()}
+    return {"document": document, "result": {**result.to_dict(), **positions, "losses": losses}}
 
 
 def result_of_cell(values: Values) -> PerplexityResult:
     """The result of a cell of perplexity."""
-    arrays: Arrays = dict(values["arrays"])
-    nll, scored = arrays.pop("nll_by_position"), arrays.pop("scored_by_position", None)
-    losses = {int(name.partition("_")[2]): [array] for name, array in arrays.items()} or None
-    result = PerplexityResult.from_dict({**values["result"], "nll_by_position": []})
-    return replace(result, nll_by_position=nll, scored_by_position=scored, losses=losses)
+    found = values["result"]
+    scored = found["scored_by_position"]
+    result = PerplexityResult.from_dict({**found, "nll_by_position": [], "scored_by_position": None})
+    return replace(
+        result,
+        nll_by_position=unpacked(found["nll_by_position"], "<f8"),
+        scored_by_position=None if scored is None else unpacked(scored, "<i8"),
+        losses={int(length): [unpacked(text, "<f4")] for length, text in found["losses"].items()} or None,
+    )
+
+
+def packed(array: np.ndarray[Any, Any]) -> str:
+    """The bytes of an array, little-endian, in base64: exact, and half as long as its digits."""
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
+
+
+def unpacked(text: str, dtype: str) -> np.ndarray[Any, Any]:
+    """Inverse of `packed`."""
+    return np.frombuffer(base64.b64decode(text), dtype)
 
 
 def collect(cells: Iterable[Values], labels: Sequence[str]) -> tuple[list[EvaluationRow], list[str]]:

@@ -299,7 +299,7 @@ class EvaluationConfig(ModelConfig):
         "tokens of a window that are processed at a time, layer by layer (default: automatic above 128k "
         "tokens or when memory is low)",
     ] = None
-    save_losses: Annotated[bool, FLAG, "keep the loss of every token, float32, in arrays/*.npz"] = False
+    save_losses: Annotated[bool, FLAG, "keep the loss of every token, float32, in cells.jsonl"] = False
     cropped: Annotated[
         bool, FLAG, "control row: plain RoPE with its context cropped to the trained window (default: yes)"
     ] = True

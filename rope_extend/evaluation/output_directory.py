@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.cells import ARRAYS, holds_cells
+from rope_extend.evaluation.cells import holds_cells
 from rope_extend.evaluation.tasks import TASKS
 from rope_extend.files import check_creatable
 from rope_extend.report.page import PAGE, TEXT
@@ -57,8 +57,8 @@ def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool 
         overwrite: they may replace files.
 
     Raises:
-        RopeExtendError: the directory is a file or cannot be written to, it has a link or a file where our
-            folder or our cells would be, or it has one of the files and `overwrite` is not set.
+        RopeExtendError: the directory is a file or cannot be written to, it has a link instead of our cells,
+            or it has one of the files and `overwrite` is not set.
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
@@ -66,19 +66,17 @@ def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool 
             f"{str(directory)!r} is a file; a report needs a directory; choose another name"
         )
     check_creatable(directory)
-    folder = directory / ARRAYS
-    for path in (folder, *directory.glob("cells*.jsonl")):
+    for path in directory.glob("cells*.jsonl"):
         if path.is_symlink():
             raise RopeExtendError(
                 f"{str(path)!r} is a link, and links are not followed; remove it, or use another directory"
             )
     existing = [directory / name for name in names if os.path.lexists(directory / name)]
     wrong = [path for path in existing if path.is_dir() and not path.is_symlink()]
-    if wrong or (folder.exists() and not folder.is_dir()):
-        kind, needed = ("directory", "file") if wrong else ("file", "directory")
+    if wrong:
         raise RopeExtendError(
-            f"{str((wrong or [folder])[0])!r} is a {kind}, but a report needs a {needed} of that name; move "
-            "it, or use another directory"
+            f"{str(wrong[0])!r} is a directory, but a report needs a file of that name; move it, or use "
+            "another directory"
         )
     if existing and not overwrite:
         raise RopeExtendError(

@@ -109,7 +109,7 @@ def run(
             if resume:
                 check_resumed(store, cells)
             store.take_parts()
-        rank, count, finished = 0, 1, {cell.digest for cell in cells if store and store.has(cell)}
+        rank, count, finished = 0, 1, {cell.digest for cell in cells if store and store.read(cell)}
         if connected:
             from accelerate.utils import broadcast_object_list
 
@@ -126,18 +126,15 @@ def run(
             logger.info("%d of %d cells are finished", len(finished), len(cells))
         _measure_all(measurement, lm, mine, store, progress)
         if connected:
-            _share(store, cells, connected)
+            _share(store, connected)
         return _found(measurement, store, cells)
 
 
-def _share(store: CellStore, cells: Sequence[Cell], connected: Any) -> None:
+def _share(store: CellStore, connected: Any) -> None:
     """Give all processes the finished cells of each; the main process takes over their files."""
     from accelerate.utils import gather_object
 
-    arrays = {cell.digest: store.arrays[cell.digest] for cell in cells if cell.digest in store.arrays}
-    parts = gather_object([(store.records, arrays)])
-    for records, given in parts:
-        store.arrays |= given
+    for records in gather_object([store.records]):
         if is_main_process():
             store.take(records.values())
         else:
@@ -164,14 +161,14 @@ def _measure_all(
             if not clock.has_time(number):
                 break
             started, used = time.perf_counter(), time.process_time()
-            values, arrays = None, None
+            values = None
             with _optional(measurement, cell):
-                values, arrays = _measure(measurement, prepared.candidate(cell.row), cell, bar)
+                values = _measure(measurement, prepared.candidate(cell.row), cell, bar)
             if values is None:
                 continue
             seconds = time.perf_counter() - started
             cost = {"seconds": seconds, "cpu_seconds": time.process_time() - used, "machine": machine}
-            store.write(cell, {**values, **cost}, arrays)
+            store.write(cell, {**values, **cost})
             clock.finished(number, seconds)
             if progress:
                 logger.info("[%d/%d] %s; %s", number + 1, len(cells), _said(cell, values), clock)
@@ -189,17 +186,14 @@ def _optional(measurement: Measurement, cell: Cell) -> Iterator[None]:
         logger.warning("%s: %s is not measured: %s", cell.row.label, cell.kind, error)
 
 
-def _measure(
-    measurement: Measurement, candidate: Candidate, cell: Cell, bar: Any
-) -> tuple[dict[str, Any], Any]:
-    """The values of a cell, and its arrays."""
+def _measure(measurement: Measurement, candidate: Candidate, cell: Cell, bar: Any) -> dict[str, Any]:
+    """The values of a cell."""
     about, model = measurement.candidates.subject(candidate, cell.row.label), candidate.model
     if cell.kind == PERPLEXITY:
         name = "all documents"
         if not measurement.rule.joined:
             name = Path(measurement.documents[cell.number].name).name
-        values, arrays = perplexity_values(_perplexity(measurement, model, cell, bar), name)
-        return {**about, **values}, arrays
+        return {**about, **perplexity_values(_perplexity(measurement, model, cell, bar), name)}
     if cell.kind == SAMPLE:
         document = [each for each in measurement.documents if len(each) > 1][cell.number]
         sample = continuation(model, measurement.tokenizer, document, measurement.lengths[-1], cell.row.crop)
@@ -214,7 +208,7 @@ def _measure(
         ]
         found = {"trials": lines, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
     bar.update(cell.tokens)
-    return {**about, "crop": cell.row.crop, **found}, None
+    return {**about, "crop": cell.row.crop, **found}
 
 
 def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> PerplexityResult:

@@ -26,8 +26,6 @@ from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 READERS = {
     "report_files.read_results": "results",
     # `test_measurement.py` has their refusals.
-    "cells.CellStore._arrays": None,  # by the digest of all that they depend on
-    "cells.CellStore.write": None,  # writes
     "cells.finished_in": None,  # digests, for an estimate of the time
     # These need no identity.
     "candidates._check_removable": None,  # an adapter's own config and names of weights, before it is loaded

@@ -41,13 +41,12 @@ PARTS = 2
 
 FOREIGN_FILES = (
     "notes.txt",
-    "arrays/mine.csv",
-    "arrays/notes.txt",
-    "arrays/mine.npz",
+    "losses/mine.npz",
+    "prompts.txt",
     "cells-mine.jsonl",
     "heat_map_mine.png",
 )
-FOREIGN_LINKS = ("link.txt", "arrays/link.npz", ".results.jsonl.partial", ".report.md.partial")
+FOREIGN_LINKS = ("link.txt", "losses/link.npz", ".results.jsonl.partial", ".report.md.partial")
 """Links to a file elsewhere: also under names that an earlier version wrote to."""
 
 ROWS = st.sampled_from([("none",), ("none", "yarn"), ("yarn",)])
@@ -220,13 +219,13 @@ class Runs(RuleBasedStateMachine):
             candidates=SimpleNamespace(name="m", load_options=model),
         )  # fmt: skip
 
-    def measure(self, measurement: Any, _: Any, cell: Cell, bar: Any) -> tuple[dict[str, Any], Any]:
+    def measure(self, measurement: Any, _: Any, cell: Cell, bar: Any) -> dict[str, Any]:
         """Imitates a measurement."""
         self.faults.pass_point()
         self.measured += 1
         return self.values(cell, measurement.config.version)
 
-    def values(self, cell: Cell, version: int) -> tuple[dict[str, Any], Any]:
+    def values(self, cell: Cell, version: int) -> dict[str, Any]:
         raise NotImplementedError
 
     def about(self, cell: Cell) -> dict[str, Any]:
@@ -265,14 +264,13 @@ class Evaluations(Runs):
         )
         evaluate_module.evaluate(config, **flags)
 
-    def values(self, cell: Cell, version: int) -> tuple[dict[str, Any], Any]:
+    def values(self, cell: Cell, version: int) -> dict[str, Any]:
         changes = {}
         if cell.identity["losses"]:
             changes = {"losses": {8: [np.full(7, float(version), np.float32)]}}
         sums = {"document_nll": {8: [7.0 * version]}, "document_terms": {8: [7]}, "tokens": {8: 7}}
         found = replace(result(float(version), (8,), **changes), data=str(cell.number), **sums)
-        values, arrays = perplexity_values(found, "text")
-        return {**self.about(cell), **values}, arrays
+        return {**self.about(cell), **perplexity_values(found, "text")}
 
     def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
         if reason := self.refused(FILES, how, rows, version):
@@ -282,9 +280,8 @@ class Evaluations(Runs):
         return "none of the cells is ours" if others and not ours else ""
 
     def finished(self, rows: tuple[str, ...], more: bool) -> int:
-        arrays = {path.stem for path in self.output.glob("arrays/*.npz")}
         lines = [line for line in self.kept(rows) if line["identity"]["losses"] == more]
-        return len({line["cell"] for line in lines} & arrays)
+        return len({line["cell"] for line in lines})
 
     def check_report(self) -> None:
         assert read_results(self.output)
@@ -295,8 +292,7 @@ class Evaluations(Runs):
         assert [row.label for row in found] == [*rows]
         assert [row.result.ppl[8] for row in found] == [pytest.approx(np.exp(version))] * len(rows)
         for line in (line for line in self.kept(rows) if line["identity"]["losses"] == more):
-            with np.load(self.output / "arrays" / f"{line['cell']}.npz") as arrays:
-                assert ("losses_8" in arrays.files) == more
+            assert bool(line["result"]["losses"]) == more
 
 
 class Retrievals(Runs):
@@ -308,14 +304,14 @@ class Retrievals(Runs):
         config = RetrievalConfig(model="model", methods=rows, output=str(self.output))
         evaluate_module.retrieve(config, **flags)
 
-    def values(self, cell: Cell, version: int) -> tuple[dict[str, Any], Any]:
+    def values(self, cell: Cell, version: int) -> dict[str, Any]:
         """All trials are solved by one version, and none by the other."""
         trial = {
             "task": "passkey", "length": 8, "depth": 0.5, "trial": cell.number, "distance": 3,
             "score": version % 2, "prompt": str(cell.number),
         }  # fmt: skip
         cost = {"forward_tokens": 8, "peak_memory_bytes": 1, "crop": None}
-        return {**self.about(cell), **cost, "trials": [trial]}, None
+        return {**self.about(cell), **cost, "trials": [trial]}
 
     def refuses(self, how: str, rows: tuple[str, ...], version: int, more: bool) -> str:
         if reason := self.refused(FILES, how, rows, version):
