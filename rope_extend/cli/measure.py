@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -45,15 +45,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     interruption, the same command with --resume continues. To share the documents among several GPUs:
     torchrun --nproc-per-node N -m rope_extend evaluate ...
     """
-
-    def measured(config: EvaluationConfig, resume: bool, overwrite: bool) -> str:
-        from rope_extend.evaluation.evaluate import evaluate as run
-        from rope_extend.evaluation.report_files import markdown_report
-
-        rows = run(config, resume=resume, overwrite=overwrite)
-        return markdown_report(rows) if rows else ""
-
-    _run(EvaluationConfig, arguments, measured)
+    _run(EvaluationConfig, arguments)
 
 
 def retrieve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,15 +60,7 @@ def retrieve(arguments: argparse.Namespace) -> None:
     prompts.jsonl, results.jsonl, tables with controls, accuracy against length, and heat maps in report.html.
     After an interruption, the same command with --resume continues.
     """
-
-    def measured(config: RetrievalConfig, resume: bool, overwrite: bool) -> str:
-        from rope_extend.evaluation.evaluate import retrieve as run
-        from rope_extend.evaluation.report_files import markdown_report
-
-        rows = run(config, resume=resume, overwrite=overwrite)
-        return markdown_report(rows) if rows else ""
-
-    _run(RetrievalConfig, arguments, measured)
+    _run(RetrievalConfig, arguments)
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,13 +76,7 @@ def report(arguments: argparse.Namespace) -> None:
     which method to use, or to train. It can be stopped at any time, and the same command with --resume
     continues.
     """
-
-    def measured(config: StudyConfig, resume: bool, overwrite: bool) -> str:
-        from rope_extend.study import compare_methods
-
-        return compare_methods(config, resume=resume, overwrite=overwrite).markdown()
-
-    _run(StudyConfig, arguments, measured)
+    _run(StudyConfig, arguments)
 
 
 def _add_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig], work: str) -> None:
@@ -115,10 +93,8 @@ def _add_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig], work
     add_fields(parser, cls, LOAD_FIELDS)
 
 
-def _run(
-    cls: type[ConfigT], arguments: argparse.Namespace, measured: Callable[[ConfigT, bool, bool], str]
-) -> None:
-    """Print the plan, or measure, print what `measured` returns, and say where the report is."""
+def _run(cls: type[ModelConfig], arguments: argparse.Namespace) -> None:
+    """Print the plan, or measure, print the tables, and say where the report is."""
     config = model_config(cls, arguments)
     given = config.output and (config.data or cls is RetrievalConfig)
     needs = "--output" if cls is RetrievalConfig else "--data and --output"
@@ -139,13 +115,26 @@ def _run(
     check_launch(process_count())
     assert config.output is not None
     with _says_how_to_resume(config.output):
-        shown = measured(config, arguments.resume, arguments.overwrite)
+        shown = _measured(config, arguments.resume, arguments.overwrite)
     if connected := processes(config.load_options().torch_device):
         connected.destroy_process_group()
     if is_main_process():
         print(shown)
         done = holds_cells(config.output)
         print(f"written: {config.output}" if done else "no report is written: nothing is measured yet")
+
+
+def _measured(config: ModelConfig, resume: bool, overwrite: bool) -> str:
+    """Measure; returns the tables, and the verdict of a study."""
+    if isinstance(config, StudyConfig):
+        from rope_extend.study import compare_methods
+
+        return compare_methods(config, resume=resume, overwrite=overwrite).markdown()
+    from rope_extend.evaluation.evaluate import measure
+    from rope_extend.evaluation.report_files import markdown_report
+
+    found = measure(config, resume=resume, overwrite=overwrite)
+    return markdown_report(found.rows) if found.rows else ""
 
 
 def _print_plan(config: ModelConfig, *, resume: bool, as_json: bool) -> None:

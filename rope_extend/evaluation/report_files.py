@@ -25,7 +25,8 @@ from rope_extend.evaluation.report_parts import (
     table_parts,
     tasks_of,
 )
-from rope_extend.evaluation.results import EvaluationRow, plain
+from rope_extend.evaluation.results import EvaluationRow
+from rope_extend.evaluation.statistics import plain
 from rope_extend.evaluation.verdicts import verdict_sentences
 from rope_extend.files import replacing_files, write_text
 from rope_extend.report.page import Part, Picture, markdown, write_pages

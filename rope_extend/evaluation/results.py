@@ -12,7 +12,7 @@ import numpy as np
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
 from rope_extend.evaluation.protocols import protocol_named
-from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates
+from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates, plain
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
@@ -141,31 +141,15 @@ class PerplexityResult:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
-        scored, by_position = values.get("scored_by_position"), map(_number, values["nll_by_position"])
-        sums, terms = values.get("document_nll") or {}, values.get("document_terms") or {}
-        read: dict[str, Any] = {
-            "ppl": _by_length(values["ppl"], _number),
-            "tokens": _by_length(values["tokens"], _count),
-            "nll_by_position": np.array([*by_position], dtype=np.float64),
-            "scored_by_position": None if scored is None else np.array([*map(_count, scored)], np.int64),
-            "document_nll": _by_length(sums, lambda each: [*map(_number, each)]),
-            "document_terms": _by_length(terms, lambda each: [*map(_count, each)]),
-            "seconds": _number(values["seconds"]),
-        }
-        read |= {name: _name(values[name]) for name in ("protocol", "data")}
-        read |= {name: _count(values[name]) for name in _COUNTS}
-        read |= {name: _optional(_count)(values.get(name)) for name in ("window", "stride", "last")}
-        made = cls(**read)
+        made = cls(**_read(_PERPLEXITY, values))
         protocol_named(made.protocol)
+        positions = made.nll_by_position if made.scored_by_position is None else made.scored_by_position
         _require(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
         _require(made.documents > 0 and made.document_nll.keys() == made.document_terms.keys())
-        _require(scored is None or len(scored) == len(made.nll_by_position))
+        _require(len(positions) == len(made.nll_by_position))
         for length, counts in made.document_terms.items():
             _require(length in made.ppl and len(counts) == len(made.document_nll[length]) and sum(counts) > 0)
         return made
-
-
-_COUNTS = ("documents", "dropped_documents", "passes", "forward_tokens", "peak_memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -197,12 +181,9 @@ class Cell:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """From plain values; raises ValueError, TypeError or KeyError for others."""
-        scores = tuple(map(_number, values["scores"]))
-        _require(bool(scores) and all(0 <= score <= 1 for score in scores))
-        return cls(
-            _name(values["task"]), _length(values["length"]), _optional(_number)(values["depth"]),
-            _optional(_count)(values["distance"]), scores, _optional(_name)(values.get("data")),
-        )  # fmt: skip
+        made = cls(**_read(_CELL, values))
+        _require(bool(made.scores) and all(0 <= score <= 1 for score in made.scores))
+        return made
 
 
 @dataclass(frozen=True)
@@ -299,13 +280,7 @@ class RetrievalResult:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
-        return cls(
-            tuple(map(Cell.from_dict, values["cells"])),
-            _optional(_count)(values["crop"]),
-            _number(values["seconds"]),
-            _count(values["forward_tokens"]),
-            _count(values["peak_memory_bytes"]),
-        )
+        return cls(**_read(_RETRIEVAL, values))
 
 
 class Sample(NamedTuple):
@@ -406,26 +381,19 @@ class EvaluationRow:
             RopeExtendError: the values are not those of a row.
         """
         try:
-            result, retrieval, encoding = (values.get(name) for name in ("result", "retrieval", "encoding"))
-            made = cls(
-                label=_name(values["label"]),
-                encoding=_optional(dict)(encoding),
-                model=_name(values["model"]),
-                result=PerplexityResult.from_dict(result) if result is not None else PerplexityResult(),
-                retrieval=RetrievalResult.from_dict(retrieval)
-                if retrieval is not None
-                else RetrievalResult(),
-                samples=tuple(Sample(**sample) for sample in values.get("samples") or ()),
-                adapter=_optional(_name)(values.get("adapter")),
-                rope_parameters=_optional(dict)(values.get("rope_parameters")),
-                **{
-                    name: _optional(_length)(values.get(name)) for name in ("trained_length", "target_length")
-                },
-            )
-            _require(encoding is None or bool(_name(encoding["name"])))
+            made = cls(**_read(_ROW, values))
+            _require(made.encoding is None or isinstance(made.encoding["name"], str))
             return made
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RopeExtendError(f"not a row of results: {type(error).__name__}: {error}") from error
+
+
+Reader = Callable[[Any], Any]
+"""Makes a value of a plain one, and raises ValueError, TypeError or KeyError for a damaged one."""
+
+
+def _read(readers: Mapping[str, Reader], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: reader(values.get(name)) for name, reader in readers.items()}
 
 
 def _require(ok: bool) -> None:
@@ -433,11 +401,7 @@ def _require(ok: bool) -> None:
         raise ValueError("the numbers contradict each other")
 
 
-def _optional(kind: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else kind(value)
-
-
-def _name(value: Any) -> str:
+def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"text is needed, not {value!r:.40}")
     return value
@@ -462,23 +426,61 @@ def _length(value: Any) -> int:
     return int(value)
 
 
-def _by_length(values: Mapping[str, Any], kind: Callable[[Any], Any]) -> dict[int, Any]:
-    if any(len(length) > 15 for length in values):
-        raise ValueError("not numbers of tokens")
-    return {_length(int(length)): kind(value) for length, value in values.items()}
+def _optional(reader: Reader, default: Any = None) -> Reader:
+    return lambda value: default if value is None else reader(value)
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it: keys are text, arrays and tuples are lists, NaN and infinity are None."""
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return [*map(plain, value)]
-    return or_none(value) if isinstance(value, float) else value
+def _list(reader: Reader) -> Reader:
+    return lambda values: [*map(reader, values)]
 
 
-def or_none(value: float) -> float | None:
-    """The number, or None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+def _by_length(reader: Reader) -> Reader:
+    def read(values: Mapping[str, Any]) -> dict[int, Any]:
+        if any(len(length) > 15 for length in values):
+            raise ValueError("not numbers of tokens")
+        return {_length(int(length)): reader(value) for length, value in values.items()}
+
+    return read
+
+
+_PERPLEXITY: Mapping[str, Reader] = {
+    "ppl": _by_length(_number),
+    "tokens": _by_length(_count),
+    "nll_by_position": lambda values: np.array(_list(_number)(values), dtype=np.float64),
+    "scored_by_position": _optional(lambda values: np.array(_list(_count)(values), dtype=np.int64)),
+    "document_nll": _by_length(_list(_number)),
+    "document_terms": _by_length(_list(_count)),
+    "seconds": _number,
+    **dict.fromkeys(("protocol", "data"), _text),
+    **dict.fromkeys(("documents", "dropped_documents", "passes", "forward_tokens"), _count),
+    "peak_memory_bytes": _count,
+    **dict.fromkeys(("window", "stride", "last"), _optional(_count)),
+}
+_CELL: Mapping[str, Reader] = {
+    "task": _text,
+    "length": _length,
+    "depth": _optional(_number),
+    "distance": _optional(_count),
+    "scores": lambda values: tuple(map(_number, values)),
+    "data": _optional(_text),
+}
+_RETRIEVAL: Mapping[str, Reader] = {
+    "cells": lambda values: tuple(map(Cell.from_dict, values)),
+    "crop": _optional(_count),
+    "seconds": _number,
+    "forward_tokens": _count,
+    "peak_memory_bytes": _count,
+}
+_ROW: Mapping[str, Reader] = {
+    "label": _text,
+    "encoding": _optional(dict),
+    "model": _text,
+    "adapter": _optional(_text),
+    "result": _optional(PerplexityResult.from_dict, PerplexityResult()),
+    "trained_length": _optional(_length),
+    "rope_parameters": _optional(dict),
+    "retrieval": _optional(RetrievalResult.from_dict, RetrievalResult()),
+    "samples": lambda values: tuple(Sample(**sample) for sample in values or ()),
+    "target_length": _optional(_length),
+}
+"""The fields of each record in a file."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,14 +156,19 @@ def _measure_all(
     tokens = sum(cell.tokens for cell in cells)
     shown = progress and is_main_process()
     bar = progress_bar(logger, shown=shown, total=tokens, unit="tok", unit_scale=True, desc="measuring")
-    with bar, _Prepared(measurement.candidates, lm) as prepared:
+    row = None
+    with bar, ExitStack() as stack:
         for number, cell in enumerate(cells):
             if not clock.has_time(number):
                 break
+            if row is None or (row.method, row.adapter) != (cell.row.method, cell.row.adapter):
+                stack.close()
+                candidate = stack.enter_context(_under(measurement.candidates, lm, cell.row))
+            row = cell.row
             started, used = time.perf_counter(), time.process_time()
             values = None
             with _optional(measurement, cell):
-                values = _measure(measurement, prepared.candidate(cell.row), cell, bar)
+                values = _measure(measurement, candidate, cell, bar)
             if values is None:
                 continue
             seconds = time.perf_counter() - started
@@ -260,30 +265,8 @@ def _said(cell: Cell, values: dict[str, Any]) -> str:
     return f"{cell.row.label}: {values['document']}, perplexity {shown} at {format_length(int(length))}"
 
 
-class _Prepared:
-    """The model under one row at a time; a row that follows itself stays."""
-
-    def __init__(self, candidates: Candidates, lm: Any) -> None:
-        self.candidates, self.lm = candidates, lm
-        self.row: Row | None = None
-        self.stack = ExitStack()
-
-    def __enter__(self) -> _Prepared:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
-
-    def candidate(self, row: Row) -> Candidate:
-        """The model under a row."""
-        if self.row is None or (self.row.method, self.row.adapter) != (row.method, row.adapter):
-            self.stack.close()
-            self.stack = ExitStack()
-            context = (
-                self.candidates.untrained(self.lm, row.method)
-                if row.method is not None
-                else self.candidates.tuned(self.lm, str(row.adapter))
-            )
-            self.current = self.stack.enter_context(context)
-        self.row = row
-        return self.current
+def _under(candidates: Candidates, lm: Any, row: Row) -> AbstractContextManager[Candidate]:
+    """The model under the method or with the adapter of a row."""
+    if row.method is not None:
+        return candidates.untrained(lm, row.method)
+    return candidates.tuned(lm, str(row.adapter))

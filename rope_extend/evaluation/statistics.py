@@ -109,10 +109,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers. NaN and infinity become None."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
+        return {name: plain(value) for name, value in asdict(self).items()}
 
     @property
     def clear(self) -> bool:
@@ -237,3 +234,19 @@ def paired_rates(first: Sequence[float], second: Sequence[float]) -> RateDiffere
     low = change - distance(after.mean - after.low, before.high - before.mean)
     high = change + distance(after.high - after.mean, before.mean - before.low)
     return RateDifference(before, after, change, max(-1.0, low), min(1.0, high))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: keys are text, arrays and tuples are lists, NaN and infinity are None."""
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [*map(plain, value)]
+    return or_none(value) if isinstance(value, float) else value
+
+
+def or_none(value: float) -> float | None:
+    """The number, or None for NaN and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None

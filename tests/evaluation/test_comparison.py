@@ -77,7 +77,9 @@ def test_two_methods_are_compared_document_by_document(
     assert [one.length for one in compare(plain, measured("b", model, [64])).differences] == [64]
     drawn: list[Canvas] = []
     monkeypatch.setattr(Canvas, "save", lambda self: drawn.append(self))
-    plot_ratio([found], tmp_path / "a.png")
+    far = replace(linear, label="far", result=replace(linear.result, document_nll={16: [999.0] * 4}))
+    plot_ratio([found, compare(plain, replace(far))], tmp_path / "a.png")
+    assert not any("far" in str(line.get_label()) for line in drawn[0].axes.lines)  # outside the picture
     (curve,) = (line for line in drawn[0].axes.lines if "linear" in str(line.get_label()))
     ratios = {one.length: one.ratio for one in found.differences}
     assert dict(zip(*curve.get_data(), strict=True)) == pytest.approx(ratios)

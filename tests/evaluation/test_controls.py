@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_perplexity import measure, naive_losses, texts, tiny
 from test_report import result, row
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -216,61 +215,32 @@ def test_retrieval_within_the_window_is_in_the_default_report(
         assert f"{before:.0%} → {after:.0%}" in text
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_retrieval_is_measured_only_if_there_is_something_to_compare(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = []
-    monkeypatch.setattr(
-        "rope_extend.evaluation.measurement.make_prompts",
-        lambda *args, **more: asked.append((args, more)) or make_prompts(*args, **more),
-    )
-
-    def rows(**options) -> list[EvaluationRow]:
-        common = {"data": work / "data", "lengths": [512], "max_documents": 1}
-        return evaluated(MODEL_DIR, **{**common, **options})
-
-    rows(methods=["none", "as-is"])  # nothing changed
-    rows(methods=["yarn"], retrieval=0)
-    assert asked == []
-    rows(methods=["yarn"])
-    rows(methods=["none", "yarn"], cropped=False)
-    rows(methods=["none"], retrieval=4)  # asked for by number
-    assert [(args[2], more["options"].trials) for args, more in asked] == [([256], 4)] * 3
+@pytest.mark.parametrize(
+    ("settings", "trials"),
+    [
+        ({"methods": ["none", "as-is"]}, 0),  # nothing changed
+        ({"methods": ["yarn"], "retrieval": 0}, 0),
+        ({"methods": ["yarn"]}, 4),
+        ({"methods": ["none"], "retrieval": 3}, 3),  # asked for by number
+        ({"methods": ["none"], "retrieval_lengths": [512]}, 4),
+    ],
+    ids=str,
+)
+def test_passkeys_are_asked_if_there_is_something_to_compare(settings: dict[str, Any], trials: int) -> None:
+    config = EvaluationConfig(model=str(MODEL_DIR), lengths=(512,), **settings)
+    prompts = Measurement(config, texts=False).wanted.prompts
+    assert (prompts.options.trials if prompts.tasks else 0) == trials
     with pytest.raises(
         RopeExtendError, match="retrieval must be auto, or a whole number, at least 0; got -1"
     ):
-        rows(retrieval=-1)
-    monkeypatch.undo()
-    found = evaluated(work / "model", data=work / "data", lengths=[64], methods=["yarn"])
-    assert not any(one.retrieval for one in found)  # the task does not fit a window of 32 tokens
+        EvaluationConfig(model=str(MODEL_DIR), retrieval=-1)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_a_task_that_does_not_fit_the_old_window_is_left_out(
+    work: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = evaluated(work / "model", data=work / "data", lengths=[64], methods=["yarn"], max_documents=1)
+    assert not any(one.retrieval for one in found)
     assert "passkey at 32 is not measured: the task passkey needs about" in caplog.text
     assert "Retrieval within the window was not measured" in markdown_report(found)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_a_control_that_does_not_fit_does_not_stop_the_measurement(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def rows() -> list[EvaluationRow]:
-        common = {"lengths": [512], "methods": ["yarn"], "max_documents": 1, "retrieval": 1}
-        return evaluated(MODEL_DIR, data=work / "data", **common)
-
-    whole = rows()
-
-    def fail(error: Exception) -> None:
-        def generate(*_: object, **__: object) -> None:
-            raise error
-
-        monkeypatch.setattr("transformers.LlamaForCausalLM.generate", generate)
-
-    fail(torch.OutOfMemoryError("CUDA out of memory"))
-    again = rows()
-    assert [one.result.ppl for one in again] == [one.result.ppl for one in whole]
-    assert not any(one.retrieval for one in again)
-    assert "yarn: retrieval is not measured" in caplog.text
-    fail(RopeExtendError("something else"))
-    with pytest.raises(RopeExtendError, match="something else"):
-        rows()

@@ -210,7 +210,7 @@ class Runs(RuleBasedStateMachine):
         ]
         self.patches.setattr(running, "model_identity", lambda _: {"version": version})
         self.patches.setattr(running, "_device_name", lambda _: "cpu")
-        self.patches.setattr(running, "_Prepared", lambda *_: nullcontext(SimpleNamespace(candidate=str)))
+        self.patches.setattr(running, "_under", lambda *_: nullcontext())
         self.patches.setattr(running, "_measure", self.measure)
         return SimpleNamespace(
             rows=own, plan=None, trained=8, prompts=[], cells=lambda: cells, missing=lambda _: cells,

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.axes import Axes
 from test_report import row
 
-from rope_extend.evaluation.comparison import Comparison, against_cropped
+from rope_extend.evaluation.comparison import Comparison
 from rope_extend.evaluation.report_files import markdown_report, write_report
 from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
 from rope_extend.evaluation.statistics import Difference
 from rope_extend.evaluation.verdicts import Verdict, _gain, control_lines, verdicts
-from rope_extend.plots.curves import plot_ratio
 
 TRAINED = 32
 
@@ -207,22 +205,6 @@ def test_the_report_begins_with_the_verdicts(tmp_path: Path) -> None:
     ]  # fmt: skip
     # Without the control nothing is promised.
     assert "In short" not in markdown_report([rows(2.9)[0], rows(2.9)[2]])
-
-
-def test_the_chart_of_ratios_shows_what_is_near_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[tuple[str, list[float]]] = []
-    plot = Axes.plot
-
-    def recorded(self: Axes, x: object, y: object, **style: object) -> object:
-        lines.append((str(style.get("label")), [float(value) for value in y]))  # type: ignore[attr-defined]
-        return plot(self, x, y, **style)
-
-    monkeypatch.setattr(Axes, "plot", recorded)
-    found = against_cropped([*rows(2.9), measured("far", "ntk", 4.5)])
-    assert plot_ratio(found, tmp_path / "ratio.png").stat().st_size > 1000
-    drawn = dict(lines)
-    assert drawn[" yarn + LoRA"] == [pytest.approx(math.exp(-0.1))]
-    assert " far" not in drawn  # 4.5 times as high
 
 
 @pytest.mark.parametrize(
