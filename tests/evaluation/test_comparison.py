@@ -78,7 +78,7 @@ def test_two_methods_are_compared_document_by_document(
     drawn: list[Canvas] = []
     monkeypatch.setattr(Canvas, "save", lambda self: drawn.append(self))
     far = replace(linear, label="far", result=replace(linear.result, document_nll={16: [999.0] * 4}))
-    plot_ratio([found, compare(plain, replace(far))], tmp_path / "a.png")
+    plot_ratio([found, compare(plain, far)], tmp_path / "a.png")
     assert not any("far" in str(line.get_label()) for line in drawn[0].axes.lines)  # outside the picture
     (curve,) = (line for line in drawn[0].axes.lines if "linear" in str(line.get_label()))
     ratios = {one.length: one.ratio for one in found.differences}
