@@ -28,6 +28,7 @@ from rope_extend.evaluation.clock import Clock
 from rope_extend.evaluation.collecting import collect, perplexity_values
 from rope_extend.evaluation.identity import model_identity
 from rope_extend.evaluation.measurement import Measurement, counted_by_row
+from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
@@ -96,6 +97,7 @@ def run(
     with ExitStack() as stack:
         if where is not None and is_main_process():
             stack.enter_context(only_writer(where, "measurement"))
+            check_measurement(where, overwrite=overwrite, resume=resume)  # another one may have ended by now
         logger.info("%s", said)
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)

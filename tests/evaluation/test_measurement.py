@@ -228,6 +228,13 @@ def test_one_process_writes_to_a_directory(work: Path, tmp_path: Path) -> None:
     config = config_of(work, output=str(tmp_path), methods=("none",))
     with only_writer(tmp_path, "measurement"), pytest.raises(RopeExtendError, match="another measurement is"):
         rx.evaluate(config, progress=False)
+    # Two that begin in an empty directory, of which one has ended when the other gets the lock.
+    slow = Measurement(config)
+    rx.evaluate(config, progress=False)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RopeExtendError, match="holds a measurement; give resume=True"):
+        run(slow, tmp_path, progress=False)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_losses_of_tokens_are_kept(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
