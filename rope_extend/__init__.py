@@ -1,97 +1,24 @@
 """rope_extend: extend the context window of pretrained Llama-style models.
 
 Each public name is imported when it is first used. So importing the package loads neither torch nor
-transformers.
+transformers. `__init__.pyi` has the names.
 After the import, transformers' auto classes can load checkpoints whose model type is "rope_extend".
 """
 
-from __future__ import annotations
-
+import re
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from rope_extend.checkpoint.auto_registration import register_when_imported
 
-if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and editors
-    from rope_extend.advice.advice import Advice as Advice
-    from rope_extend.advice.answer import advise as advise
-    from rope_extend.attention.sink_cache import sink_cache as sink_cache
-    from rope_extend.checkpoint.callback import SaveEncodingCallback as SaveEncodingCallback
-    from rope_extend.checkpoint.converting import convert as convert
-    from rope_extend.checkpoint.export.write import export as export
-    from rope_extend.checkpoint.info import info as info
-    from rope_extend.checkpoint.merging import merge as merge
-    from rope_extend.checkpoint.publishing import push_to_hub as push_to_hub
-    from rope_extend.checkpoint.restoring import load as load
-    from rope_extend.checkpoint.restoring import load_adapter as load_adapter
-    from rope_extend.checkpoint.saving import record_encoding as record_encoding
-    from rope_extend.checkpoint.saving import save as save
-    from rope_extend.checkpoint.verifying import verify as verify
-    from rope_extend.data.documents import Document as Document
-    from rope_extend.data.documents import load_documents as load_documents
-    from rope_extend.data.sampled_positions import PositionCollator as PositionCollator
-    from rope_extend.encodings import Encoding as Encoding
-    from rope_extend.encodings import RopeEncoding as RopeEncoding
-    from rope_extend.encodings import RopeShape as RopeShape
-    from rope_extend.encodings import encoding as encoding
-    from rope_extend.encodings import encoding_names as encoding_names
-    from rope_extend.errors import PatchError as PatchError
-    from rope_extend.errors import RopeExtendError as RopeExtendError
-    from rope_extend.errors import UnsupportedModelError as UnsupportedModelError
-    from rope_extend.evaluation.evaluate import evaluate as evaluate
-    from rope_extend.evaluation.evaluate import retrieve as retrieve
-    from rope_extend.evaluation.evaluation_config import EvaluationConfig as EvaluationConfig
-    from rope_extend.evaluation.evaluation_config import RetrievalConfig as RetrievalConfig
-    from rope_extend.evaluation.evaluation_config import StudyConfig as StudyConfig
-    from rope_extend.evaluation.perplexity import RunOptions as RunOptions
-    from rope_extend.evaluation.perplexity import perplexity as perplexity
-    from rope_extend.evaluation.results import EvaluationRow as EvaluationRow
-    from rope_extend.evaluation.results import PerplexityResult as PerplexityResult
-    from rope_extend.evaluation.results import RetrievalResult as RetrievalResult
-    from rope_extend.models.families import supported_families as supported_families
-    from rope_extend.patching import Patch as Patch
-    from rope_extend.patching import current_patch as current_patch
-    from rope_extend.patching import extend as extend
-    from rope_extend.patching import patch_model as patch_model
-    from rope_extend.searching.run_search import search as search
-    from rope_extend.searching.search_config import SearchConfig as SearchConfig
-    from rope_extend.searching.search_result import SearchResult as SearchResult
-    from rope_extend.study import compare_methods as compare_methods
-    from rope_extend.training.finetune import finetune as finetune
-    from rope_extend.training.recipe import Recipe as Recipe
-
 __version__ = "0.1.0"
-_MODULES = {
-    "advice.advice": ("Advice",),
-    "advice.answer": ("advise",),
-    "attention.sink_cache": ("sink_cache",),
-    "checkpoint.callback": ("SaveEncodingCallback",),
-    "checkpoint.converting": ("convert",),
-    "checkpoint.export.write": ("export",),
-    "checkpoint.info": ("info",),
-    "checkpoint.merging": ("merge",),
-    "checkpoint.publishing": ("push_to_hub",),
-    "checkpoint.restoring": ("load", "load_adapter"),
-    "checkpoint.saving": ("record_encoding", "save"),
-    "checkpoint.verifying": ("verify",),
-    "data.documents": ("Document", "load_documents"),
-    "data.sampled_positions": ("PositionCollator",),
-    "encodings": ("Encoding", "RopeEncoding", "RopeShape", "encoding", "encoding_names"),
-    "errors": ("PatchError", "RopeExtendError", "UnsupportedModelError"),
-    "evaluation.evaluate": ("evaluate", "retrieve"),
-    "evaluation.evaluation_config": ("EvaluationConfig", "RetrievalConfig", "StudyConfig"),
-    "evaluation.perplexity": ("RunOptions", "perplexity"),
-    "evaluation.results": ("EvaluationRow", "PerplexityResult", "RetrievalResult"),
-    "models.families": ("supported_families",),
-    "patching": ("Patch", "current_patch", "extend", "patch_model"),
-    "searching.run_search": ("search",),
-    "searching.search_config": ("SearchConfig",),
-    "searching.search_result": ("SearchResult",),
-    "study": ("compare_methods",),
-    "training.finetune": ("finetune",),
-    "training.recipe": ("Recipe",),
+_MODULE_OF = {
+    name: module
+    for module, name in re.findall(
+        r"^from (\S+) import (\w+)", Path(__file__).with_suffix(".pyi").read_text("utf-8"), re.MULTILINE
+    )
 }
-_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names}
 __all__ = sorted(["__version__", *_MODULE_OF])
 
 

@@ -193,13 +193,11 @@ class Config:
     """Headings of help, each with its fields; the fields of no group come first, under `label`."""
 
     def __post_init__(self) -> None:
-        left_out = []
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is None and item.default is None:
-                left_out.append(item.name)
-            else:
-                self._set(item.name, value)
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        left_out = [item.name for item in fields(self) if values[item.name] is item.default is None]
+        for name, value in values.items():
+            if name not in left_out:
+                self._set(name, value)
         self.check_early()
         computed = self.computed_defaults()
         for name in left_out:
@@ -247,14 +245,15 @@ class Config:
             raise RopeExtendError(
                 f"{cls.label}: must be a mapping of field names to values; got {type(values).__name__}"
             )
-        names = [item.name for item in fields(cls)]
+        required = {
+            item.name: item.default is MISSING and item.default_factory is MISSING for item in fields(cls)
+        }
         for key in values:
-            if key not in names:
-                near = difflib.get_close_matches(str(key), names, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise RopeExtendError(f"{cls.label}: unknown key {key!r}.{hint} Known: {', '.join(names)}")
-        required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-        missing = [name for name in required if name not in values]
+            if key not in required:
+                near = difflib.get_close_matches(str(key), required, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(required)}"
+                raise RopeExtendError(f"{cls.label}: unknown key {key!r}. {hint}")
+        missing = [name for name in required if required[name] and name not in values]
         if missing:
             flags = ", ".join(map(cls.flag_name, missing))
             raise RopeExtendError(
@@ -344,31 +343,11 @@ def add_flags(
         kind, text = field_hints(cls)[item.name]
         default = cls.default_text(item)
         text = (text if default is None else f"{text} (default: {default})").replace("%", "%%")
-        if kind.boolean:
-            action = argparse.BooleanOptionalAction
-            group.add_argument(
-                cls.flag_name(item.name), dest=item.name, action=action, default=None, help=text
-            )
-        else:
-            names = "{" + ",".join(kind.choices) + "}"
-            metavar = names if kind.choices else item.name.split("_")[-1].upper()
-            group.add_argument(
-                cls.flag_name(item.name),
-                dest=item.name,
-                action="append" if kind.repeated else "store",
-                metavar=metavar,
-                help=text,
-            )
-
-
-def flag_values(cls: type[Config], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields that were given as flags, with the values that YAML would have for them.
-
-    Raises:
-        RopeExtendError: a flag's text is not a value of its field.
-    """
-    values = {name: getattr(arguments, name, None) for name in field_hints(cls)}
-    return {name: _read(cls, name, value) for name, value in values.items() if value is not None}
+        settings: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if not kind.boolean:
+            names = "{" + ",".join(kind.choices) + "}" if kind.choices else item.name.split("_")[-1].upper()
+            settings = {"action": "append" if kind.repeated else "store", "metavar": names}
+        group.add_argument(cls.flag_name(item.name), dest=item.name, default=None, help=text, **settings)
 
 
 def from_arguments(
@@ -377,17 +356,26 @@ def from_arguments(
     defaults: Mapping[str, object] | None = None,
     implied: Mapping[str, object] | None = None,
 ) -> ConfigT:
-    """Make settings from parsed arguments: the YAML file `arguments.config`, if any, and the flags.
+    """Make settings from parsed arguments: `arguments.config`, a YAML file or a model, and the flags.
 
     A flag replaces a value of `implied`, which replaces that of the file, which replaces that of `defaults`.
 
     Raises:
-        RopeExtendError: as `Config.from_yaml`.
+        RopeExtendError: two models are given, or as `Config.from_yaml`.
     """
-    overrides = {**(implied or {}), **flag_values(cls, arguments)}
-    if getattr(arguments, "config", None) is not None:
-        return cls.from_yaml(arguments.config, overrides, defaults)
-    return cls.from_dict({**(defaults or {}), **overrides})
+    given = {name: getattr(arguments, name, None) for name in field_hints(cls)}
+    flags = {name: _read(cls, name, value) for name, value in given.items() if value is not None}
+    values = {**(implied or {}), **flags}
+    first = getattr(arguments, "config", None)
+    if first is None:
+        return cls.from_dict({**(defaults or {}), **values})
+    if first.endswith((".yaml", ".yml")) or (Path(first).is_file() and not first.endswith(".gguf")):
+        return cls.from_yaml(first, values, defaults)
+    if "model" in values:
+        raise RopeExtendError(
+            f"two models are given: {first} by position, and by --model {values['model']}; name one"
+        )
+    return cls.from_dict({**(defaults or {}), **values, "model": first})
 
 
 def _read(cls: type[Config], name: str, value: object) -> object:

@@ -80,6 +80,20 @@ def check_creatable(directory: Path) -> None:
         ) from error
 
 
+def check_new(file: Path, *, overwrite: bool) -> None:
+    """Refuse to replace a file without being asked, and a file that cannot be written.
+
+    Raises:
+        RopeExtendError: the file exists and `overwrite` is false, it is a directory, or its own directory
+            cannot be made.
+    """
+    if file.is_dir():
+        raise RopeExtendError(f"cannot write {file}: it is a directory; choose another file")
+    if file.exists() and not overwrite:
+        raise RopeExtendError(f"{file} exists; choose another file, or overwrite=True")
+    check_creatable(file.parent)
+
+
 @contextmanager
 def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Write a file that appears under `path` when the block ends; an earlier file stays if the block raises.
@@ -116,36 +130,23 @@ def write_text(path: Path, text: str, *, durable: bool = False) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def write_json(
-    path: Path, data: Any, *, durable: bool = False, indent: int = 2, sort_keys: bool = False
-) -> None:
-    """Write a JSON file, whole or not at all; see `replacing`.
-
-    Raises:
-        OSError: the file cannot be written; an earlier one is unchanged.
-    """
-    write_text(path, json.dumps(data, indent=indent, sort_keys=sort_keys) + "\n", durable=durable)
+def write_json(path: Path, data: Any, *, durable: bool = False, sort_keys: bool = False) -> None:
+    """Write a JSON file, as `write_text`."""
+    write_text(path, json.dumps(data, indent=2, sort_keys=sort_keys) + "\n", durable=durable)
 
 
-def publish_directory(partial: Path, final: Path, *, durable: bool = False) -> None:
-    """Rename a complete directory to its final name; an earlier directory of that name is removed.
-
-    Args:
-        partial: the complete directory, on the same file system.
-        final: the final name.
-        durable: wait until all files and both directories are on disk.
+def publish_directory(partial: Path, final: Path) -> None:
+    """Rename a complete directory to its final name once it is on disk; an earlier one of that name goes.
 
     Raises:
         OSError: the directory cannot be renamed.
     """
-    if durable:
-        for path in (*partial.rglob("*"), partial):
-            flush(path)
+    for path in (*partial.rglob("*"), partial):
+        flush(path)
     if final.exists():
         shutil.rmtree(final)
     os.replace(partial, final)
-    if durable:
-        flush(final.parent)
+    flush(final.parent)
 
 
 @contextmanager
@@ -176,12 +177,8 @@ def replacing_files(directory: Path, *, last: str) -> Iterator[Path]:
 
 
 @contextmanager
-def replacing_directory(final: Path, *, durable: bool = False) -> Iterator[Path]:
+def replacing_directory(final: Path) -> Iterator[Path]:
     """Fill a directory that appears under `final` when the block ends; an earlier one stays if it raises.
-
-    Args:
-        final: the final name.
-        durable: as in `publish_directory`.
 
     Raises:
         OSError: the directory cannot be created or renamed.
@@ -190,6 +187,6 @@ def replacing_directory(final: Path, *, durable: bool = False) -> Iterator[Path]
     partial.mkdir()
     try:
         yield partial
-        publish_directory(partial, final, durable=durable)
+        publish_directory(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,24 +41,6 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     )
 
 
-def check_same(stored: object, current: Mapping[str, Any], *, what: str, advice: str) -> None:
-    """Refuse what belongs to another measurement.
-
-    Args:
-        stored: the identity that was kept with it.
-        current: the identity of the measurement that would use it.
-        what: what would be used, such as `'log.jsonl' holds trials`; begins the error message.
-        advice: what to do; ends the error message.
-
-    Raises:
-        RopeExtendError: the identities differ, or `stored` is not an identity.
-    """
-    if not isinstance(stored, dict):
-        raise RopeExtendError(f"{what} that do not say which measurement they belong to; {advice}")
-    if changed := differences(stored, current):
-        raise RopeExtendError(f"{what} of another measurement, which differ in {changed}; {advice}")
-
-
 @contextmanager
 def only_writer(directory: Path, work: str) -> Iterator[None]:
     """Be the only process that writes to a directory while the block runs.
@@ -75,25 +57,21 @@ def only_writer(directory: Path, work: str) -> Iterator[None]:
         OSError: the directory cannot be made; see `files.check_creatable`.
     """
     made = [path for path in (directory, *directory.parents) if not path.exists()]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory, os.O_RDONLY) if fcntl is not None else None
-    except BaseException:
-        _remove_empty(made)
-        raise
     place = os.getpid(), directory.resolve()
-    try:
-        if descriptor is not None:
-            _lock(descriptor, f"another {work} is writing to {str(directory)!r}")
+    with ExitStack() as stack:
+        stack.callback(_remove_empty, made)
+        directory.mkdir(parents=True, exist_ok=True)
+        if fcntl is not None:
+            descriptor = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            try:
+                _lock(descriptor, f"another {work} is writing to {str(directory)!r}")
+            except RopeExtendError:
+                made.clear()  # the other process is about to fill them
+                raise
         _written.add(place)
-        try:
-            yield
-        finally:
-            _written.discard(place)
-            _remove_empty(made)  # not if another process has the lock: it is about to fill them
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        stack.callback(_written.discard, place)
+        yield
 
 
 def _remove_empty(directories: list[Path]) -> None:
@@ -191,15 +169,16 @@ class Journal:
         in_use = f"another process is writing {self._holds} to {str(path.parent)!r}"
         try:
             self._descriptor = os.open(path, flags, 0o666)
-            if fcntl is not None:
-                _lock(self._descriptor, in_use)
         except FileExistsError as error:
             raise RopeExtendError(f"{in_use}; wait until it has ended, or use another directory") from error
         except OSError as error:
             raise RopeExtendError(f"cannot write {str(path)!r}: {error}; use another directory") from error
-        except RopeExtendError:
-            self.close()
-            raise
+        if fcntl is not None:
+            try:
+                _lock(self._descriptor, in_use)
+            except RopeExtendError:
+                self.close()
+                raise
 
     def _read(self, path: Path, advice: str) -> None:
         content = path.read_bytes()
@@ -215,11 +194,13 @@ class Journal:
                 raise RopeExtendError(
                     f"line {number} of {str(path)!r} is damaged ({error}); delete the line"
                 ) from error
-            if number == 1:
-                what = f"{str(path)!r} holds {self._holds}"
-                check_same(values.get(_IDENTITY), self.identity, what=what, advice=advice)
-            else:
+            stored = values.get(_IDENTITY)
+            if number > 1:
                 self.records.append(values)
+            elif changed := differences(stored if isinstance(stored, dict) else {}, self.identity):
+                raise RopeExtendError(
+                    f"{str(path)!r} holds {self._holds} of other work, which differ in {changed}; {advice}"
+                )
 
     def _write(self, path: Path, content: bytes) -> None:
         assert self._descriptor is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
@@ -112,6 +113,7 @@ class Patch:
         self.changed = False
         self.learned: LearnedParameters | None = None
         self._undo = UndoLog()
+        self._configs: list[tuple[Any, Any, dict[str, Any]]] = []
         self._handler: AttentionHandler | None = None
         self._active = False
 
@@ -120,6 +122,8 @@ class Patch:
         adapter = adapter_for(base.config.model_type)
         modules = adapter.rotary_modules(base.base_model)
         try:
+            remove_handlers(base.base_model, self._undo)
+            self._give_own_config(base)
             self._install_handler(base, adapter)
             for path, module in modules.items():
                 before = active_table(module, base.config, self.target_length)
@@ -139,10 +143,21 @@ class Patch:
             raise
         self._active = True
 
+    def _give_own_config(self, base: Any) -> None:
+        """Give the model a copy of its config, because another model may have the same one."""
+        copies: dict[int, Any] = {}
+        deepcopy(base.config, copies)
+        for module in self.model.modules():
+            config = vars(module).get("config")
+            own = copies.get(id(config))
+            if own is not None:
+                self._undo.set(module, "config", own)
+                if all(each is not own for _, each, _ in self._configs):
+                    self._configs.append((config, own, dict(vars(own))))
+
     def _install_handler(self, base: Any, adapter: FamilyAdapter) -> None:
-        """Install the handler that the encoding needs, and remove that of an earlier patch."""
+        """Install the handler that the encoding needs."""
         decoder = base.base_model
-        remove_handlers(decoder, self._undo)
         if getattr(decoder, LEARNED, None) is not None:
             self._undo.set(decoder, LEARNED, None)
         handler = handler_for(self.encoding, self.shape, base, adapter)
@@ -278,7 +293,8 @@ class Patch:
     def remove(self) -> None:
         """Undo the patch: modules, config and tokenizer are the objects and values they were before.
 
-        The attention implementation stays the one that was chosen last. Removing twice does nothing.
+        What you set in the config while the patch was active stays, such as the attention implementation.
+        Removing twice does nothing.
 
         Raises:
             PatchError: a later patch of the same model is still active.
@@ -296,6 +312,10 @@ class Patch:
         devices = {path: module.inv_freq.device for path, module in modules.items()}
         self._undo.unwind()
         self._active = False
+        for config, own, before in self._configs:
+            for attribute, value in vars(own).items():
+                if attribute not in before or before[attribute] != value:
+                    setattr(config, attribute, value)
         for path, device in devices.items():
             self._move(base, base.base_model.get_submodule(path), device)
 
@@ -454,6 +474,11 @@ def extend(
     )
     if not patch.changed:
         patch.remove()
+        if (present := current_patch(model)) is not None and present.encoding == encoding:
+            raise PatchError(
+                f"extend: the model is extended already, by {encoding} to {target_length} tokens; to start "
+                "again, remove that patch first: rx.current_patch(model).remove()"
+            )
         raise PatchError(
             f"extend: {encoding} leaves the rotary tables as they were, so the window would not grow; "
             f"choose one of the scaling methods, or use patch_model for a control"

@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import SupportsIndex
 
 from rope_extend.errors import RopeExtendError
 
-_UNITS = {"": 1, "k": 1024, "m": 1024**2}
+_LENGTHS = {"": 1, "k": 1024, "m": 1024**2}
+_SIZES = {
+    f"{prefix}{binary}{unit}": (1024 if binary else 1000) ** power
+    for power, prefix in enumerate(["", "k", "m", "g", "t"])
+    for binary in (["", "i"] if prefix else [""])
+    for unit in ("", "b")
+}
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+def _parse(value: object, units: Mapping[str, int]) -> Fraction | None:
+    """The number that text with a unit, or a whole number, stands for; None for anything else."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:_\d+)*(?:\.\d+)?)\s*([a-z]*)", value.strip().lower(), re.ASCII)
+        return Fraction(match[1]) * units[match[2]] if match and match[2] in units else None
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    return Fraction(operator.index(value))
 
 
 def parse_length(length: str | SupportsIndex) -> int:
@@ -18,16 +36,8 @@ def parse_length(length: str | SupportsIndex) -> int:
     Raises:
         RopeExtendError: for anything that is not a whole, positive number of tokens.
     """
-    tokens: float | None = None
-    if isinstance(length, str):
-        match = re.fullmatch(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([km]?)\s*", length, re.IGNORECASE | re.ASCII)
-        if match and "." in match[1]:
-            tokens = float(match[1]) * _UNITS[match[2].lower()]
-        elif match:
-            tokens = int(match[1]) * _UNITS[match[2].lower()]
-    elif not isinstance(length, bool) and hasattr(length, "__index__"):
-        tokens = operator.index(length)
-    if tokens is None or tokens <= 0 or tokens != int(tokens):
+    tokens = _parse(length, _LENGTHS)
+    if tokens is None or tokens <= 0 or tokens.denominator != 1:
         raise RopeExtendError(
             f"not a length in tokens: {length!r}. A length is a whole number above zero, such as 4096, "
             "'4096', '32k' (32 × 1024) or '1M' (1024 × 1024)"
@@ -50,9 +60,9 @@ def format_length(tokens: int) -> str:
 
     Inverse of `parse_length`.
     """
-    for unit, size in (("M", _UNITS["m"]), ("k", _UNITS["k"])):
-        if tokens >= size and tokens % size == 0:
-            return f"{tokens // size}{unit}"
+    for unit in ("m", "k"):
+        if tokens >= _LENGTHS[unit] and tokens % _LENGTHS[unit] == 0:
+            return f"{tokens // _LENGTHS[unit]}{'M' if unit == 'm' else unit}"
     return str(tokens)
 
 
@@ -63,22 +73,14 @@ def memory_size(size: str | SupportsIndex) -> int:
         RopeExtendError: for anything else, and for a number below a million that has no unit: it was meant
             with one.
     """
-    number: float | None = None
-    if isinstance(size, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?(b?)", size.strip().lower(), re.ASCII)
-        if match:
-            digits, prefix, binary, unit = match.groups()
-            number = float(digits) * (1024 if binary else 1000) ** " kmgt".index(prefix or " ")
-            plain = not prefix and not unit
-    elif not isinstance(size, bool) and hasattr(size, "__index__"):
-        number, plain = operator.index(size), True
+    number = _parse(size, _SIZES)
     if number is None or number < 1:
         raise RopeExtendError(
             f"not a size in memory: {size!r}. Give a size with its unit, such as 20GB or 512MiB"
         )
-    if plain and number < 1e6:
+    if number < 1_000_000 and _parse(size, {"": 1}) is not None:
         raise RopeExtendError(
-            f"not a size in memory: {size!r} is only {number:.0f} bytes. Give the unit, such as {size}GB"
+            f"not a size in memory: {size!r} is only {int(number)} bytes. Give the unit, such as {size}GB"
         )
     return int(number)
 
@@ -101,15 +103,11 @@ def parse_duration(duration: str | float) -> float:
     Raises:
         RopeExtendError: for anything that is not a duration above zero.
     """
-    seconds: float | None = None
-    if isinstance(duration, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h)", duration.strip().lower(), re.ASCII)
-        if match:
-            seconds = float(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]]
-    elif isinstance(duration, int | float) and not isinstance(duration, bool):
-        seconds = float(duration)
+    seconds: float | Fraction | None = duration if isinstance(duration, float) else None
+    if isinstance(duration, str | int):
+        seconds = _parse(duration, _SECONDS)
     if seconds is None or not 0 < seconds < float("inf"):
         raise RopeExtendError(
             f"not a duration: {duration!r}. Give a time with its unit, such as 30min, 2h or 90s"
         )
-    return seconds
+    return float(seconds)

@@ -120,9 +120,6 @@ def commands_page() -> str:
     parts = ["# Command line", "`rope-extend COMMAND --help` prints the same."]
     for title, commands in GROUPS.items():
         parts.append(f"## {title.capitalize()}")
-        for command in commands:
-            parts += [
-                f"### {command.name}",
-                f"```text\n{command_parser(command.name).format_help().rstrip()}\n```",
-            ]
+        for name in (command.__name__ for command in commands):
+            parts += [f"### {name}", f"```text\n{command_parser(name).format_help().rstrip()}\n```"]
     return "\n\n".join(parts) + "\n"

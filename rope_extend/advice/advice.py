@@ -7,13 +7,16 @@ from dataclasses import asdict, dataclass, field, replace
 from shlex import quote
 from typing import Any
 
-from rope_extend.advice.estimates import Work
-from rope_extend.advice.recipe_text import recipe_text
+import yaml
+
+from rope_extend.advice.advised_recipe import Work
 from rope_extend.advice.serving import Serving
 from rope_extend.advice.windows import Window
+from rope_extend.config import field_hints
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.verdicts import LEAST_FOUND, MOST_COST
 from rope_extend.method_names import PRETRAINED
+from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_length
 
@@ -26,20 +29,14 @@ DOES_NOT_FIT = "does not fit"
 FINETUNE = "rope-extend finetune recipe.yaml"
 """The command that trains, until the file of the recipe has a name."""
 CRITERIA = (
-    "perplexity at the target, divided by that of the same model cropped to its old window, is below 1 with "
-    "its whole interval",
+    "perplexity at the target, divided by that of the model as it is, cropped to its present window, is "
+    "below 1 with its whole interval",
     f"passkeys are found in at least {100 * LEAST_FOUND:.0f} % of the trials at every depth, at the target "
     "length",
-    f"perplexity within the old window grows by at most {100 * (MOST_COST - 1):.0f} % (ratio at most "
+    f"perplexity within the present window grows by at most {100 * (MOST_COST - 1):.0f} % (ratio at most "
     f"{MOST_COST})",
 )
 """What an extension must reach before it can be called a success."""
-CRITERIA_FROM_CURRENT = (
-    "perplexity at the target is below that of the model as it is, cropped to its present window",
-    CRITERIA[1],
-    f"perplexity within the present window is at most {MOST_COST} times that of the model as it is",
-)
-"""The same for a model that was trained under scaling, and is extended from there."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,6 @@ class Advice:
         notes: what to know in addition.
         serving: how the chosen engine serves the result, of the training if there is one; None if none was
             chosen, or nothing changes.
-        untrained_serving: the same of `untrained_method`, where it comes before a training.
         start: what is extended: plain RoPE (`pretrained`), or the scaling of a model that was trained under
             it (`current`).
         engines: the engines that compute `method` for this family without rope_extend, as far as we know.
@@ -90,7 +86,6 @@ class Advice:
     criteria: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     serving: Serving | None = None
-    untrained_serving: Serving | None = None
     start: str = PRETRAINED
     engines: tuple[str, ...] = ()
 
@@ -102,26 +97,27 @@ class Advice:
     def with_recipe_file(self, file: str) -> Advice:
         """The advice with the name of the recipe's file in its commands, quoted for a shell."""
         named = f"rope-extend finetune {quote(file)}"
-        commands = [
-            named + command.removeprefix(FINETUNE) if command.startswith(FINETUNE) else command
-            for command in self.commands
-        ]
-        return replace(self, commands=tuple(commands))
+        return replace(self, commands=tuple(line.replace(FINETUNE, named) for line in self.commands))
 
     def recipe_yaml(self) -> str:
-        """The recipe with comments.
+        """The recipe, with what each field is as a comment.
 
         Raises:
             RopeExtendError: no training is advised, so there is no recipe.
         """
         if not self.recipe:
             raise RopeExtendError(f"no recipe for {self.model}: {self.reason}")
-        head = [
-            f"{self.method} with LoRA: {self.model} from {format_length(self.trained_length or 0)} to "
-            f"{format_length(self.target_length)}"
-        ]
+        old, new = format_length(self.trained_length or 0), format_length(self.target_length)
+        lines = [f"# {self.method} with LoRA: {self.model} from {old} to {new}"]
         if self.memory:
             step, available = self.memory.chosen, format_bytes(self.memory.budget.available)
-            head.append(f"A step needs {format_bytes(step.total)}, estimated for a GPU with {available}.")
-            head.append(f"Memory options: {step.options}.")
-        return recipe_text(self.recipe, head)
+            lines.append(f"# A step needs {format_bytes(step.total)}, estimated for a GPU with {available}.")
+            lines.append(f"# Memory options: {step.options}.")
+        for name, value in self.recipe.items():
+            text = format_length if name.endswith(("_length", "_lengths")) else lambda each: each
+            several = isinstance(value, tuple)
+            plain = [text(each) for each in value] if several else text(value)
+            flow = None if several else False  # a list stays on its line
+            line = yaml.safe_dump({name: plain}, default_flow_style=flow, allow_unicode=True, width=1000)
+            lines.append(f"{line.strip():<35}  # {field_hints(Recipe)[name][1]}")
+        return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from shlex import quote
@@ -11,7 +12,6 @@ from transformers import AutoConfig, PretrainedConfig
 
 from rope_extend.advice.advice import (
     CRITERIA,
-    CRITERIA_FROM_CURRENT,
     DOES_NOT_FIT,
     FINETUNE,
     LOCAL,
@@ -21,11 +21,9 @@ from rope_extend.advice.advice import (
     UNTRAINED,
     Advice,
 )
-from rope_extend.advice.estimates import fit
-from rope_extend.advice.measuring_commands import measuring_commands
+from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, within_hours
 from rope_extend.advice.question import Question
-from rope_extend.advice.training_amount import first_fields, notes_on_books, within_hours
-from rope_extend.advice.windows import Window, window_of_config
+from rope_extend.advice.windows import STANZA_LONGEST, STANZA_ORIGINAL, Window, window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
 from rope_extend.errors import RopeExtendError
@@ -41,7 +39,7 @@ from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.training.step_plan import TrainingPlan
 from rope_extend.units import format_bytes, format_length, parse_length
 
-DEFAULT_GPU = "80GB"
+DEFAULT_GPU = "h100"
 UNTRAINED_FACTOR = 2.0
 """Up to this factor an untrained method is worth a test first.
 
@@ -67,8 +65,8 @@ def advise(
     Args:
         model: a local directory or a hub id.
         target_length: the window, in tokens or as `"32k"`.
-        gpu: a GPU's name, such as `h100`, or its memory, such as `24GB`; by default 80 GB.
-        hours: the longest that training may take on that GPU, which must then be given by its name.
+        gpu: a GPU's name, such as `h100`, or its memory, such as `24GB`; by default an H100.
+        hours: the longest that training may take on that GPU, which must not be given by its memory.
         engine: what will serve the result: `transformers`, `vllm`, `sglang` or `llama.cpp`.
         data: long documents for the recipe; by default PG-19, which are books.
         trained_length: the pretrained window in tokens, if the config is wrong or does not state it.
@@ -109,7 +107,7 @@ def advise(
         name, config.model_type, window, target, engine, found.shape, trained_length, is_quantized(config),
         current_table(empty_model(name), trained_length) if trained else None,
     )  # fmt: skip
-    if window.stanza is not None and target <= window.stanza.longest and trained_length is None:
+    if window.stanza and target <= STANZA_LONGEST and trained_length is None:
         return _by_the_makers(question)
     return _train(question, device, hours, data)
 
@@ -131,11 +129,9 @@ def _states_window(name: str, config: Any) -> bool:
 def _check(engine: str | None, hours: float | None, gpu: Gpu) -> None:
     if engine is not None and engine not in TARGETS:
         raise RopeExtendError(f"engine must be one of {', '.join(TARGETS)}, got {engine!r}")
-    if hours is None:
-        return
-    if not 0 < hours < float("inf"):
+    if hours is not None and not 0 < hours < float("inf"):
         raise RopeExtendError(f"hours must be a number above 0, got {hours}")
-    if gpu.peak is None:
+    if hours is not None and gpu.peak is None:
         raise RopeExtendError(
             f"hours={hours:g} needs the speed of the GPU, and only its memory is known ({gpu.name}); name a "
             "GPU, as in gpu='h100'"
@@ -146,28 +142,25 @@ def _nothing_to_do(
     name: str, model_type: str, window: Window, target: int, trained_length: int | None
 ) -> Advice | None:
     """The advice for a model that needs no extension, or cannot use one; None for others."""
-    said = f"{window.source[0].upper()}{window.source[1:]}"
-    if target <= window.tokens and (trained_length is None or target <= trained_length):
-        local = (
-            f" No layer attends to more than {window.local:,} tokens at a time, so far tokens act through "
-            "several layers only."
-            if window.local
-            else ""
-        )
+    local = f"No layer attends to more than {window.local:,} tokens" if window.local else ""
+    if target <= min(window.tokens, trained_length or window.tokens):
         reason = (
             f"The model reads {format_length(window.tokens)} tokens as it is, and you want "
-            f"{format_length(target)}. {said}. Nothing is to be done; measure it if in doubt.{local}"
+            f"{format_length(target)}. {window.source[0].upper()}{window.source[1:]}. Nothing is to be done; "
+            "measure it if in doubt."
         )
+        if local:
+            reason += f" {local} at a time, so far tokens act through several layers only."
         stated = f" --trained-length {format_length(trained_length)}" if trained_length else ""
         measure = (
             f"rope-extend evaluate {quote(name)} --lengths {format_length(target)}{stated} "
             "--data path/to/long/documents --output as-it-is"
         )
         return Advice(name, model_type, window, target, READS_ALREADY, reason, commands=(measure,))
-    if window.local:
+    if local:
         reason = (
-            f"No layer attends to more than {window.local:,} tokens, in texts of any length. Another "
-            "position encoding cannot change that. Choose a model whose layers attend to all tokens."
+            f"{local}, in texts of any length. Another position encoding cannot change that. Choose a model "
+            "whose layers attend to all tokens."
         )
         return Advice(name, model_type, window, target, LOCAL, reason)
     return None
@@ -175,84 +168,69 @@ def _nothing_to_do(
 
 def _by_the_makers(question: Question) -> Advice:
     """The advice for a model whose card gives a YaRN stanza."""
-    stanza = question.window.stanza
-    assert stanza is not None
-    factor = question.target / stanza.original
+    if question.shape.trained_length != STANZA_ORIGINAL:  # every command must count from the same window
+        shape = replace(question.shape, trained_length=STANZA_ORIGINAL)
+        question = replace(question, shape=shape, stated=STANZA_ORIGINAL)
     reason = (
         "The makers of this model recommend YaRN without training up to "
-        f"{format_length(stanza.longest)} tokens: factor {factor:g} over {format_length(stanza.original)}. "
-        f"If that is not good enough, ask again with trained_length={stanza.original}, which gives a recipe."
+        f"{format_length(STANZA_LONGEST)} tokens: factor {question.factor:g} over "
+        f"{format_length(STANZA_ORIGINAL)}. If that is not good enough, ask again with "
+        f"trained_length={STANZA_ORIGINAL}, which gives a recipe."
     )
-    notes = (
+    note = (
         "A fixed factor makes short texts somewhat worse. Use the smallest factor that you need, and the "
-        "original config for short texts.",
+        "original config for short texts."
     )
-    if question.shape.trained_length != stanza.original:  # every command must count from the same window
-        shape = replace(question.shape, trained_length=stanza.original)
-        question = replace(question, shape=shape, stated=stanza.original)
     return Advice(
         question.model, question.model_type, question.window, question.target, STANZA, reason,
-        trained_length=stanza.original, factor=factor, method="yarn", untrained_method="yarn",
-        commands=measuring_commands(question, ["none", "yarn"]), criteria=CRITERIA, notes=notes,
+        trained_length=STANZA_ORIGINAL, factor=question.factor, method="yarn", untrained_method="yarn",
+        commands=question.measuring(["none", "yarn"]), criteria=CRITERIA, notes=(note,),
         serving=question.serve("yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 
 
 def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) -> Advice:
     """The advice for a model that must be extended: its recipe, memory and hours."""
-    factor, trained = question.factor, question.extended
-    fields = first_fields(question, data)
-    fields, memory, no_short_blocks = fit(fields, trained, gpu)
     notes: list[str] = []
-    if question.quantized:
-        notes.append(
-            "This checkpoint is quantised. Its weights are counted by the size of its files, so the memory "
-            "is too low if they are not here yet."
-        )
+    fields, memory, no_short_blocks = fit(first_fields(question, data), question.extended, gpu)
     amount = None
     if memory.fits:
-        fields, memory, amount = within_hours(fields, memory, gpu, hours, trained, notes)
-    notes += _notes(question, memory)
+        fields, memory, amount = within_hours(fields, memory, gpu, hours, question.extended, notes)
     if memory.fits and not memory.evaluates:
         fields = {key: value for key, value in fields.items() if not key.startswith("eval_")}
-        notes.append("The run's evaluations do not fit next to the training. Evaluate after it.")
-    notes += notes_on_books(fields) if memory.fits else []
-    if fields.get("positions"):
-        notes.append(
-            f"Blocks have {format_length(fields['block_length'])} tokens, with positions from the whole "
-            "target window (PoSE). Long blocks show real distances; they need more memory or more hours."
-        )
     untrained = None
-    if factor <= UNTRAINED_FACTOR and question.current is None:
+    if question.factor <= UNTRAINED_FACTOR and question.current is None:
         untrained = "dynamic_yarn" if question.engine in (None, "transformers") else "yarn"
     verdict, reason = UNTRAINED if untrained else TRAIN, _why(question, untrained)
-    commands = measuring_commands(question, ["none", untrained]) if untrained else ()
+    commands = question.measuring(["none", untrained]) if untrained else ()
     run: str | None = fields["output_dir"]
-    control, criteria = ("none", CRITERIA) if question.current is None else (AS_IS, CRITERIA_FROM_CURRENT)
     if memory.fits:
-        commands += (f"{FINETUNE} --plan", FINETUNE, *measuring_commands(question, [control], run))
+        control = "none" if question.current is None else AS_IS
+        commands += (f"{FINETUNE} --plan", FINETUNE, *question.measuring([control], run))
     else:
         fields, run = {}, None
         misfit = _misfit(question, memory, gpu, no_short_blocks)
         verdict, reason = (verdict, f"{reason} {misfit}") if untrained else (DOES_NOT_FIT, misfit)
-    untrained_serving = question.serve(untrained, None) if untrained else None
+    method = "yarn" if run else untrained
+    serving = question.serve(method, run) if method else None
     return Advice(
-        question.model, question.model_type, question.window, question.target, verdict, reason, trained,
-        factor, "yarn", untrained, fields, memory, amount, commands, criteria if commands else (),
-        tuple(notes), question.serve("yarn", run) if run else None, untrained_serving,
-        question.start, question.engines("yarn"),
+        question.model, question.model_type, question.window, question.target, verdict, reason,
+        trained_length=question.extended, factor=question.factor, method="yarn", untrained_method=untrained,
+        recipe=fields, memory=memory, work=amount, commands=commands, criteria=CRITERIA if commands else (),
+        notes=(*notes, *_notes(question, fields, memory)), serving=serving, start=question.start,
+        engines=question.engines("yarn"),
     )  # fmt: skip
 
 
 def _why(question: Question, untrained: str | None) -> str:
     """Why to train, or to try a method without training first."""
+    old = format_length(question.extended)
     if question.current is not None:
         return (
             "The model was trained under its scaling, so the extension starts there (start: current). The "
-            f"target is {question.factor:g} times the {format_length(question.extended)} that it reads today."
+            f"target is {question.factor:g} times the {old} that it reads today."
         )
-    trained = format_length(question.extended)
-    target = f"The target is {question.factor:g} times the pretrained window of {trained}."
+    target = f"The target is {question.factor:g} times the pretrained window of {old}."
     if untrained:
         return (
             f"{target} At up to {UNTRAINED_FACTOR:g} times, {untrained} without training may be enough. "
@@ -266,50 +244,61 @@ def _why(question: Question, untrained: str | None) -> str:
 
 def _misfit(question: Question, memory: TrainingPlan, gpu: Gpu, no_short_blocks: str | None) -> str:
     """That no recipe fits the GPU, why, and what to do."""
-    longest = (
-        f"The longest block that fits has {memory.longest_block:,} tokens."
-        if memory.longest_block
-        else "No block fits."
-    )
     short = (
         f"Shorter ones are no way out: {no_short_blocks}."
         if no_short_blocks
-        else f"Blocks of {format_length(question.extended)} with positions from the whole target "
-        "window do not fit either."
+        else f"Blocks of {format_length(question.extended)} with positions from the whole target window do "
+        "not fit either."
     )
     return (
         f"A step of training does not fit {gpu.name}, so there is no recipe: with all memory options, it "
-        f"needs {format_bytes(memory.chosen.total)} of {format_bytes(memory.budget.available)}. {longest} "
-        f"{short} Use a larger GPU."
+        f"needs {format_bytes(memory.chosen.total)} of {format_bytes(memory.budget.available)}. The longest "
+        f"block that fits has {memory.longest_block or 0:,} tokens. {short} Use a larger GPU."
     )
 
 
-def _notes(question: Question, memory: TrainingPlan) -> list[str]:
-    notes = []
+def _notes(question: Question, fields: Mapping[str, Any], memory: TrainingPlan) -> Iterator[str]:
+    """What to know of a training, in addition to its recipe; `fields` is empty if none fits."""
+    pretrained_window = format_length(question.shape.trained_length)
+    if question.quantized:
+        yield (
+            "This checkpoint is quantised. Its weights are counted by the size of its files, so the memory "
+            "is too low if they are not here yet."
+        )
     if question.factor > LARGEST_FACTOR:
-        notes.append(
+        yield (
             f"A factor of {question.factor:g} is beyond what the YaRN paper has tried ({LARGEST_FACTOR:g}). "
             "Expect to need several stages."
         )
-    pretrained_window = format_length(question.shape.trained_length)
     if question.current is not None:
-        notes.append(
+        yield (
             "`none` and the untrained methods of `evaluate` replace the scaling, and count from "
             f"{pretrained_window} tokens, so they are not this model. The control is {AS_IS}, the model as "
             "it is. We have measured start: current on our bundled model only."
         )
     elif question.window.scaled and question.window.tokens > question.shape.trained_length:
-        notes.append(
+        yield (
             f"The config has scaling already. rope_extend replaces it: the factor counts from "
             f"{pretrained_window} tokens. `none` is plain RoPE; add {AS_IS} to the methods to measure the "
             "model as it is. If it was trained under its scaling, and that is one table, set start: current "
             "in the recipe."
         )
-    if memory.fits and memory.chosen.host:
-        notes.append(f"Host memory is used as well: {format_bytes(memory.chosen.host)}.")
-    if memory.fits and memory.chosen.quantized:
-        notes.append(
+    if not fields:
+        return
+    if memory.chosen.quantized:
+        yield (
             "Weights of 4 bits need pip install 'rope_extend[quantize]'. They are slower, and the hours do "
             "not count that."
         )
-    return notes
+    if not memory.evaluates:
+        yield "The run's evaluations do not fit next to the training. Evaluate after it."
+    if fields["data"] == BOOKS and question.target > LONGEST_BOOKS:
+        yield (
+            "PG-19 has books of about 100k tokens: few fill a longer block, and the run evaluates at up to "
+            f"{format_length(LONGEST_BOOKS)}. Give longer documents of your own with data=."
+        )
+    if fields.get("positions"):
+        yield (
+            f"Blocks have {format_length(fields['block_length'])} tokens, with positions from the whole "
+            "target window (PoSE). Long blocks show real distances; they need more memory or more hours."
+        )

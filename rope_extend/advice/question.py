@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from shlex import quote
 
 from rope_extend.advice.serving import Extension, Serving, serving
 from rope_extend.advice.windows import Window
@@ -11,6 +12,7 @@ from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.encodings import Encoding, RopeShape, method_named
 from rope_extend.method_names import CURRENT, PRETRAINED
 from rope_extend.models.current_table import CurrentTable, extended_again
+from rope_extend.units import format_length
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,13 @@ class Question:
         """The engines that compute a method without rope_extend, as far as we know."""
         encoding = self.encoding(method)
         return tuple(
-            target
-            for target in TARGETS
-            if support(encoding, self.shape, target, self.model_type, target_length=self.target).possible
+            name
+            for name in TARGETS
+            if support(encoding, self.shape, name, self.model_type, target_length=self.target).possible
         )
 
     def serve(self, method: str, run: str | None) -> Serving | None:
-        """How the engine serves a method; None if no engine was chosen."""
+        """How the engine serves a method, or with `run` its adapter; None if no engine was chosen."""
         if self.engine is None:
             return None
         encoding = self.encoding(method)
@@ -67,3 +69,24 @@ class Question:
             self.model, self.model_type, encoding, self.shape, self.target, method, run, self.stated
         )
         return serving(extension, self.engine)
+
+    def measuring(self, methods: list[str], run: str | None = None) -> tuple[str, ...]:
+        """The commands that measure perplexity and passkeys with their control, of methods or of a run."""
+        window, target = format_length(self.extended), format_length(self.target)
+        stated = f" --trained-length {format_length(self.stated)}" if self.stated else ""
+        named, data = f"--methods {','.join(methods)}", "--data path/to/long/documents"
+        evaluate, output = f"rope-extend evaluate {quote(self.model)}", run or "untrained"
+        adapter = f" {quote(run)}" if run else ""
+        what = f"{named} --lengths {window},{target}{stated}"
+        perplexity = f"{data} --output {quote(output + '-perplexity')}"
+        retrieve = f"rope-extend retrieve {quote(self.model)}{adapter} {what}"
+        retrieve += f" --output {quote(output + '-passkeys')}"
+        if self.current is None:
+            return f"{evaluate}{adapter} {what} {perplexity}", retrieve
+        # The control of `evaluate` is plain RoPE cropped to the pretrained window, which is another model.
+        cropped = f"--protocol cropped --window {window} --lengths {target}{stated}"
+        return (
+            f"{evaluate}{adapter} {what} --no-cropped {perplexity}",
+            f"{evaluate} {named} {cropped} --no-cropped {data} --output {quote(output + '-cropped')}",
+            retrieve,
+        )

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import expand_home, write_text
+from rope_extend.files import check_new, expand_home, write_text
 
 FOLDER = Path(__file__).parent / "recipes"
 
@@ -25,12 +25,14 @@ class ShippedRecipe:
         name: its name.
         title: what it does, in a sentence.
         model: the hub id of its model.
+        window: its old and new window, such as `8k to 32k`.
         memory: for a GPU's memory in GB: what a step needs there, as a sentence; an estimate.
     """
 
     name: str
     title: str
     model: str
+    window: str
     memory: dict[int, str]
 
 
@@ -40,14 +42,21 @@ def shipped_names() -> list[str]:
 
 
 def shipped_recipes() -> list[ShippedRecipe]:
-    """All recipes, by name."""
+    """All recipes, by family, and the smallest model first."""
     recipes = []
     for name in shipped_names():
         text = shipped_path(name).read_text(encoding="utf-8")
         memory = {int(size): said for size, said in re.findall(r"^# On (\d+) GB: (.*)$", text, re.MULTILINE)}
         title = text.splitlines()[0].removeprefix("# ")
-        recipes.append(ShippedRecipe(name, title, yaml.safe_load(text)["model"], memory))
-    return recipes
+        window = " to ".join(re.findall(r" from (\S+) to (\w+)", title)[0])
+        recipes.append(ShippedRecipe(name, title, yaml.safe_load(text)["model"], window, memory))
+    return sorted(recipes, key=lambda recipe: _family_and_size(recipe.name))
+
+
+def _family_and_size(name: str) -> tuple[str, float]:
+    """`("gemma", 2.0)` for gemma2_2b_16k_yarn."""
+    family, size = re.findall(r"^([a-z]+).*_([\d.]+)b_", name)[0]
+    return family, float(size)
 
 
 def shipped_path(name: str) -> Path:
@@ -65,14 +74,18 @@ def shipped_path(name: str) -> Path:
 
 
 def find_recipe(text: str) -> str:
-    """The file of a recipe, from a path or from the name of one that comes with the package.
+    """What `finetune` starts from: the file of a recipe of the package, or what was written, a path or model.
 
     A file comes first, so a name never hides one.
+
+    Raises:
+        RopeExtendError: the name of a recipe is misspelt.
     """
     path = expand_home(text)
-    if not Path(path).exists() and text in shipped_names():
-        return str(shipped_path(text))
-    return path
+    if Path(path).exists():
+        return path
+    near = difflib.get_close_matches(text, shipped_names(), n=1, cutoff=0.8)
+    return str(shipped_path(text)) if near else path
 
 
 def copy_recipe(
@@ -91,46 +104,20 @@ def copy_recipe(
     Raises:
         RopeExtendError: no such recipe, an empty name of a model, the file exists, or it cannot be written.
     """
-    if model is not None and not model.strip():
-        raise RopeExtendError(f"model must be a hub id or a directory, got {model!r}")
     text = shipped_path(name).read_text(encoding="utf-8")
     file = Path(expand_home(output))
     check_new(file, overwrite=overwrite)
     command = f"# rope-extend finetune {shlex.quote(str(file)) if str(file).isprintable() else 'FILE'}"
-    text = text.replace(f"# rope-extend finetune {name}\n", f"{command}\n", 1)
+    text = text.replace(f"# rope-extend finetune {name}", command, 1)
     if model is not None:
-        text = _with_model(text, name, model, command)
+        if not model.strip():
+            raise RopeExtendError(f"model must be a hub id or a directory, got {model!r}")
+        written_for = yaml.safe_load(text)["model"]
+        line = yaml.safe_dump({"model": model}, width=1000, allow_unicode=True)
+        text = re.sub(r"^model: .*\n", lambda _: line, text, flags=re.MULTILINE)
+        text = f"# The recipe {name} with another model; its comments were written for {written_for}.\n{text}"
     write_recipe(file, text)
     return file
-
-
-def _with_model(text: str, name: str, model: str, command: str) -> str:
-    """A recipe with another model; `command` is the comment with the command that runs it."""
-    shipped = yaml.safe_load(text)["model"]
-    line = yaml.safe_dump({"model": model}, width=1000, allow_unicode=True).strip()
-    text = re.sub(
-        r"^model: \S+ *(?=#)", lambda found: f"{line:<{len(found[0]) - 2}}  ", text, flags=re.MULTILINE
-    )
-    text = re.sub(r"^# The Instruct model: .*\n", "", text, flags=re.MULTILINE).replace(f"{command}\n", "", 1)
-    return (
-        f"# The recipe {name} with another model. What a step needs: the next command with --plan.\n"
-        f"{command}\n"
-        f"# The comments below on windows and memory were written for {shipped}:\n{text}"
-    )
-
-
-def check_new(file: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a file without being asked, and a file in a directory that does not exist.
-
-    Raises:
-        RopeExtendError: the file exists and `overwrite` is false, or it is to replace a directory, or its own
-            directory does not exist.
-    """
-    if not file.parent.is_dir() or file.is_dir():
-        problem = f"{file} is a directory" if file.is_dir() else f"there is no directory {file.parent}"
-        raise RopeExtendError(f"cannot write {file}: {problem}; choose another output")
-    if file.exists() and not overwrite:
-        raise RopeExtendError(f"{file} exists; choose another output, or overwrite=True")
 
 
 def write_recipe(file: Path, text: str) -> None:
@@ -140,6 +127,7 @@ def write_recipe(file: Path, text: str) -> None:
         RopeExtendError: it cannot be written.
     """
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
     except OSError as error:
         raise RopeExtendError(f"cannot write {file}: {error}; choose another output") from error

@@ -15,19 +15,6 @@ from rope_extend.models.view import (
 
 
 @dataclass(frozen=True)
-class Stanza:
-    """YaRN without training, as the model card of a checkpoint's makers gives it.
-
-    Attributes:
-        original: the pretrained window in tokens, over which the factor counts.
-        longest: the window that the makers have tested, in tokens.
-    """
-
-    original: int
-    longest: int
-
-
-@dataclass(frozen=True)
 class Window:
     """What a checkpoint reads without any change.
 
@@ -36,27 +23,24 @@ class Window:
         source: how the config says so, as a phrase.
         local: if no layer attends to the whole window: how many tokens a layer sees; otherwise None.
         scaled: whether the config has scaling that does not come from rope_extend.
-        stanza: the extension that the model's makers recommend; None if we know of none.
+        stanza: whether the card of the model recommends YaRN without training, over `STANZA_ORIGINAL` tokens.
     """
 
     tokens: int
     source: str
     local: int | None = None
     scaled: bool = False
-    stanza: Stanza | None = None
+    stanza: bool = False
 
 
-_STANZAS: dict[str, int] = {"qwen2": 3584, "qwen3": 2560, "qwen3_moe": 2048}
+STANZA_ORIGINAL, STANZA_LONGEST = 32_768, 131_072
+_STANZAS = {"qwen2": 3584, "qwen3": 2560, "qwen3_moe": 2048}
 """Families whose model cards give a YaRN stanza for 4 times the window, and the least hidden size of those.
 
 The cards of Qwen2 and Qwen2.5 with 7B and more, and of Qwen3 with 4B and more: 32,768 tokens natively, and
 131,072 with YaRN and factor 4. The smaller models of these series are for 32,768 tokens. Qwen3's config says
-40,960, which is 32,768 and a reserve for the answer.
+40,960, which is 32,768 and a reserve for the answer. Qwen2.5-Math has 4,096 tokens, and another base.
 """
-_STANZA_WINDOWS = (32_768, 40_960)
-_STANZA_BASE = 1e6
-"""The rotary base of these models. Qwen2.5-Math has another, and 4,096 tokens."""
-_STANZA = Stanza(original=32_768, longest=131_072)
 
 
 def window_of_config(config: Any) -> Window:
@@ -81,14 +65,9 @@ def window_of_config(config: Any) -> Window:
     sizes = [size for name in partial if (size := window_of(text, name)) is not None]
     local = max(sizes) if sizes and len(sizes) == len(partial) and "full_attention" not in types else None
     local = local if local is not None and local < tokens else None
-    if kind == "default":
-        stanza = _stanza(config, tokens, parameters)
-        return Window(tokens, "its config says so, without scaling", local, stanza=stanza)
-    return Window(tokens, f"its config has {kind!r} scaling", local, scaled=True)
-
-
-def _stanza(config: Any, window: int, parameters: dict[str, Any]) -> Stanza | None:
+    if kind != "default":
+        return Window(tokens, f"its config has {kind!r} scaling", local, scaled=True)
     least = _STANZAS.get(config.model_type)
-    if least is None or config.hidden_size < least or window not in _STANZA_WINDOWS:
-        return None
-    return _STANZA if parameters.get("rope_theta") == _STANZA_BASE else None
+    large = least is not None and config.hidden_size >= least
+    stanza = large and tokens in (STANZA_ORIGINAL, 40_960) and parameters.get("rope_theta") == 1e6
+    return Window(tokens, "its config says so, without scaling", local, stanza=stanza)

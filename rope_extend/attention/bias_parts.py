@@ -9,12 +9,15 @@ for a few dozen queries at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from rope_extend.encodings import BiasEncoding, ModelShape, RelativeEncoding
 from rope_extend.encodings.core.transfers import to_device
@@ -77,6 +80,35 @@ def rows_of_part(heads: int, keys: int, device: torch.device, *, from_table: boo
     if device.type != "cpu":
         elements = GPU_PART_ELEMENTS if from_table else GPU_PART_ELEMENTS // 4
     return max(FEWEST, min(_most_rows(device), elements // (heads * keys)))
+
+
+def in_blocks(
+    attend: Callable[..., tuple[Tensor, Tensor | None]],
+    blocks: Iterable[tuple[Any, ...]],
+    tensors: Sequence[Tensor],
+    *,
+    dropout: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one block of queries after the other, each computed again for the backward pass.
+
+    Args:
+        attend: called with a block and the tensors; gives output and weights.
+        blocks: the first arguments of each call.
+        tensors: what gradients have to reach.
+        dropout: whether attention draws random numbers.
+    """
+    recompute = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    outputs, weights = [], []
+    for block in blocks:
+        compute = partial(attend, *block)
+        if recompute:
+            output, weight = checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=dropout)
+        else:
+            output, weight = compute(*tensors)
+        outputs.append(output)
+        if weight is not None:
+            weights.append(weight)
+    return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
 
 
 def _most_rows(device: torch.device) -> int:

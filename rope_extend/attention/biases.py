@@ -19,16 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-from transformers.integrations.sdpa_attention import repeat_kv
 
-from rope_extend.attention.bias_parts import CallPositions, PartialBias, rows_of_part
+from rope_extend.attention.bias_parts import CallPositions, PartialBias, in_blocks, rows_of_part
 from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.channels import position_channels
 from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.masks import sees_later_keys, visible
-from rope_extend.attention.positions import SizedHandler
+from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import (
     causal_mask,
     is_dense,
@@ -51,10 +49,11 @@ class _Call(AttentionCall):
     positions: CallPositions
 
 
-class BiasHandler(SizedHandler):
+class BiasHandler(AttentionHandler):
     """Adds a bias to the logits inside attention, for one patch of one model."""
 
     encoding: BiasEncoding
+    shape: ModelShape
 
     def check_implementation(self, implementation: str) -> None:
         """Refuse attention implementations that take no mask over queries and keys.
@@ -77,34 +76,24 @@ class BiasHandler(SizedHandler):
         """
         self.check_implementation(call.implementation)
         forward = self.forward_of_call(call)
-        query, key, value = call.query, call.key, call.value
         positions = self.keys_of_call(call, forward)
-        slots, end = key.shape[2], positions.shape[1]  # a cache of fixed size has empty slots behind the keys
-        kwargs = dict(call.kwargs)
-        if kwargs.get("scaling") is None:
-            kwargs["scaling"] = query.shape[-1] ** -0.5
-        mask = call.mask if isinstance(call.mask, Tensor) else None
-        if mask is not None and mask.shape[-1] > end:
-            mask = mask[..., :end]
-        filled = replace(call, key=key[:, :, :end], value=value[:, :, :end], mask=mask, kwargs=kwargs)
-        device = query.device
+        end, device = positions.shape[1], call.query.device
+        scaling = call.kwargs.get("scaling")
+        scaling = call.query.shape[-1] ** -0.5 if scaling is None else scaling
         placed = forward.once(
             "positions", device, of=positions,
             compute=lambda: CallPositions.of(forward.queries, positions, device),
         )  # fmt: skip
+        filled = replace(call.of_first_keys(end), kwargs={**call.kwargs, "scaling": scaling})
         positioned = _Call(**vars(filled), positions=placed)
-        shape = replace(self.shape, heads=query.shape[1], head_dim=query.shape[-1], value_dim=value.shape[-1])
+        _, heads, new, head_dim = call.query.shape
+        shape = replace(self.shape, heads=heads, head_dim=head_dim, value_dim=call.value.shape[-1])
         slopes = self.encoding.slopes(shape)
-        alone = query.shape[2] == 1 or kwargs.get("softcap") is not None
-        if slopes is not None and (alone or sees_later_keys(call, forward, end)):
-            slopes = None  # channels would reward a key after its query
-        if slopes is not None:
-            output, weights = self._by_channels(positioned, slopes, forward)
-        else:
-            output, weights = self._by_parts(positioned, shape, forward)
-        if weights is not None and weights.shape[-1] < slots:
-            weights = functional.pad(weights, (0, slots - weights.shape[-1]))
-        return output, weights
+        # Channels would reward a key after its query.
+        alone = new == 1 or call.kwargs.get("softcap") is not None
+        if slopes is None or alone or sees_later_keys(call, forward, end):
+            return self._by_parts(positioned, shape, forward)
+        return self._by_channels(positioned, slopes, forward)
 
     def _until(self, forward: Forward, module: Any) -> float:
         """The last position at which the bias of a layer depends on the distance alone."""
@@ -179,46 +168,16 @@ class BiasHandler(SizedHandler):
         device = device_of(call.query)
         heads = len(call.positions.keys) * shape.heads
         rows = rows_of_part(heads, keys, device, from_table=bias.table)
-        if device.type != "cpu" and rows < new:
-            call = _with_all_heads(call)
         spans = forward.once("spans", rows, keys, of=call.mask, compute=partial(_spans, call, rows))
         tensors = (call.query, call.key, call.value, *bias.sources)
         if new <= rows:
             return _attend_part(call, bias, (0, new), spans[0], *tensors)
-        recompute = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        random = bool(call.kwargs.get("dropout"))
-        outputs, weights = [], []
-        for span, start in zip(spans, range(0, new, rows), strict=True):
-            attend = partial(_attend_part, call, bias, (start, min(start + rows, new)), span)
-            if recompute:
-                output, weight = checkpoint(attend, *tensors, use_reentrant=False, preserve_rng_state=random)
-            else:
-                output, weight = attend(*tensors)
-            outputs.append(output)
-            if weight is not None:
-                weights.append(weight)
-        return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
-
-
-class _Ungrouped:
-    """An attention module whose keys are already repeated for all heads."""
-
-    num_key_value_groups = 1
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _with_all_heads(call: _Call) -> _Call:
-    """The call with keys and values repeated for all heads once, and not again for each part."""
-    groups = call.query.shape[1] // call.key.shape[1]
-    if groups == 1:
-        return call
-    key, value = (repeat_kv(states, groups) for states in (call.key, call.value))
-    return replace(call, key=key, value=value, module=_Ungrouped(call.module))
+        blocks = (
+            ((start, min(start + rows, new)), span)
+            for span, start in zip(spans, range(0, new, rows), strict=True)
+        )
+        dropout = bool(call.kwargs.get("dropout"))
+        return in_blocks(partial(_attend_part, call, bias), blocks, tensors, dropout=dropout)
 
 
 def _spans(call: _Call, rows: int) -> list[tuple[int, int]]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rope_extend.encodings.core.transfers import to_device
+from rope_extend.models.planned_device import device_of
+
+TABLE_BYTES, GPU_TABLE_BYTES = 2**28, 2**31
+"""The size of the tensors of one forward that are kept for the next layer.
+
+On a GPU, tables come from the host, and a copy from there waits.
+"""
 
 _Value = TypeVar("_Value")
 
@@ -26,30 +33,48 @@ class Forward:
     def __init__(self, queries: Tensor) -> None:
         self.queries = queries
         self._kept: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._bytes = 0
 
-    def once(
-        self,
-        *name: Any,
-        compute: Callable[[], _Value],
-        of: Any = None,
-        keep: Callable[[_Value], bool] = lambda value: True,
-    ) -> _Value:
-        """A value that is computed in one layer, and used again in the next ones.
+    def once(self, *name: Any, compute: Callable[[], _Value], of: Any = None) -> _Value:
+        """A value that is computed in one layer, and kept for the next ones while tensors are few.
 
         Args:
             name: what the value is, and all that it depends on besides `of`.
             compute: computes it.
             of: the mask or the positions that it belongs to.
-            keep: whether a value is kept.
         """
         name = (*name, id(of))
         if name in self._kept:
             kept: _Value = self._kept[name][1]
             return kept
         value = compute()
-        if keep(value):
+        tensors = [
+            each for each in (value if isinstance(value, tuple) else [value]) if isinstance(each, Tensor)
+        ]
+        size = sum(each.numel() * each.element_size() for each in tensors)
+        on_a_cpu = all(device_of(each).type == "cpu" for each in tensors)
+        if self._bytes + size <= (TABLE_BYTES if on_a_cpu else GPU_TABLE_BYTES):
+            self._bytes += size
             self._kept[name] = of, value  # with the object, so that no other one gets its id
         return value
+
+    def cut(self, *values: Tensor) -> Iterator[tuple[int, int, list[tuple[int, ...]]]]:
+        """Consecutive queries with the same values in each row.
+
+        Args:
+            values: whole numbers, each `[rows, T]`.
+
+        Yields:
+            Start, stop, and for each tensor the values of the rows; one value if all rows agree.
+        """
+        starts = [0]
+        if self.queries.shape[1] > 1:
+            changes = torch.stack([(each.diff() != 0).any(dim=0) for each in values]).any(dim=0)
+            starts += (changes.nonzero().flatten() + 1).tolist()
+        of_rows = [each[:, starts].T.tolist() for each in values]
+        stops = [*starts[1:], self.queries.shape[1]]
+        for start, stop, *rows in zip(starts, stops, *of_rows, strict=True):
+            yield start, stop, [tuple(row if len(set(row)) > 1 else row[:1]) for row in rows]
 
     def on(self, device: torch.device, values: Tensor) -> Tensor:
         """A tensor of this forward, copied to a device once for all layers there."""

@@ -8,15 +8,16 @@ work as in a model without a patch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from torch.nn import functional
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from rope_extend.attention.registry import (
@@ -41,9 +42,6 @@ GIVEN = "rope_extend_given"
 
 _handled: dict[str, str] = {}
 """Names of attention implementations, and the names under which the same functions are called by handlers."""
-
-_unnamed = {"sdpa"}
-"""Implementations for which so far only a function was called that does not read its name from the config."""
 
 _in_own_function = ContextVar("_in_own_function", default=False)
 """Whether a handler is calling a model's own attention function; each thread has its own value."""
@@ -94,26 +92,21 @@ class AttentionCall:
         mask = torch.tensor(shown[0], dtype=shown[1], device=self.query.device)
         return replace(self, mask=mask.expand(1, 1, *pairs))
 
+    def of_first_keys(self, count: int) -> AttentionCall:
+        """The call without the empty slots of a static cache, which are after the last key."""
+        mask, wide = self.mask, isinstance(self.mask, Tensor) and self.mask.shape[-1] > count
+        if count == self.key.shape[2] and not wide:
+            return self
+        mask = mask[..., :count] if wide else mask
+        return replace(self, key=self.key[:, :, :count], value=self.value[:, :, :count], mask=mask)
+
     def own(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> tuple[Tensor, Tensor | None]:
         """Call the model's own function on other tensors; gives `[batch, T, heads, head_dim]` and weights."""
-        if self.inner is sdpa_attention_forward:  # not a user's own under its name; a variable costs time
-            return self.inner(self.module, query, key, value, mask, **self.kwargs)
-        _unnamed.discard(self.implementation)
         token = _in_own_function.set(True)
         try:
             return self.inner(self.module, query, key, value, mask, **self.kwargs)
         finally:
             _in_own_function.reset(token)
-
-
-class Handler(Protocol):
-    """Computes the attention of the modules that it is installed in."""
-
-    def attend(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """Attention for one call."""
-
-    def attended(self, module: Any) -> None:
-        """Free what no later layer needs."""
 
 
 class HandlerConfig:
@@ -136,8 +129,6 @@ class HandlerConfig:
     def _attn_implementation(self) -> str:
         implementation: str = self.model_config._attn_implementation
         name = _handled.get(implementation) or handled_implementation(implementation)
-        if implementation in _unnamed:
-            return name
         # The model's own function is never compiled, and the compiler cannot read a context variable.
         own = not torch.compiler.is_compiling() and _in_own_function.get()
         return implementation if own else name
@@ -169,7 +160,7 @@ def handled_implementation(implementation: str) -> str:
     name = register(
         f"handler_{implementation}",
         partial(_attention, implementation=implementation),
-        partial(_mask, implementation=implementation),
+        ALL_MASK_ATTENTION_FUNCTIONS[implementation],
     )
     _handled[implementation] = name
     return name
@@ -194,12 +185,14 @@ def _attention(
 @never_compiled
 def _call_handler(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     call = AttentionCall(*arguments)
-    handler: Handler | None = getattr(call.module, HANDLER, None)
+    handler: Any = getattr(call.module, HANDLER, None)
     if handler is None:
         return call.own(call.query, call.key, call.value, call.mask)
-    result = handler.attend(call.with_full_mask())
+    output, weights = handler.attend(call.with_full_mask())
+    if weights is not None and weights.shape[-1] < call.key.shape[2]:  # empty slots of a static cache
+        weights = functional.pad(weights, (0, call.key.shape[2] - weights.shape[-1]))
     handler.attended(call.module)
-    return result
+    return output, weights
 
 
 def handing_over(
@@ -209,11 +202,6 @@ def handing_over(
     if value is None or getattr(module, HANDLER, None) is None:
         return None
     return args, {**kwargs, GIVEN: {**kwargs.get(GIVEN, {}), name: value}}
-
-
-def _mask(*args: Any, implementation: str, **kwargs: Any) -> Any:
-    """The mask of an attention implementation, for attention modules that make masks themselves."""
-    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](*args, **kwargs)
 
 
 def attention_modules(decoder: nn.Module) -> list[Any]:
@@ -247,6 +235,18 @@ def attention_configs(modules: Iterable[Any]) -> list[Any]:
     return list({id(config): config for config in map(model_config, modules)}.values())
 
 
+@contextmanager
+def implementation_of(modules: Iterable[Any], choose: Callable[[str], str]) -> Iterator[None]:
+    """Inside the block, modules use other attention implementations, chosen by the names of their own."""
+    undo = UndoLog()
+    try:
+        for config in attention_configs(modules):
+            undo.set(config, "_attn_implementation_internal", choose(config._attn_implementation))
+        yield
+    finally:
+        undo.unwind()
+
+
 def acts_inside(decoder: nn.Module) -> bool:
     """Whether a handler acts inside the attention of a decoder."""
     return any(isinstance(getattr(module, "config", None), HandlerConfig) for module in decoder.modules())
@@ -274,7 +274,7 @@ def extended_modules(encoding: Encoding, decoder: Any, adapter: FamilyAdapter) -
     return [module for module in modules if adapter.extends(module)]
 
 
-def add_handler(handler: Handler, modules: Iterable[Any], undo: UndoLog) -> list[Any]:
+def add_handler(handler: Any, modules: Iterable[Any], undo: UndoLog) -> list[Any]:
     """Put a handler between attention modules and their functions; returns the model's configs they use."""
     modules = list(modules)
     configs = attention_configs(modules)

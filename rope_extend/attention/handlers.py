@@ -43,30 +43,22 @@ def handler_for(
         The handler with its learned parameters; None if the rotary tables are all that the encoding needs.
     """
     if isinstance(encoding, BiasEncoding):
-        return _bias_handler(encoding, shape, model, adapter)
+        modules = extended_modules(encoding, model.base_model, adapter)
+        sized = _model_shape(model, shape, modules[0] if modules else None)
+        layers = sorted({int(module.layer_idx) for module in modules})
+        return BiasHandler(encoding, adapter, sized, learned=_learned(encoding, sized, model, layers))
     if isinstance(encoding, AbsoluteEncoding):
-        model_shape = _model_shape(model, shape)
-        learned = _learned(encoding, model_shape, model)
-        return VectorHandler(encoding, adapter, model_shape, learned)
+        sized = _model_shape(model, shape)
+        return VectorHandler(encoding, adapter, sized, learned=_learned(encoding, sized, model, []))
     if isinstance(encoding, KernelEncoding):
         return KernelHandler(encoding, adapter, shape)
-    effects = encoding.effects(shape)
     normalises = adapter.normalises
     normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
     if isinstance(encoding, RemapEncoding):
         return RemapHandler(encoding, adapter, shape, normalised=normalised)
-    if isinstance(encoding, RopeEncoding) and (effects.in_attention):
+    if isinstance(encoding, RopeEncoding) and encoding.effects(shape).in_attention:
         return RotationHandler(encoding, adapter, shape, normalised=normalised)
     return None
-
-
-def _bias_handler(
-    encoding: BiasEncoding, shape: RopeShape, model: Any, adapter: FamilyAdapter
-) -> BiasHandler:
-    modules = extended_modules(encoding, model.base_model, adapter)
-    model_shape = _model_shape(model, shape, modules[0] if modules else None)
-    learned = _learned(encoding, model_shape, model, sorted({int(module.layer_idx) for module in modules}))
-    return BiasHandler(encoding, adapter, model_shape, learned)
 
 
 def _model_shape(model: Any, shape: RopeShape, attention: Any = None) -> ModelShape:
@@ -80,10 +72,10 @@ def _model_shape(model: Any, shape: RopeShape, attention: Any = None) -> ModelSh
 
 
 def _learned(
-    encoding: Encoding, shape: ModelShape, model: Any, layers: list[int] | None = None
+    encoding: Encoding, shape: ModelShape, model: Any, layers: list[int]
 ) -> LearnedParameters | None:
     """The parameters that an encoding learns, on the model's device; None if it learns none."""
     if not encoding.initial(shape):
         return None
     device: torch.device = next(model.base_model.parameters()).device
-    return LearnedParameters(encoding, shape, layers or [], device)
+    return LearnedParameters(encoding, shape, layers, device)

@@ -8,13 +8,12 @@ computed directly as matrices. So time is linear in the length.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
 from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import (
@@ -25,12 +24,11 @@ from rope_extend.attention.functions import (
     handing_over,
 )
 from rope_extend.attention.masks import MASK_ROWS, sees_later_keys, visible
-from rope_extend.attention.positions import AttentionHandler, positions_of_call
+from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import is_dense
 from rope_extend.attention.rotation import rotate
 from rope_extend.encodings import KernelEncoding, RopeShape
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.rotary import angles_of
 from rope_extend.models.undo import UndoLog
 
@@ -84,8 +82,8 @@ def linear_attention(
     return torch.cat(outputs, dim=3).flatten(1, 2), (products, sums)
 
 
-class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
-    """A layer of a cache that holds the state of linear attention instead of keys.
+class StateLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """A layer of a cache that holds the state of linear attention where others hold keys and values.
 
     Args:
         state: the sums over all tokens so far.
@@ -93,21 +91,16 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         made_by: what the state follows from, the encoding and the shape of the model.
     """
 
-    is_sliding = False
+    is_croppable = False
 
     def __init__(self, state: State, seen: int, made_by: tuple[KernelEncoding, RopeShape]) -> None:
         super().__init__()
-        self.state = state
-        self.seen = seen
+        self.dtype, self.device, self.is_initialized = state[0].dtype, state[0].device, True
+        self.keys, self.values = state
+        self.cumulative_length = seen
         self.made_by = made_by
-        self.is_expected = False  # whether the module that updates this layer computes linear attention
-        self.positions: Any = None  # of the latest tokens, a weak reference
-        self.is_shared = False  # whether several modules use this layer in one forward
-        self.keys = self.values = state[1].new_empty(0)  # some families check that they exist
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the layer is made with a state."""
+        self.step = ""
+        """In a forward: `expected` by a patched module, then `updated`, and empty again after attention."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -117,32 +110,22 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         Raises:
             PatchError: the model is not patched with the encoding of the state.
         """
-        if not self.is_expected:
+        if self.step != "expected":
             raise PatchError(
                 f"this cache was filled under {self.made_by[0]}, but the model is no longer patched with it; "
                 f"start from an empty cache, or patch the model with {self.made_by[0]} again"
             )
-        self.is_expected = False
-        self.seen += key_states.shape[-2]
+        self.step = "updated"
+        self.cumulative_length += key_states.shape[-2]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Masks cover the new keys only."""
-        return query_length, self.seen
+        return query_length, self.cumulative_length
 
     def get_seq_length(self) -> int:
         """The number of tokens seen."""
-        return self.seen
-
-    def get_max_length(self) -> int:
-        """-1: there is no limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        self.state, self.seen = tuple(torch.zeros_like(each) for each in self.state), 0  # type: ignore[assignment]
+        return self.cumulative_length
 
     def crop(self, tokens_to_remove: int) -> None:
         """Not possible.
@@ -152,42 +135,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         """
         raise PatchError("linear attention keeps a sum of all tokens, and no token can be removed from it")
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select rows, for beam search."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Select rows."""
-        products, sums = self.state
-        self.state = products[indices.to(products.device)], sums[indices.to(sums.device)]
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row."""
-        products, sums = self.state
-        self.state = products.repeat_interleave(repeats, dim=0), sums.repeat_interleave(repeats, dim=0)
-
-    def offload(self) -> None:
-        """Do nothing: the state is small."""
-
-    def prefetch(self) -> None:
-        """Do nothing: the state was not offloaded."""
-
 
 class KernelHandler(AttentionHandler):
-    """Computes linear attention instead of a model's own, for one patch of one model.
-
-    Args:
-        encoding: the feature map and the rotation.
-        adapter: the model's family.
-        shape: the rotary shape of the model.
-    """
+    """Computes linear attention instead of a model's own, for one patch of one model."""
 
     encoding: KernelEncoding
     shape: RopeShape
-
-    def __init__(self, encoding: KernelEncoding, adapter: FamilyAdapter, shape: RopeShape) -> None:
-        super().__init__(encoding, adapter)
-        self.shape = shape
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Replace the attention of a decoder.
@@ -233,7 +186,9 @@ class KernelHandler(AttentionHandler):
         forward = self.forward_of_call(call)
         query, key, value = call.query, call.key, call.value
         new, layer = query.shape[2], self._layer(call)
-        state = layer.state if isinstance(layer, StateLayer) else None
+        state = (
+            (layer.keys, layer.values) if isinstance(layer, StateLayer) and layer.keys is not None else None
+        )
         key, value = key[:, :, :new], value[:, :, :new]  # the rest are empty slots
         q, k = self.encoding.features(query), self.encoding.features(key)
         if sees_later_keys(call, forward, new):
@@ -299,7 +254,7 @@ class KernelHandler(AttentionHandler):
         if isinstance(layer, StateLayer):
             if layer.made_by != (self.encoding, self.shape):
                 reason = f"it was filled under {layer.made_by[0]}, for {layer.made_by[1]}"
-            elif layer.is_shared and not self._is_of(layer, call):
+            elif layer.step != "updated":
                 reason = "several modules use one layer of it, which can hold only one state"
         elif layer.get_seq_length() > call.query.shape[2]:
             reason = "it was filled without the encoding"
@@ -312,19 +267,13 @@ class KernelHandler(AttentionHandler):
             )
         return layer
 
-    @staticmethod
-    def _is_of(layer: StateLayer, call: AttentionCall) -> bool:
-        """Whether a layer got its latest tokens in the forward of a call."""
-        return layer.positions is not None and layer.positions() is positions_of_call(call)
-
     def _keep(self, call: AttentionCall, layer: Any, state: State) -> None:
         """Store a state in the cache instead of keys."""
         if type(layer) is DynamicLayer:
             layer = StateLayer(state, layer.get_seq_length(), (self.encoding, self.shape))
             call.given["cache"].layers[call.module.layer_idx] = layer
-        if isinstance(layer, StateLayer):
-            layer.is_shared |= self._is_of(layer, call)
-            layer.state, layer.positions = state, weakref.ref(positions_of_call(call))
+        elif isinstance(layer, StateLayer):
+            (layer.keys, layer.values), layer.step = state, ""
 
 
 def give_cache(
@@ -334,5 +283,5 @@ def give_cache(
     past = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
     layers, index = getattr(past, "layers", []), int(module.layer_idx)
     if getattr(module, HANDLER, None) is not None and index < len(layers):
-        layers[index].is_expected = True
+        layers[index].step = "expected"
     return handing_over(module, args, kwargs, "cache", past)

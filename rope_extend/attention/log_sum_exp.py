@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rope_extend.attention.fused_kernels import cudnn_attention, kernel_dtype, takes_cudnn
-
 _WIDEST = 256
 """The most channels of a head that the flash kernel of a GPU computes."""
 _SPARE = 8
@@ -23,14 +21,12 @@ _SPARE = 8
 
 
 def partial_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float, plain: bool = False
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention to one set of keys, and the log-sum-exp of its logits, without a mask.
 
-    On a GPU, it is computed by cuDNN if torch would take cuDNN, no gradient is needed, and cuDNN does not
-    fail. Else by flash attention. Keys are repeated for the heads of a group in float32 on a GPU only. Memory
-    is linear in the number of tokens on a CPU, and on a GPU for float16 and bfloat16 with up to 248 channels,
-    or without gradients. Everything else, and `plain=True`, computes all logits at once.
+    Memory is linear in the number of tokens on a CPU, and on a GPU for float16 and bfloat16 with up to 248
+    channels, or without gradients. Everything else computes all logits at once.
 
     Args:
         query: `[batch, heads, Q, head_dim]`.
@@ -38,7 +34,6 @@ def partial_attention(
         value: `[batch, kv_heads, K, value_dim]`.
         causal: whether query i sees the keys up to the i-th only; Q and K are then equal.
         scale: the factor on the products of queries and keys.
-        plain: whether to use matrix products and softmax instead of a fused kernel.
 
     Returns:
         The output `[batch, heads, Q, value_dim]` in the dtype of the inputs, and the log-sum-exp
@@ -50,19 +45,15 @@ def partial_attention(
     """
     if causal and query.shape[2] != key.shape[2]:
         raise ValueError(f"causal attention of {query.shape[2]} queries to {key.shape[2]} keys is not square")
-    query, key, value = _of_one_dtype(query, key, value)
+    query, key, value = (part.to(kernel_dtype(query)) for part in (query, key, value))
     if 0 in (query.shape[0], query.shape[2], key.shape[2]):  # kernels divide by the number of tokens
         nothing = 0 * (query.sum() + key.sum() + value.sum())  # gradients stay defined
         output = nothing + query.new_zeros(*query.shape[:3], value.shape[-1])
         return output, query.new_full(query.shape[:3], -math.inf, dtype=_wide(query.dtype))
     gradients = torch.is_grad_enabled() and any(part.requires_grad for part in (query, key, value))
-    if plain or not _has_kernel(query, max(query.shape[-1], value.shape[-1]), gradients):
+    if not _has_kernel(query, max(query.shape[-1], value.shape[-1]), gradients):
         return _plain(query, key, value, causal=causal, scale=scale)
     if not gradients:
-        if takes_cudnn(query, key, value, causal=causal):
-            found = cudnn_attention(query, key, value, causal=causal, scale=scale)
-            if found is not None:
-                return found
         output, sums, _ = _kernel(query, key, value, causal, scale)
         return output, sums
     output, sums = _Partial.apply(query, key, value, causal, scale)  # type: ignore[no-untyped-call]
@@ -92,13 +83,16 @@ def merge(output: Tensor, sums: Tensor, other_output: Tensor, other_sums: Tensor
     return merged, torch.where(empty, -math.inf, highest + total.log())
 
 
+def kernel_dtype(states: Tensor) -> torch.dtype:
+    """The dtype in which torch's attention computes: that of autocast, if it is on."""
+    device = states.device.type
+    if device != "meta" and states.is_floating_point() and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return states.dtype
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _of_one_dtype(*states: Tensor) -> list[Tensor]:
-    """Queries, keys and values as torch's own attention takes them, also under autocast."""
-    return [part.to(kernel_dtype(states[0])) for part in states]
 
 
 def _has_kernel(query: Tensor, width: int, gradients: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What the mask of an attention call lets queries see, and masks of a few queries at a time."""
+"""What the mask of an attention call lets queries see: which keys, later ones, or one text in each row."""
 
 from __future__ import annotations
 
@@ -83,42 +83,27 @@ def _shows_later(shown: Callable[[int, int], Tensor], queries: int, first: int) 
     return bool(found)
 
 
-@dataclass(frozen=True)
-class RowsOfMask:
-    """The mask of a call, for some of its queries at a time.
+def rows_of_mask(call: AttentionCall, start: int, stop: int) -> Tensor:
+    """The mask of queries `start` to `stop` of a call, `[1 or batch, 1 or heads, stop - start, K]`.
 
     Masks of flash and flex attention become those that eager attention takes.
     """
-
-    call: AttentionCall
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        """The mask of queries `start` to `stop`, `[1 or batch, 1 or heads, stop - start, K]`."""
-        call = self.call
-        mask, keys = call.mask, call.key.shape[2]
-        if is_dense(call.implementation):
-            if mask is not None:
-                return mask[:, :, start:stop]
-            return _in_form(self._causal(start, stop), call)
-        if hasattr(mask, "mask_mod"):  # a BlockMask
-            return _in_form(of_block_mask(mask, start, stop, keys, call.query.device), call)
-        shown = self._causal(start, stop)
-        if mask is not None:
-            shown = shown & mask.bool()[:, None, None, :keys]
-        return _in_form(shown, call)
-
-    def _causal(self, start: int, stop: int) -> Tensor:
-        """Which keys are seen without a mask, `[1, 1, stop - start, K]`."""
-        call = self.call
-        keys = call.key.shape[2]
-        shown = torch.ones(stop - start, keys, dtype=torch.bool, device=call.query.device)
-        first = keys - call.query.shape[2] + start
-        if call.is_causal:
-            shown = shown.tril(first)
-        window = call.kwargs.get("sliding_window")
-        if window is not None and not is_dense(call.implementation):
-            shown = shown.triu(first - window + 1)
-        return shown[None, None]
+    mask, keys = call.mask, call.key.shape[2]
+    if hasattr(mask, "mask_mod"):  # a BlockMask
+        return _in_form(of_block_mask(mask, start, stop, keys, call.query.device), call)
+    if mask is not None and mask.dim() == 4:
+        rows: Tensor = mask[:, :, start:stop]
+        return rows
+    shown = torch.ones(stop - start, keys, dtype=torch.bool, device=call.query.device)
+    first = keys - call.query.shape[2] + start
+    if call.is_causal:
+        shown = shown.tril(first)
+    window = call.kwargs.get("sliding_window")
+    if window is not None and not is_dense(call.implementation):
+        shown = shown.triu(first - window + 1)
+    if mask is not None:  # of flash attention
+        return _in_form(shown & mask.bool()[:, None, None, :keys], call)
+    return _in_form(shown[None, None], call)
 
 
 def hidden_except(here: Tensor, mask: Tensor) -> Tensor:
@@ -145,3 +130,78 @@ def _in_form(shown: Tensor, call: AttentionCall) -> Tensor:
         return shown
     like = torch.zeros((), dtype=call.query.dtype, device=call.query.device)
     return like.masked_fill(~shown, torch.finfo(like.dtype).min)
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Rows of a batch whose text is in the same columns, at the same positions, without gaps.
+
+    Attributes:
+        rows: their indices; None for all rows.
+        start: the first column of the text, of all keys.
+        stop: the column after the last.
+        lowest: the position of the first column.
+    """
+
+    rows: tuple[int, ...] | None
+    start: int
+    stop: int
+    lowest: int
+
+
+def text_rows(call: AttentionCall, forward: Forward, keys: Tensor) -> list[TextRows] | None:
+    """The rows of a call, if attention is causal within one text in each of them; otherwise None.
+
+    The call has a key for each of the positions `keys`. Computed once for all layers that share a mask.
+    """
+    mask, new = call.mask, forward.queries.shape[1]
+    if mask is None:
+        packed = call.kwargs.get("cu_seq_lens_q") is not None
+        return _of_columns(keys, None) if call.is_causal and not packed else None
+    if not isinstance(mask, Tensor):
+        return None
+    return forward.once("text rows", of=mask, compute=lambda: _of_mask(mask, keys, new))
+
+
+def _of_mask(mask: Tensor, positions: Tensor, new: int) -> list[TextRows] | None:
+    if mask.is_meta:  # in a dry run, the mask is causal
+        return _of_columns(positions, None)
+    flat = mask.dim() == 2  # of flash attention, which is causal in addition
+    if not flat and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1):
+        return None
+    shown = mask.bool() if flat else mask[:, 0, -1]
+    keys = shown.shape[1]
+    columns = torch.arange(keys, device=mask.device)
+    start = torch.where(shown, columns, keys).amin(dim=1)
+    stop = torch.where(shown, columns, -1).amax(dim=1) + 1
+    inside = (columns >= start[:, None]) & (columns < stop[:, None])
+    same = (inside == shown).all() & (stop > start).all()
+    if not flat:
+        for first in range(0, new, MASK_ROWS):
+            part = mask[:, 0, first : first + MASK_ROWS]
+            own = torch.arange(keys - new + first, keys - new + first + part.shape[1], device=mask.device)
+            expected = inside[:, None] & (columns <= own[:, None])
+            # Padding sees nothing, everything, or as much as a token there.
+            text = (own >= start[:, None]) & (own < stop[:, None])
+            nothing_or_all = ~part.any(dim=-1) | part.all(dim=-1)
+            same = same & ((part == expected).all(dim=-1) | ~text & nothing_or_all).all()
+    if not bool(same):
+        return None
+    return _of_columns(positions, list(zip(start.tolist(), stop.tolist(), strict=True)))
+
+
+def _of_columns(positions: Tensor, columns: list[tuple[int, int]] | None) -> list[TextRows] | None:
+    """The rows, grouped by their columns and first positions; None if positions have gaps."""
+    count = max(len(positions), len(columns or ()))
+    columns = columns or [(0, positions.shape[1])]
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for row in range(count):
+        start, stop = columns[row % len(columns)]
+        own = positions[row % len(positions), start:stop]
+        if not bool((own.diff() == 1).all()):
+            return None
+        groups.setdefault((start, stop, int(own[0])), []).append(row)
+    if len(groups) == 1:
+        (only,) = groups
+        return [TextRows(None, *only)]
+    return [TextRows(tuple(rows), *key) for key, rows in groups.items()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -12,14 +12,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_masks_for_generate
 
-from rope_extend.attention.functions import attention_modules
-from rope_extend.attention.plain import beyond_plain, beyond_plain_sdpa, instead_of_sdpa
+from rope_extend.attention.functions import attention_modules, implementation_of
+from rope_extend.attention.plain import beyond_plain, beyond_plain_sdpa
 from rope_extend.attention.registry import own_function, register, without_cudnn
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import causal_lm, hidden_states
-
-_REACHED = "_rope_extend_lengths_reach"
-"""The attribute of an attention module with the set that it joins when it gets cumulative lengths."""
 
 
 def document_inputs(model: torch.nn.Module, document_positions: Tensor, *, restarts: bool) -> dict[str, Any]:
@@ -118,8 +115,6 @@ def _attention(
     edges = kwargs.pop("cu_seq_lens_q", None)
     if edges is None:
         return own_function(module, "sdpa")(module, query, key, value, attention_mask, **kwargs)
-    if (reached := getattr(module, _REACHED, None)) is not None:
-        reached.add(id(module))
     if beyond := beyond_plain(kwargs):
         raise UnsupportedModelError(
             f"packing separates documents in plain causal attention only, but {type(module).__name__} got "
@@ -145,12 +140,19 @@ def takes_no_mask(model: torch.nn.Module) -> bool:
         return True
     if beyond_plain_sdpa(lm) is not None:
         return False
-    reached: set[int] = set()
+    modules, reached = attention_modules(lm.base_model), set()
+
+    def noted(module: torch.nn.Module, *states: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if kwargs.get("cu_seq_lens_q") is not None:
+            reached.add(module)
+        return _attention(module, *states, **kwargs)
+
+    trial = register("packed_trial", noted, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     ids = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     mask = torch.ones(1, 1, 2, 2, dtype=torch.bool, device=ids.device)  # otherwise transformers reads values
-    with instead_of_sdpa(lm, _NAME, _REACHED, reached):
+    with implementation_of([lm.base_model, *modules], lambda _: trial):
         hidden_states(model, ids, attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 2]))
-    return all(id(module) in reached for module in attention_modules(lm.base_model))
+    return reached.issuperset(modules)
 
 
 @contextmanager
@@ -165,8 +167,8 @@ def packed_attention(
     """
     lm = causal_lm(model)
     maskless = takes_no_mask(model) if run is None else run(takes_no_mask)
-    sdpa = lm.config.get_text_config()._attn_implementation == "sdpa"
-    with instead_of_sdpa(lm, _NAME, _REACHED, None) if maskless and sdpa else nullcontext():
+    modules = [lm.base_model, *attention_modules(lm.base_model)] if maskless else []
+    with implementation_of(modules, lambda name: _NAME if name == "sdpa" else name):
         yield
 
 

@@ -29,7 +29,7 @@ from rope_extend.attention.functions import (
     handled_implementation,
 )
 from rope_extend.attention.masks import visible_to
-from rope_extend.encodings import AbsoluteEncoding, BiasEncoding, Encoding, ModelShape, RopeShape
+from rope_extend.encodings import Encoding, ModelShape, RopeShape
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.parameters import LearnedParameters
@@ -46,21 +46,30 @@ class AttentionHandler:
     Args:
         encoding: the encoding of the patch.
         adapter: the model's family.
+        shape: the sizes of the model that the encoding follows from.
+        learned: the parameters that the encoding learns; None if it learns none.
+        normalised: whether the model normalises queries and keys after rotating them, so that a factor on cos
+            and sin has no effect.
 
     Attributes:
-        shape: the sizes of the model that the encoding follows from; subclasses set it.
-        learned: the parameters that the encoding learns; None if it learns none.
         rotary: the rotary module of the patch; one of them, if there are several.
     """
 
     encoding: Encoding
     shape: RopeShape | ModelShape
-    learned: LearnedParameters | None = None
     rotary: Any = None
 
-    def __init__(self, encoding: Encoding, adapter: FamilyAdapter) -> None:
-        self.encoding = encoding
-        self.adapter = adapter
+    def __init__(
+        self,
+        encoding: Encoding,
+        adapter: FamilyAdapter,
+        shape: RopeShape | ModelShape,
+        *,
+        learned: LearnedParameters | None = None,
+        normalised: bool = False,
+    ) -> None:
+        self.encoding, self.adapter, self.shape = encoding, adapter, shape
+        self.learned, self.normalised = learned, normalised
         self._latest: tuple[Any, int, Forward] | None = None
         self._last_layer = -1
 
@@ -203,30 +212,6 @@ class AttentionHandler:
             f"position {int(queries[0, 0])} sees {int(first[0, :past].sum())} cached tokens: their positions "
             f"have gaps, or do not begin at 0; use use_cache=False, or positions without gaps"
         )
-
-
-class SizedHandler(AttentionHandler):
-    """A handler of an encoding that follows from the sizes of the model, and may learn parameters.
-
-    Args:
-        encoding: the encoding of the patch.
-        adapter: the model's family.
-        shape: the sizes of the model that the encoding follows from.
-        learned: the parameters that the encoding learns; None if it learns none.
-    """
-
-    shape: ModelShape
-
-    def __init__(
-        self,
-        encoding: BiasEncoding | AbsoluteEncoding,
-        adapter: FamilyAdapter,
-        shape: ModelShape,
-        learned: LearnedParameters | None,
-    ) -> None:
-        super().__init__(encoding, adapter)
-        self.shape = shape
-        self.learned = learned
 
 
 def positions_of_call(call: AttentionCall) -> Any:

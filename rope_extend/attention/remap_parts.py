@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,11 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rope_extend.attention.log_sum_exp import merge, partial_attention
-from rope_extend.attention.registry import without_cudnn
 from rope_extend.encodings.core.remap import Bands, Borders, Chunks, StartAndWindow
-
-FEW_QUERIES = 1024
-"""Fewer queries see another number of earlier keys each time, for which cuDNN would build a plan."""
 
 Result = tuple[Tensor, Tensor]
 """Outputs `[batch, heads, n, value_dim]` and log-sum-exps `[batch, heads, n]`."""
@@ -149,10 +144,9 @@ def _of_last(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Result:
     all_see = key.shape[2] - query.shape[2]
     found = partial_attention(query, key[:, :, all_see:], value[:, :, all_see:], causal=True, scale=scale)
     if all_see:
-        with without_cudnn() if query.shape[2] < FEW_QUERIES else nullcontext():
-            before = partial_attention(
-                query, key[:, :, :all_see], value[:, :, :all_see], causal=False, scale=scale
-            )
+        before = partial_attention(
+            query, key[:, :, :all_see], value[:, :, :all_see], causal=False, scale=scale
+        )
         found = merge(*found, *before)
     return found
 
@@ -203,10 +197,9 @@ def _chunks(text: Text, size: int) -> Tensor:
         for region, keys in ((1, slice(max(0, low - size), low)), (2, slice(0, max(0, low - size)))):
             if keys.start < keys.stop:
                 query = text.queries(start, stop, region, length)
-                with without_cudnn() if query.shape[2] < FEW_QUERIES else nullcontext():
-                    other = partial_attention(
-                        query, key[:, :, keys], value[:, :, keys], causal=False, scale=text.scale
-                    )
+                other = partial_attention(
+                    query, key[:, :, keys], value[:, :, keys], causal=False, scale=text.scale
+                )
                 found = merge(*found, *other)
         outputs.append(found[0])
     return torch.cat(outputs, dim=2)

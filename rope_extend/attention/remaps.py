@@ -13,32 +13,36 @@ turned on to the positions that the method gives them. Attention is computed in 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from rope_extend.attention.bias_parts import rows_of_part
+from rope_extend.attention.bias_parts import in_blocks, rows_of_part
 from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall, attention_window, extended_modules
-from rope_extend.attention.masks import RowsOfMask, hidden_except, sees_later_keys, without_keys
+from rope_extend.attention.masks import (
+    TextRows,
+    hidden_except,
+    rows_of_mask,
+    sees_later_keys,
+    text_rows,
+    without_keys,
+)
 from rope_extend.attention.plain import beyond_plain
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import is_dense, own_function, takes_suffix, without_cudnn
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
-from rope_extend.attention.rotation import are_small, turned
+from rope_extend.attention.rotation import turned
 from rope_extend.attention.sink_cache import SinkLayer, held_layer
-from rope_extend.attention.text_rows import TextRows, refuse_unknown_documents, text_rows
 from rope_extend.encodings import RemapEncoding, RopeShape
 from rope_extend.encodings.core.remap import DROPPED, NEAR, Chunks, Region
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError, UnsupportedModelError
-from rope_extend.models.families import FamilyAdapter
 from rope_extend.models.planned_device import device_of
 from rope_extend.models.rotary import has_float64
 from rope_extend.models.undo import UndoLog
@@ -53,7 +57,6 @@ class _Forward(Forward):
     Attributes:
         lengths: the length that sets the regions of each query, int64 `[1 or batch, T]`.
         scale: the factor on the logits of each query, `[1 or batch, T]`; None if all are 1.
-        changes: the first query of each segment but the first.
     """
 
     def __init__(self, queries: Tensor, handler: RemapHandler) -> None:
@@ -66,16 +69,6 @@ class _Forward(Forward):
             self.scale = factor if self.scale is None else self.scale * factor
         if self.scale is not None and bool((self.scale == 1).all()):
             self.scale = None
-        self.changes = (self.lengths.diff() != 0).any(dim=0).nonzero().flatten() + 1
-
-    def segments(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Consecutive queries with the same regions in each row: start, stop, and the length of each row."""
-        starts = [0, *self.changes.tolist()]
-        stops = [*starts[1:], self.lengths.shape[1]]
-        return [
-            (start, stop, tuple(self.lengths[:, start].tolist()))
-            for start, stop in zip(starts, stops, strict=True)
-        ]
 
     def is_plain(self, keys: Tensor) -> bool:
         """Whether all pairs with keys at some positions keep their own distance."""
@@ -97,18 +90,14 @@ class _Forward(Forward):
     ) -> Rotation | None:
         """cos and sin that turn queries or keys at positions `[1 or batch, n]`, for pairs of a region.
 
-        They are for the regions of one length, or of one for each row. None if nothing turns. They are kept
-        for the next layer if those of all segments are small enough.
+        They are for the regions of one length, or of one for each row. None if nothing turns.
         """
         regions = [self.encoding.regions(self.shape, length)[region] for length in lengths]
         if all(each is NEAR for each in regions):
             return None
         name = ("turn", of, region, lengths, like.dtype, like.device)
         compute = partial(self._turn, of, regions, lengths, positions, like)
-        return self.once(*name, of=positions, compute=compute, keep=self._is_small)
-
-    def _is_small(self, cos_sin: Rotation) -> bool:
-        return are_small(cos_sin, 1 + len(self.changes))
+        return self.once(*name, of=positions, compute=compute)
 
     def _turn(
         self, of: str, regions: list[Region], lengths: tuple[int, ...], positions: Tensor, like: Tensor
@@ -129,25 +118,10 @@ class _Forward(Forward):
 
 
 class RemapHandler(AttentionHandler):
-    """Changes the positions of distant pairs inside attention, for one patch of one model.
-
-    Args:
-        encoding: the regions and their positions.
-        adapter: the model's family.
-        shape: the rotary shape of the model.
-        normalised: whether the model normalises queries and keys after rotating them, so that a factor on cos
-            and sin would have no effect.
-    """
+    """Changes the positions of distant pairs inside attention, for one patch of one model."""
 
     encoding: RemapEncoding
     shape: RopeShape
-
-    def __init__(
-        self, encoding: RemapEncoding, adapter: FamilyAdapter, shape: RopeShape, *, normalised: bool
-    ) -> None:
-        super().__init__(encoding, adapter)
-        self.shape = shape
-        self.normalised = normalised
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Act inside the attention of a decoder.
@@ -178,8 +152,7 @@ class RemapHandler(AttentionHandler):
         """Attention with queries and keys rotated here, by the region of each pair.
 
         Raises:
-            PatchError: the positions in this call are not known, the encoding cannot compute its mask, or
-                flash attention would not separate the documents of this batch.
+            PatchError: the positions in this call are not known, or the encoding cannot compute its mask.
         """
         forward = self.forward_of_call(call)
         assert isinstance(forward, _Forward)
@@ -191,17 +164,10 @@ class RemapHandler(AttentionHandler):
             keys = self.keys_of_call(call, forward)
         else:
             call, keys = self._of_held(call, forward, held)
-        refuse_unknown_documents(call, forward, keys, self.encoding)
-        slots, total = call.key.shape[2], keys.shape[1]
-        if slots > total:  # a cache of fixed size has empty slots after the last key
-            mask = call.mask[..., :total] if isinstance(call.mask, Tensor) else call.mask
-            call = replace(call, key=call.key[:, :, :total], value=call.value[:, :, :total], mask=mask)
-        output, weights = self._attend(call, forward, keys)
-        if weights is not None and weights.shape[-1] < slots:
-            weights = functional.pad(weights, (0, slots - weights.shape[-1]))
+        found = self._attend(call.of_first_keys(keys.shape[1]), forward, keys)
         if held is not None:
             held.trim(keys)
-        return output, weights
+        return found
 
     def _of_held(
         self, call: AttentionCall, forward: _Forward, layer: SinkLayer
@@ -273,25 +239,23 @@ class RemapHandler(AttentionHandler):
     @staticmethod
     def _by_distance(forward: _Forward, keys: Tensor, like: Tensor) -> tuple[Rotation, Tensor | None]:
         """What turns each key by its distance, and which keys are seen, `[rows, K]`; None for all."""
-        encoding, shape = forward.encoding, forward.shape
-        query = forward.queries.expand(len(keys), -1)
+        encoding, shape, rows = forward.encoding, forward.shape, len(keys)
+        query = forward.queries.expand(rows, -1)
         region = encoding.borders.region(query, keys)
         distance = encoding.distance(shape, query, keys).nan_to_num(0)
+        lengths = forward.lengths.expand(rows, -1)[:, 0].tolist()
+        regions = [encoding.regions(shape, length) for length in lengths]
+        tables = torch.stack([
+            torch.stack([forward.table(each, length) for each in row])
+            for row, length in zip(regions, lengths, strict=True)
+        ])  # fmt: skip
+        moved = torch.tensor([[each is not NEAR for each in row] for row in regions])
+        of_pair = torch.arange(rows)[:, None], region.clamp(min=0)
+        # The query and the key are at their own angles, and their difference shall be that of the distance.
+        turns = forward.rotary.plain_angles(query) - forward.rotary.plain_angles(keys)
+        turns = (turns - distance[..., None] * tables[of_pair]) * moved[of_pair][..., None]
         dtype = torch.promote_types(like.dtype, torch.float32)
-        cos, sin = torch.ones(*keys.shape, shape.dim // 2, dtype=dtype), torch.zeros((), dtype=dtype)
-        sin = sin.expand_as(cos).clone()
-        lengths = forward.lengths.expand(len(keys), -1)
-        for length in sorted(set(lengths.flatten().tolist())):
-            for index, each in enumerate(encoding.regions(shape, length)):
-                here = (region == index) & (lengths == length)
-                if each is NEAR or not bool(here.any()):
-                    continue
-                # The query and the key are at their own angles, and their difference shall be the distance's.
-                turns = forward.rotary.plain_angles(
-                    query.expand_as(keys)[here]
-                ) - forward.rotary.plain_angles(keys[here])
-                turns = turns - distance[here][:, None] * forward.table(each, length)
-                cos[here], sin[here] = turns.cos().to(dtype), turns.sin().to(dtype)
+        cos, sin = turns.cos().to(dtype), turns.sin().to(dtype)
         hidden = region == DROPPED
         shown = to_device(~hidden, like.device) if bool(hidden.any()) else None
         return (to_device(cos[:, None], like.device), to_device(sin[:, None], like.device)), shown
@@ -377,47 +341,50 @@ class RemapHandler(AttentionHandler):
                 f"{self.encoding} counts chunks back from a token, but this input lets tokens attend to "
                 f"later ones (an image, a prefix or is_causal=False); use causal attention, or self_extend"
             )
-        shown, call = RowsOfMask(call), self._for_masks(call, forward)
-        recompute = torch.is_grad_enabled() and any(
-            states.requires_grad for states in (call.query, call.key, call.value)
+        own = self._for_masks(call, forward)
+
+        def blocks() -> Iterator[tuple[int, int, list[tuple[Rotation | None, Rotation | None]]]]:
+            for start, stop, (lengths,) in forward.cut(forward.lengths):
+                regions = self.encoding.regions(self.shape, lengths[0])
+                rotations = [
+                    (forward.turn("query", index, lengths, forward.queries, call.query),
+                     forward.turn("key", index, lengths, keys, call.query))
+                    for index in range(len(regions))
+                ]  # fmt: skip
+                size = rows_of_part(
+                    len(call.query) * call.query.shape[1], len(regions) * call.key.shape[2],
+                    device_of(call.query), from_table=False,
+                )  # fmt: skip
+                for first in range(start, stop, size):
+                    yield first, min(first + size, stop), rotations
+
+        def block(
+            start: int, stop: int, rotations: Any, query: Tensor, key: Tensor, value: Tensor
+        ) -> tuple[Tensor, Tensor | None]:
+            region = self.encoding.borders.region(forward.queries[:, start:stop, None], keys[:, None])
+            return self._block(
+                own, rows_of_mask(call, start, stop), region, start, rotations, query, key, value
+            )
+
+        return in_blocks(
+            block, blocks(), (call.query, call.key, call.value), dropout=bool(call.kwargs.get("dropout"))
         )
-        outputs, weights = [], []
-        for start, stop, lengths in forward.segments():
-            regions = self.encoding.regions(self.shape, lengths[0])
-            rotations = [
-                (forward.turn("query", index, lengths, forward.queries, call.query),
-                 forward.turn("key", index, lengths, keys, call.query))
-                for index in range(len(regions))
-            ]  # fmt: skip
-            size = rows_of_part(
-                len(call.query) * call.query.shape[1], len(regions) * call.key.shape[2],
-                device_of(call.query), from_table=False,
-            )  # fmt: skip
-            for first in range(start, stop, size):
-                block = _Block(forward, rotations, keys, first, min(first + size, stop))
-                compute: Callable[..., tuple[Tensor, Tensor | None]] = partial(
-                    self._block, call, shown, block
-                )
-                if recompute:
-                    random = bool(call.kwargs.get("dropout"))
-                    compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=random)
-                output, weight = compute(call.query, call.key, call.value)
-                outputs.append(output)
-                if weight is not None:
-                    weights.append(weight)
-        return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
 
     def _block(
-        self, call: AttentionCall, shown: RowsOfMask, block: _Block, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Attention of the queries of a block."""
-        region, mask = block.region.to(query.device), shown(block.start, block.stop)
-        spans = block.spans()
+        self, call: AttentionCall, mask: Tensor, region: Tensor, start: int, rotations: Any,
+        query: Tensor, key: Tensor, value: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Attention of the queries from `start` on, with the region of each pair `[rows, queries, K]`."""
+        seen = [
+            (region == index).flatten(0, 1).any(dim=0).nonzero().flatten() for index in range(len(rotations))
+        ]
+        spans = [(index, int(at[0]), int(at[-1]) + 1) for index, at in enumerate(seen) if len(at)]
+        region, stop = region.to(query.device), start + region.shape[1]
         count, width = len(spans), query.shape[-1]
         queries, keys, values, masks = [], [], [], []
         for place, (index, first, end) in enumerate(spans):
-            of_query, of_key = block.rotations[index]
-            queries.append(self._turned_part(query, of_query, block.start, block.stop))
+            of_query, of_key = rotations[index]
+            queries.append(self._turned_part(query, of_query, start, stop))
             rotated = self._turned_part(key, of_key, first, end)
             keys.append(functional.pad(rotated, (place * width, (count - 1 - place) * width)))
             values.append(value[:, :, first:end])
@@ -457,34 +424,3 @@ class RemapHandler(AttentionHandler):
                 f"packed rows there; use attn_implementation='sdpa', or one row per document"
             )
         return replace(call, inner=own_function(call.module, "eager"))
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Queries `start` to `stop` of a forward."""
-
-    forward: _Forward
-    rotations: list[tuple[Rotation | None, Rotation | None]]
-    """For each region, what turns all queries and all keys."""
-    keys: Tensor
-    """The positions of the keys."""
-    start: int
-    stop: int
-
-    @property
-    def region(self) -> Tensor:
-        """The region of each pair, `[1 or batch, queries, keys]`."""
-        query = self.forward.queries[:, self.start : self.stop, None]
-        return self.forward.encoding.borders.region(query, self.keys[:, None])
-
-    def spans(self) -> list[tuple[int, int, int]]:
-        """The regions with pairs: the index, the first key with one, and the key after the last."""
-        return self.forward.once("spans", self.start, self.stop, of=self.keys, compute=self._spans)
-
-    def _spans(self) -> list[tuple[int, int, int]]:
-        region, found = self.region, []
-        for index in range(len(self.rotations)):
-            columns = (region == index).flatten(0, 1).any(dim=0).nonzero().flatten()
-            if len(columns):
-                found.append((index, int(columns[0]), int(columns[-1]) + 1))
-        return found

@@ -26,16 +26,10 @@ from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.planned_device import device_of
 from rope_extend.models.rotary import angles_of, has_float64
 
 DECAY_LIMIT = 4.0
 """Decay (xPos) is counted from a centre that moves before any factor exceeds `exp` of this."""
-TABLE_BYTES, GPU_TABLE_BYTES = 2**28, 2**31
-"""The largest size of the cos and sin of one forward that is kept for the next layer.
-
-On a GPU, tables come from the host, and a copy from there waits.
-"""
 
 
 @dataclass(frozen=True)
@@ -81,20 +75,11 @@ class _Forward(Forward):
         if decay is not None:
             block = _decay_block(decay)
             centres = self.queries // block * block
-        starts = [0]
-        if self.queries.shape[1] > 1:
-            changes = ((lengths.diff() != 0) | (centres.diff() != 0)).any(dim=0)
-            starts += (changes.nonzero().flatten() + 1).tolist()
-        stops = [*starts[1:], self.queries.shape[1]]
-
-        def agreed(values: Tensor) -> list[tuple[int, ...]]:
-            columns = values[:, starts].T.tolist()
-            return [tuple(row if len(set(row)) > 1 else row[:1]) for row in columns]
-
-        tables = agreed(lengths)
-        turns = [decay is not None or any(map(self._turns, set(row))) for row in tables]
-        parts = zip(starts, stops, tables, agreed(centres), turns, strict=True)
-        return [_Segment(*part) for part in parts]
+        found = []
+        for start, stop, (tables, of_rows) in self.cut(lengths, centres):
+            turns = decay is not None or any(map(self._turns, tables))
+            found.append(_Segment(start, stop, tables, of_rows, turns))
+        return found
 
     def _turns(self, length: int) -> bool:
         table, factor = self.table(length)
@@ -118,8 +103,7 @@ class _Forward(Forward):
             `[1 or batch, 1, n, dim/2]` each, float32, or float64 for states in float64.
         """
         name = ("turn", of, segment.start, like.dtype, like.device)
-        compute = partial(self._turn, of, segment, positions, like)
-        return self.once(*name, of=positions, compute=compute, keep=self._is_small)
+        return self.once(*name, of=positions, compute=partial(self._turn, of, segment, positions, like))
 
     def _turn(self, of: str, segment: _Segment, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """As `turn`."""
@@ -145,16 +129,6 @@ class _Forward(Forward):
         )
         return cos, sin
 
-    def _is_small(self, cos_sin: tuple[Tensor, Tensor]) -> bool:
-        """Whether tables of this size for all segments may be kept for the next layer."""
-        return are_small(cos_sin, len(self.segments))
-
-
-def are_small(cos_sin: tuple[Tensor, Tensor], count: int) -> bool:
-    """Whether `count` tables of this size may be kept for the next layer."""
-    limit = TABLE_BYTES if device_of(cos_sin[0]).type == "cpu" else GPU_TABLE_BYTES
-    return count * sum(each.numel() * each.element_size() for each in cos_sin) <= limit
-
 
 def _wide(states: Tensor) -> torch.dtype:
     return torch.promote_types(states.dtype, torch.float32)
@@ -166,25 +140,10 @@ def _decay_block(decay: Tensor) -> int:
 
 
 class RotationHandler(AttentionHandler):
-    """Turns queries and keys inside attention, for one patch of one model.
-
-    Args:
-        encoding: the schedule.
-        adapter: the model's family.
-        shape: the rotary shape of the model.
-        normalised: whether the model normalises queries and keys after rotating them, so that a factor on cos
-            and sin has no effect.
-    """
+    """Turns queries and keys inside attention, for one patch of one model."""
 
     encoding: RopeEncoding
     shape: RopeShape
-
-    def __init__(
-        self, encoding: RopeEncoding, adapter: FamilyAdapter, shape: RopeShape, *, normalised: bool
-    ) -> None:
-        super().__init__(encoding, adapter)
-        self.shape = shape
-        self.normalised = normalised
 
     def new_forward(self, queries: Tensor) -> _Forward:
         """A forward, cut into segments where its tables change."""

@@ -7,15 +7,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from rope_extend.attention.functions import HANDLER
-from rope_extend.attention.positions import SizedHandler, find_positions
+from rope_extend.attention.positions import AttentionHandler, find_positions
 from rope_extend.attention.registry import never_compiled
-from rope_extend.encodings import AbsoluteEncoding
+from rope_extend.encodings import AbsoluteEncoding, ModelShape
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.undo import UndoLog
 from rope_extend.models.view import decoder_layers
 
 
-class VectorHandler(SizedHandler):
+class VectorHandler(AttentionHandler):
     """Adds a vector for its position to each token's embedding, for one patch of one model.
 
     The vectors are added before the first layer. The embedding module does not know positions, and is not
@@ -23,6 +23,7 @@ class VectorHandler(SizedHandler):
     """
 
     encoding: AbsoluteEncoding
+    shape: ModelShape
 
     def install(self, decoder: Any, undo: UndoLog) -> None:
         """Add the vectors before the first layer of a decoder.
@@ -30,12 +31,13 @@ class VectorHandler(SizedHandler):
         Raises:
             UnsupportedModelError: the layers of the family are not found.
         """
-        layer = first_layer(decoder)
-        if layer is None:
+        layers = decoder_layers(decoder)
+        if layers is None:
             raise UnsupportedModelError(
                 f"{self.encoding} is added to the input of the first layer, and rope_extend does not find "
                 f"that layer in {decoder.config.model_type}; a rotary schedule works, such as yarn"
             )
+        layer = layers.layers[0]
         undo.set(layer, HANDLER, self)
         undo.hook(layer, self.add)
 
@@ -72,9 +74,3 @@ class VectorHandler(SizedHandler):
         vectors = self.encoding.vectors(self.shape, forward.on(states.device, positions), learned)
         states = states + vectors.to(states.dtype)
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
-
-
-def first_layer(decoder: nn.Module) -> nn.Module | None:
-    """The first layer of a decoder, which may be the text part of a larger model; None if it is not found."""
-    layers = decoder_layers(decoder)
-    return None if layers is None else layers.layers[0]

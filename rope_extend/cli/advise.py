@@ -8,70 +8,43 @@ from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 
-from rope_extend.advice.shipped import check_new, copy_recipe, shipped_path, shipped_recipes, write_recipe
+from rope_extend.advice.shipped import copy_recipe, shipped_path, shipped_recipes, write_recipe
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.arguments import (
+    add_config_only,
+    add_json,
     add_output,
-    add_trained_length,
-    argument,
-    checkpoint,
+    checked,
     export_target,
     in_flags,
     length,
     path,
 )
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import check_new
 from rope_extend.memory.gpus import find_gpu
 from rope_extend.models.locating import check_checkpoint
 
-
-@argument
-def gpu(text: str) -> str:
-    """A GPU's name or its memory, as it was written."""
-    find_gpu(text)
-    return text
-
-
-@argument
-def hours(text: str) -> float:
-    """A number of hours above 0."""
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise RopeExtendError(f"a number of hours, such as 8 or 0.5: {text!r}") from error
-    if not 0 < value < float("inf"):
-        raise RopeExtendError(f"a number of hours above 0: {text!r}")
-    return value
+gpu = checked(find_gpu)
+"""A GPU's name or its memory, as it was written."""
+recipe_name = checked(shipped_path)
+"""The name of a recipe of the package."""
 
 
 def advise_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `advise`."""
-    parser.add_argument(
-        "model", type=checkpoint, help="directory or hub id of a checkpoint; only its config is read"
-    )
-    parser.add_argument(
-        "--target-length", type=length, required=True, metavar="N", help="window that you want, such as 32k"
-    )
-    parser.add_argument(
-        "--gpu", type=gpu, metavar="GPU",
-        help="GPU to train on: its name, such as h100 or rtx-4090, or its memory, such as 24GB (default: "
-        "80GB)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--hours", type=hours, metavar="N", help="longest training time; needs --gpu with a name"
-    )
-    parser.add_argument(
-        "--engine", type=export_target, metavar="ENGINE",
-        help=f"add how to serve the result: {', '.join(TARGETS)}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--data",
-        metavar="PATH",
-        help="long documents to train on (default: PG-19 from the hub, which are books)",
-    )
-    add_trained_length(parser)
+    add = parser.add_argument
+    add_config_only(parser)
+    add("--target-length", type=length, required=True, metavar="N", help="window that you want, such as 32k")
+    text = "GPU to train on: its name, such as h100 or rtx-4090, or its memory, such as 24GB (default: h100)"
+    add("--gpu", type=gpu, metavar="GPU", help=text)
+    add("--hours", type=float, metavar="N", help="longest training time in hours; needs --gpu with a name")
+    text = f"add how to serve the result: {', '.join(TARGETS)}"
+    add("--engine", type=export_target, metavar="ENGINE", help=text)
+    text = "long documents to train on (default: PG-19 from the hub, which are books)"
+    add("--data", metavar="PATH", help=text)
     add_output(parser, "FILE", "write the recipe to this file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def advise(arguments: argparse.Namespace) -> None:
@@ -104,37 +77,22 @@ def advise(arguments: argparse.Namespace) -> None:
     if written:
         print(f"\nwritten: {written}")
     elif file is not None:
-        why = (
-            "because no step fits the GPU" if advice.memory else f"because the verdict is {advice.verdict!r}"
-        )
-        print(f"\nnothing is written to {file}: there is no recipe, {why}")
-
-
-@argument
-def recipe_name(text: str) -> str:
-    """The name of a recipe of the package."""
-    shipped_path(text)
-    return text
+        why = "no step fits the GPU" if advice.memory else f"the verdict is {advice.verdict!r}"
+        print(f"\nnothing is written to {file}: there is no recipe, because {why}")
 
 
 def recipes_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recipes`."""
-    parser.add_argument(
-        "action",
-        nargs="?",
-        choices=("list", "show", "copy"),
-        default="list",
-        help="list (default), show or copy",
-    )
-    parser.add_argument("name", nargs="?", type=recipe_name, help="recipe to show or copy")
-    add_output(parser, "FILE", "file of the copy (default: NAME.yaml)")
-    parser.add_argument(
-        "--model",
-        type=path,
-        metavar="NAME",
-        help="another model of the same family, such as the Instruct version",
-    )
-    parser.add_argument("--json", action="store_true", help="print the list as JSON")
+    add_json(parser, "print the list as JSON")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action")
+    show = actions.add_parser("show", help="print a recipe", description="Print a recipe.")
+    text = "copy a recipe to edit it"
+    copy = actions.add_parser("copy", help=text, description=text.capitalize() + ".")
+    for action in (show, copy):
+        action.add_argument("name", type=recipe_name, help="name of the recipe")
+    add_output(copy, "FILE", "file of the copy (default: NAME.yaml)")
+    text = "another model of the same family, such as the Instruct version"
+    copy.add_argument("--model", type=path, metavar="NAME", help=text)
 
 
 def recipes(arguments: argparse.Namespace) -> None:
@@ -143,36 +101,27 @@ def recipes(arguments: argparse.Namespace) -> None:
     `rope-extend finetune NAME` runs a recipe without a copy. The memory in the list is estimated, not
     measured. An Instruct model keeps its chat template: `merge` and `export` copy the tokenizer.
     """
-    action = arguments.action
-    if action != "list":
-        if arguments.json:
-            raise RopeExtendError(f"recipes {action} prints no list; --json belongs to recipes list")
-        if arguments.name is None:
-            raise RopeExtendError(
-                f"recipes {action} needs the name of a recipe; `rope-extend recipes` lists them"
-            )
-    if action == "copy":
+    if arguments.action is not None and arguments.json:
+        raise RopeExtendError(f"recipes {arguments.action} prints no list; leave --json out")
+    if arguments.action == "copy":
         file = copy_recipe(
             arguments.name, arguments.output or f"{arguments.name}.yaml", model=arguments.model,
             overwrite=arguments.overwrite,
         )  # fmt: skip
         print("written:", file)
         print(f"will it fit: rope-extend finetune {quote(str(file))} --plan --limit-memory 24GB")
-        return
-    for flag in ("output", "model", "overwrite"):
-        if getattr(arguments, flag) not in (None, False):
-            raise RopeExtendError(f"recipes {action} writes no file; --{flag} belongs to recipes copy NAME")
-    if action == "show":
+    elif arguments.action == "show":
         print(shipped_path(arguments.name).read_text(encoding="utf-8"), end="")
-        return
-    if arguments.name is not None:
-        raise RopeExtendError(f"recipes list takes no name; to copy it: recipes copy {arguments.name}")
-    found = shipped_recipes()
-    if arguments.json:
-        print(json.dumps([asdict(recipe) for recipe in found], indent=2))
-        return
-    for recipe in found:
-        print(f"{recipe.name}\n    {recipe.title}")
-        for size, said in recipe.memory.items():
-            print(f"    on {size} GB: {said}")
-    print("\nfor any other model: rope-extend advise MODEL --target-length 32k --output recipe.yaml")
+    elif arguments.json:
+        print(json.dumps([asdict(recipe) for recipe in shipped_recipes()], indent=2))
+    else:
+        print(f"{'recipe':<26}{'model':<34}{'window':<13}{'24 GB':<16}{'48 GB':<10}80 GB")
+        for recipe in shipped_recipes():
+            needs = [
+                said.partition(",")[0].partition(";")[0] + (", 4 bit" if "4bit" in said else "")
+                for said in recipe.memory.values()
+            ]
+            small, medium, large = needs
+            print(f"{recipe.name:<26}{recipe.model:<34}{recipe.window:<13}{small:<16}{medium:<10}{large}")
+        print("\nThe last columns are what a step needs on such a GPU; the run chooses its memory options.")
+        print("For any other model: rope-extend advise MODEL --target-length 32k --output recipe.yaml")

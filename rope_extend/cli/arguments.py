@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.config import Config, add_flags, field_hints, items
@@ -17,7 +17,6 @@ from rope_extend.models.locating import check_path
 from rope_extend.units import memory_size, parse_length
 
 Value = TypeVar("Value")
-ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 def argument(parse: Callable[[str], Value]) -> Callable[[str], Value]:
@@ -33,27 +32,26 @@ def argument(parse: Callable[[str], Value]) -> Callable[[str], Value]:
     return parsed
 
 
-def path(text: str) -> str:
-    """The path of a file or a directory, which need not exist."""
-    return expand_home(text)
+def checked(check: Callable[[str], object]) -> Callable[[str], str]:
+    """The text as it was written, or as a path with the home directory, if the library takes it."""
+
+    def parse(text: str) -> str:
+        check(text)
+        return expand_home(text)
+
+    return argument(parse)
 
 
-@argument
-def length(text: str) -> int:
-    """A number of tokens: `32k`, `4096`."""
-    return parse_length(text)
-
-
-@argument
-def lengths(text: str) -> list[int]:
-    """Numbers of tokens, separated by commas: `4k,32k`."""
-    return [parse_length(part) for part in text.split(",")]
-
-
-@argument
-def size(text: str) -> int:
-    """A number of bytes: `20GB`, `512MiB`."""
-    return memory_size(text)
+path = expand_home
+"""The path of a file or a directory, which need not exist."""
+length = argument(parse_length)
+"""A number of tokens: `32k`, `4096`."""
+size = argument(memory_size)
+"""A number of bytes: `20GB`, `512MiB`."""
+checkpoint = checked(check_path)
+"""A directory that exists, or a hub id."""
+one_method = checked(check_method_name)
+"""The name of a method, or a composition such as `resonance(yarn)`."""
 
 
 @argument
@@ -67,32 +65,6 @@ def methods(text: str) -> list[str]:
 
 
 @argument
-def checkpoint(text: str) -> str:
-    """A directory that exists, or a hub id."""
-    name = expand_home(text)
-    check_path(name)
-    return name
-
-
-@argument
-def depths(text: str) -> int | list[float]:
-    """A number of depths, `5`, or the depths themselves, from 0 to 1: `0,0.5,1`."""
-    try:
-        return int(text) if text.strip().isdecimal() else [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise RopeExtendError(
-            f"a number of depths, or depths from 0 to 1 such as 0,0.5,1: {text!r}"
-        ) from error
-
-
-@argument
-def one_method(text: str) -> str:
-    """The name of a method, or a composition such as `resonance(yarn)`."""
-    check_method_name(text)
-    return text
-
-
-@argument
 def export_target(text: str) -> str:
     """The name of an engine for which checkpoints are exported."""
     if text not in TARGETS:
@@ -101,24 +73,36 @@ def export_target(text: str) -> str:
     return text
 
 
+def add_config_only(parser: argparse.ArgumentParser) -> None:
+    """Add `model`, a checkpoint whose weights are not read, and `--trained-length`."""
+    text = "directory or hub id of a checkpoint; only its config is read"
+    parser.add_argument("model", type=checkpoint, help=text)
+    add_trained_length(parser)
+
+
+def add_json(parser: argparse.ArgumentParser, text: str = "print JSON") -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help=text)
+
+
 def add_output(parser: argparse.ArgumentParser, metavar: str, text: str, *, required: bool = False) -> None:
     """Add `--output`, a file or a directory, and `--overwrite`."""
     parser.add_argument("--output", type=path, required=required, metavar=metavar, help=text)
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
 
 
-def add_existing(parser: argparse.ArgumentParser, work: str) -> None:
+def add_existing(parser: argparse.ArgumentParser, work: str) -> argparse._MutuallyExclusiveGroup:
     """Add `--overwrite` and `--resume` of a command that keeps what is finished in its output directory."""
     existing = parser.add_mutually_exclusive_group()
     existing.add_argument("--overwrite", action="store_true", help=f"replace {work} in the output directory")
     existing.add_argument("--resume", action="store_true", help=f"resume {work} in the output directory")
+    return existing
 
 
 def add_trained_length(parser: argparse.ArgumentParser) -> None:
     """Add `--trained-length`."""
-    parser.add_argument(
-        "--trained-length", type=length, metavar="N", help="original context window, if config.json is wrong"
-    )
+    text = "original context window, if config.json is wrong"
+    parser.add_argument("--trained-length", type=length, metavar="N", help=text)
 
 
 def add_base_model(parser: argparse.ArgumentParser) -> None:
@@ -127,43 +111,26 @@ def add_base_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-model", type=checkpoint, metavar="NAME", help=text)
 
 
-def add_model_or_config(parser: argparse.ArgumentParser, cls: type[Config]) -> None:
-    """Add the first argument: a checkpoint, or a YAML file."""
-    parser.add_argument(
-        "model_or_config",
-        nargs="?",
-        metavar="MODEL_OR_CONFIG",
-        help=f"directory or hub id of the checkpoint, or a YAML file with the settings of the {cls.label}",
-    )
+def add_settings(
+    parser: argparse.ArgumentParser, cls: type[Config], load_fields: Collection[str], work: str, plan: str
+) -> None:
+    """Add what commands with many settings share: a checkpoint or YAML file, and a flag for each field.
 
-
-def add_fields(parser: argparse.ArgumentParser, cls: type[Config], load_fields: Collection[str]) -> None:
-    """Add a flag for each field; those of `load_fields`, which say how the model is loaded, come last."""
+    Args:
+        parser: where they go.
+        cls: the class of the settings.
+        load_fields: the fields that say how the model is loaded; they come last in help.
+        work: what `--resume` and `--overwrite` are about, such as `a search`.
+        plan: what `--plan` prints; empty if there is no plan.
+    """
+    text = f"directory or hub id of the checkpoint, or a YAML file with the settings of the {cls.label}"
+    parser.add_argument("config", nargs="?", metavar="MODEL_OR_CONFIG", help=text)
+    if plan:
+        parser.add_argument("--plan", action="store_true", help=f"print {plan}, and stop")
+    add_existing(parser, work)
     add_flags(parser, cls, skip=load_fields)
     others = field_hints(cls).keys() - set(load_fields)
     add_flags(parser, cls, title="loading the model", skip=others)
-
-
-def config_of(cls: type[ConfigT], first: str | None, values: dict[str, Any]) -> ConfigT:
-    """The settings of a command line: the YAML file, if any, with its values replaced by the arguments.
-
-    Args:
-        cls: the class of the settings.
-        first: the argument of `add_model_or_config`.
-        values: the fields that other arguments set.
-
-    Raises:
-        RopeExtendError: two models are given, or the settings are wrong.
-    """
-    if first is not None and first.endswith((".yaml", ".yml")):
-        return cls.from_yaml(first, values)
-    if first is None:
-        return cls.from_dict(values)
-    if "model" in values:
-        raise RopeExtendError(
-            f"two models are given: {first} by position, and by --model {values['model']}; name one"
-        )
-    return cls.from_dict({**values, "model": first})
 
 
 def flag_table(parser: argparse.ArgumentParser) -> dict[str, str]:

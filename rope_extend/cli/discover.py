@@ -1,15 +1,30 @@
-"""Commands that show what is available: demo, methods, families, info, doctor."""
+"""Commands to start with: demo, methods, families, info, doctor, and generate, which asks a model."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from rope_extend.cli.arguments import add_trained_length, checkpoint, length, path
+from rope_extend.cli.arguments import (
+    add_base_model,
+    add_config_only,
+    add_json,
+    add_trained_length,
+    checkpoint,
+    length,
+    one_method,
+    path,
+)
 from rope_extend.cli.arguments import methods as method_list
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.load_choices import ATTENTION, DTYPES, QUANTIZED
 from rope_extend.models.locating import check_checkpoint
+from rope_extend.units import format_length
 
 START_HERE = {
     "yarn": "the best first choice, with or without fine-tuning; every export target can run it",
@@ -21,11 +36,9 @@ START_HERE = {
 
 def methods_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `methods`."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--tables", action="store_true",
-        help="list the published tables of divisors, which longrope takes by name",
-    )  # fmt: skip
+    add_json(parser)
+    text = "list the published tables of divisors, which longrope takes by name"
+    parser.add_argument("--tables", action="store_true", help=text)
 
 
 def methods(arguments: argparse.Namespace) -> None:
@@ -35,47 +48,39 @@ def methods(arguments: argparse.Namespace) -> None:
     if arguments.tables:
         _tables(arguments.json)
         return
-    classes = {name: encoding_class(name) for name in encoding_names()}
+    rows: list[dict[str, Any]] = []
+    for name in encoding_names():
+        cls = encoding_class(name)
+        facts = {"parameters": cls.parameters(), "paper": cls.paper, "summary": cls.summary()}
+        rows.append({"name": name, "group": _group(cls), **facts})
     if arguments.json:
-        rows = [
-            {
-                "name": name,
-                "group": _group(cls),
-                "parameters": cls.parameters(),
-                "depends_on_length": _depends_on_length(cls),
-                "paper": cls.paper,
-                "summary": cls.summary(),
-            }
-            for name, cls in classes.items()
-        ]
         print(json.dumps(rows, indent=2))
         return
     print("start here")
     for name, reason in START_HERE.items():
         print(f"  {name:<16}{reason}")
-    for group in dict.fromkeys(map(_group, classes.values())):
+    for group in dict.fromkeys(row["group"] for row in rows):
         print(f"\n{group}")
-        for name, cls in classes.items():
-            if _group(cls) == group:
-                print(f"  {name}\n      {cls.summary()}")
-                print(f"      parameters: {', '.join(cls.parameters()) or 'none'}; source: {cls.paper}")
+        for row in rows:
+            if row["group"] == group:
+                print(f"  {row['name']}\n      {row['summary']}")
+                print(f"      parameters: {', '.join(row['parameters']) or 'none'}; source: {row['paper']}")
 
 
 def _tables(as_json: bool) -> None:
     """Print the published tables of divisors."""
-    from dataclasses import asdict
-
     from rope_extend.encodings.core.published_tables import PUBLISHED_TABLES
-    from rope_extend.units import format_length
 
     if as_json:
         print(json.dumps([asdict(table) for table in PUBLISHED_TABLES.values()], indent=2))
         return
     for table in PUBLISHED_TABLES.values():
-        divisors = table.divisors
-        window = format_length(table.target_length)
-        print(f"{table.name}: {table.parameter} of {table.model} for {window}, texts up to "
-              f"{format_length(table.length)}")  # fmt: skip
+        divisors, window, texts = (
+            table.divisors,
+            format_length(table.target_length),
+            format_length(table.length),
+        )
+        print(f"{table.name}: {table.parameter} of {table.model} for {window}, texts up to {texts}")
         print(f"      divisors {divisors[0]:g} ... {divisors[-1]:g}, {len(divisors)} pairs; {table.source}, "
               f"{table.licence}")  # fmt: skip
         if table.note:
@@ -87,26 +92,13 @@ def _group(cls: type[Any]) -> str:
     """The heading under which a method is listed."""
     from rope_extend.encodings import ComposedRope, RemapEncoding, RopeEncoding
 
-    if not issubclass(cls, RopeEncoding):
-        return "instead of RoPE: the model must be fine-tuned before it can use them"
-    if issubclass(cls, RemapEncoding):
-        return "RoPE with other positions or frequencies for distant tokens, without training"
-    if issubclass(cls, ComposedRope):
-        return "RoPE, around another method: `resonance(yarn)`"
-    return "RoPE with other frequencies"
-
-
-def _depends_on_length(cls: type[Any]) -> bool:
-    """Whether the table of a method changes with the length; of a composed method, the outer part alone."""
-    value = getattr(cls, "depends_on_length", False)
-    if isinstance(value, bool):
-        return value
-    return not cls.required() and bool(cls().depends_on_length)
-
-
-def families_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `families`."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    groups = {
+        RemapEncoding: "RoPE with other positions or frequencies for distant tokens, without training",
+        ComposedRope: "RoPE, around another method: `resonance(yarn)`",
+        RopeEncoding: "RoPE with other frequencies",
+        object: "instead of RoPE: the model must be fine-tuned before it can use them",
+    }
+    return next(text for base, text in groups.items() if issubclass(cls, base))
 
 
 def families(arguments: argparse.Namespace) -> None:
@@ -118,24 +110,16 @@ def families(arguments: argparse.Namespace) -> None:
         print(json.dumps(rows, indent=2))
         return
     width = max(map(len, rows))
-    print(f"{'model_type':<{width}}  what RoPE rotates")
-    for name, note in rows.items():
+    for name, note in {"model_type": "what RoPE rotates", **rows}.items():
         print(f"{name:<{width}}  {note}")
 
 
 def info_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `info`."""
-    parser.add_argument(
-        "model", type=checkpoint, help="directory or hub id of a checkpoint; only its config is read"
-    )
-    parser.add_argument(
-        "--target-length",
-        type=length,
-        metavar="N",
-        help="new window, such as 32k (default: 8x the trained one)",
-    )
-    add_trained_length(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_config_only(parser)
+    text = "new window, such as 32k (default: 8x the trained one)"
+    parser.add_argument("--target-length", type=length, metavar="N", help=text)
+    add_json(parser)
 
 
 def info(arguments: argparse.Namespace) -> None:
@@ -149,38 +133,36 @@ def info(arguments: argparse.Namespace) -> None:
       attention   factor on cos and sin
       stock       `rope_type` under which stock transformers loads the method
     """
-    from dataclasses import asdict
-
     check_checkpoint(arguments.model)  # before torch is imported
 
     from rope_extend.checkpoint.info import info as inspect_model
     from rope_extend.encodings.core.critical import critical_range
-    from rope_extend.units import format_length
 
     model = inspect_model(arguments.model, trained_length=arguments.trained_length)
-    target = arguments.target_length or 8 * model.shape.trained_length
+    shape = model.shape
+    target = arguments.target_length or 8 * shape.trained_length
     effects = model.effects(target)
     if arguments.json:
-        rows = [asdict(effect) for effect in effects]
-        values = {**model.to_dict(), "critical_pairs": critical_range(model.shape), "target_length": target}
-        print(json.dumps({**values, "effects": rows}, indent=2))
+        values = {**model.to_dict(), "critical_pairs": critical_range(shape), "target_length": target}
+        print(json.dumps({**values, "effects": [asdict(effect) for effect in effects]}, indent=2))
         return
-    shape = model.shape
-    print(f"family          {model.model_type}")
-    print(f"encoding        {model.encoding or 'unknown to rope_extend'}")
-    print(f"rope_parameters {model.rope_parameters}")
-    print(f"trained window  {shape.trained_length} tokens; the config claims {model.window}")
-    print(f"present window  {model.current_length} tokens, under its present table")
-    print(f"start           {model.start}: {model.start_reason}")
-    print(f"rotated         {shape.dim} of {model.head_dim} channels per head, base {shape.theta:g}")
-    print(
-        f"slow channels   {model.slow_channels} of {shape.dim // 2} pairs never completed a turn in training"
-    )
+    rows = {
+        "family": model.model_type,
+        "encoding": model.encoding or "unknown to rope_extend",
+        "rope_parameters": model.rope_parameters,
+        "trained window": f"{shape.trained_length} tokens; the config claims {model.window}",
+        "present window": f"{model.current_length} tokens, under its present table",
+        "start": f"{model.start}: {model.start_reason}",
+        "rotated": f"{shape.dim} of {model.head_dim} channels per head, base {shape.theta:g}",
+        "slow channels": f"{model.slow_channels} of {shape.dim // 2} pairs completed no turn in training",
+    }
     if shape.dim >= 4:
         first, last = critical_range(shape)
-        print(f"critical pair   {last} in theory; LongRoPE2 searches from {first} to {last}")
+        rows["critical pair"] = f"{last} in theory; LongRoPE2 searches from {first} to {last}"
     if model.dual_chunk:
-        print("dual chunk      the config has dual_chunk_attention_config; stock transformers ignores it")
+        rows["dual chunk"] = "the config has dual_chunk_attention_config; stock transformers ignores it"
+    for name, value in rows.items():
+        print(f"{name:<16}{value}")
     if model.record:
         print(f"extended by rope_extend to {model.record['target_length']} tokens")
     print(f"\nat {format_length(target)} tokens, {target / shape.trained_length:g}x the trained window:")
@@ -200,25 +182,15 @@ def info(arguments: argparse.Namespace) -> None:
 
 def demo_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `demo`."""
-    parser.add_argument(
-        "--output",
-        type=path,
-        default="demo-output",
-        metavar="DIR",
-        help="directory of the results (default: demo-output)",
-    )
-    parser.add_argument(
-        "--methods", type=method_list, metavar="NAME,NAME",
-        help="methods to measure without training (default: none,yarn)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tune", type=method_list, metavar="NAME,NAME",
-        help="methods to fine-tune (default: yarn,short_original(yarn))",
-    )  # fmt: skip
-    parser.add_argument("--steps", type=int, metavar="N", help="LoRA steps of each method")
-    parser.add_argument(
-        "--overwrite", action="store_true", help="start again in a directory that holds results"
-    )
+    add = parser.add_argument
+    text = "directory of the results (default: demo-output)"
+    add("--output", type=path, default="demo-output", metavar="DIR", help=text)
+    text = "methods to measure without training (default: none,yarn)"
+    add("--methods", type=method_list, metavar="NAME,NAME", help=text)
+    text = "methods to fine-tune (default: yarn,short_original(yarn))"
+    add("--tune", type=method_list, metavar="NAME,NAME", help=text)
+    add("--steps", type=int, metavar="N", help="LoRA steps of each method")
+    add("--overwrite", action="store_true", help="start again in a directory that holds results")
 
 
 def demo(arguments: argparse.Namespace) -> None:
@@ -230,20 +202,12 @@ def demo(arguments: argparse.Namespace) -> None:
 
     try:
         run_demo(
-            arguments.output,
-            methods=arguments.methods or METHODS,
-            tuned=arguments.tune or TUNED,
-            steps=arguments.steps,
-            overwrite=arguments.overwrite,
-        )
+            arguments.output, methods=arguments.methods or METHODS, tuned=arguments.tune or TUNED,
+            steps=arguments.steps, overwrite=arguments.overwrite,
+        )  # fmt: skip
     except (KeyboardInterrupt, SystemExit):  # SystemExit: a signal in a run of finetune
         print("\nThe same command resumes from here; leave --overwrite out if you gave it.")
         raise
-
-
-def doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `doctor`."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def doctor(arguments: argparse.Namespace) -> None:
@@ -261,3 +225,87 @@ def doctor(arguments: argparse.Namespace) -> None:
         print(f"{'!' if finding.advice else ' '} {finding.subject:<16}{finding.result}")
         if finding.advice:
             print(f"  {'':<16}-> {finding.advice}")
+
+
+def generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `generate`."""
+    add = parser.add_argument
+    add("model", type=checkpoint, help="a run of finetune, a checkpoint's directory, or a hub id")
+    add("--file", type=path, required=True, metavar="FILE", help="long text, in UTF-8")
+    add("--ask", metavar="QUESTION", help="question after the text (default: continue the text)")
+    text = "longest answer in tokens (default: 200)"
+    add("--new-tokens", type=length, default=200, metavar="N", help=text)
+    text = "longest prompt in tokens (default: the window of the model, less the answer)"
+    add("--max-tokens", type=length, metavar="N", help=text)
+    text = "extend a checkpoint without training to this window, and answer before and after"
+    add("--target-length", type=length, metavar="N", help=text)
+    add("--method", type=one_method, metavar="NAME", help="method for that (default: yarn)")
+    add_trained_length(parser)
+    add_base_model(parser)
+    add("--no-before", action="store_true", help="answer only with the extended model")
+    add("--no-chat", action="store_true", help="do not use the tokenizer's chat template")
+    add = parser.add_argument_group("loading").add_argument
+    add("--device", metavar="DEVICE", help="device, such as cuda:1 (default: the GPU, if any)")
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: bfloat16 on a GPU, else float32)")
+    text = "attention implementation (default: sdpa)"
+    add("--attn", dest="attention", choices=ATTENTION, metavar="NAME", help=text)
+    add("--quantize", choices=QUANTIZED, help="quantize the weights on load, by bitsandbytes")
+
+
+def generate(arguments: argparse.Namespace) -> None:
+    """Ask a model about a long text, before and after its extension.
+
+    The answer is the most likely one (greedy), and appears while it is generated. If the tokenizer has a chat
+    template, a question uses it. A text that is too long for the window loses its end, and a line says so.
+    """
+    try:
+        text = Path(arguments.file).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise RopeExtendError(f"no such file: {arguments.file!r} (seen from {Path.cwd()})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RopeExtendError(f"cannot read {arguments.file} as UTF-8 text: {error}") from error
+    if not text.strip():
+        raise RopeExtendError(f"{arguments.file} is empty; give a file with text")
+    check_checkpoint(arguments.model)  # before torch is imported
+
+    import torch
+
+    from rope_extend.evaluation.answering import Subjects, answer, long_prompt
+    from rope_extend.models.load_options import LoadOptions
+
+    subjects = Subjects.of(
+        arguments.model, base_model=arguments.base_model, target_length=arguments.target_length,
+        method=arguments.method, trained_length=arguments.trained_length,
+    )  # fmt: skip
+    if arguments.no_before and not subjects.is_extended:
+        raise RopeExtendError(
+            f"{arguments.model} is not extended here, so --no-before has no answer to leave out; give "
+            "--target-length, or leave --no-before out"
+        )
+    options = LoadOptions(
+        device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        attention=arguments.attention, quantize=arguments.quantize,
+    )  # fmt: skip
+    tokenizer = subjects.load_tokenizer()
+    window = subjects.target_length - arguments.new_tokens
+    if window < 1:
+        raise RopeExtendError(
+            f"an answer of {arguments.new_tokens:,} tokens leaves no room in a window of "
+            f"{subjects.target_length:,}; use a smaller --new-tokens"
+        )
+    most = arguments.max_tokens or window
+    if most > window:
+        raise RopeExtendError(
+            f"--max-tokens {most:,} and an answer of {arguments.new_tokens:,} exceed the window of "
+            f"{subjects.target_length:,} tokens; use at most {window:,}"
+        )
+    prompt = long_prompt(tokenizer, text, arguments.ask, most, chat="off" if arguments.no_chat else "auto")
+    part = f"the first {prompt.used:,} of " if prompt.used < prompt.total else ""
+    total = f"{arguments.file}: {part}{prompt.total:,} tokens"
+    print(f"{total}; prompt: {len(prompt.ids):,} tokens", file=sys.stderr)
+    for label, model in subjects.answerers(options, before=not arguments.no_before):
+        print(f"--- {label}", flush=True)
+        answer(
+            model, tokenizer, prompt.ids, arguments.new_tokens, lambda piece: print(piece, end="", flush=True)
+        )
+        print()

@@ -18,133 +18,16 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rope_extend import __version__
-from rope_extend.cli import advise, discover, draw, generate, measure, ship, train
-from rope_extend.cli.arguments import flag_table, in_flags
-from rope_extend.cli.completion import SHELLS, completion_script
+from rope_extend.advice.shipped import find_recipe, shipped_names
+from rope_extend.checkpoint.export.targets import TARGETS
+from rope_extend.cli import advise, discover, measure, ship, train
+from rope_extend.cli.arguments import add_json, export_target, flag_table, in_flags, methods, one_method
 from rope_extend.errors import RopeExtendError
+from rope_extend.memory.gpus import gpu_words
+from rope_extend.method_names import method_names
 from rope_extend.models.processes import is_main_process
 
-
-class Command:
-    """One command of the command line.
-
-    Its name is that of the function, whose docstring is the help text. The function `NAME_arguments` of the
-    same module adds the arguments to a parser.
-
-    Args:
-        run: runs the command.
-        examples: command lines for the end of the help text, without `rope-extend`.
-    """
-
-    def __init__(self, run: Callable[[argparse.Namespace], None], *examples: str) -> None:
-        self.run, self.name, self.examples = run, run.__name__, examples
-        self.add_arguments: Callable[[argparse.ArgumentParser], None] = run.__globals__[
-            f"{self.name}_arguments"
-        ]
-
-    @property
-    def summary(self) -> str:
-        """The first line of the help text."""
-        return (inspect.getdoc(self.run) or "").splitlines()[0]
-
-
-def completion_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `completion`."""
-    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
-
-
-def completion(arguments: argparse.Namespace) -> None:
-    """Print a completion script for bash, zsh, fish or tcsh: of commands, flags and their values.
-
-    bash, in ~/.bashrc:  eval "$(rope-extend completion bash)"
-    zsh, in ~/.zshrc:    eval "$(rope-extend completion zsh)"
-    fish:                rope-extend completion fish > ~/.config/fish/completions/rope-extend.fish
-    """
-    parser = argparse.ArgumentParser("rope-extend")
-    parser.add_argument("--version", action="version", version=__version__, help="print the version")
-    below = parser.add_subparsers()
-    for name, command in COMMANDS.items():
-        command.add_arguments(below.add_parser(name, help=command.summary))
-    print(completion_script(arguments.shell, parser))
-
-
-_8B = "meta-llama/Meta-Llama-3-8B"
-GROUPS = {
-    "start here": (
-        Command(discover.demo, "demo", "demo --methods none,yarn --output out"),
-        Command(
-            advise.advise,
-            f"advise {_8B} --target-length 32k --gpu h100 --output recipe.yaml",
-            f"advise {_8B} --target-length 32k --gpu 24GB --engine vllm",
-        ),
-        Command(
-            advise.recipes, "recipes", "recipes show llama3_8b_32k_yarn",
-            "recipes copy llama3_8b_32k_yarn --output recipe.yaml",
-        ),
-        Command(discover.info, f"info {_8B}", f"info {_8B} --target-length 32k --json"),
-        Command(
-            generate.generate,
-            'generate runs/yarn --file book.txt --ask "Who is the captain?"',
-            f'generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"',
-        ),
-        Command(discover.doctor, "doctor", "doctor --json"),
-        Command(completion, "completion bash", "completion fish"),
-        Command(discover.methods, "methods", "methods --json"),
-        Command(discover.families, "families"),
-    ),
-    "search": (
-        Command(
-            train.search,
-            f"search {_8B} --target-length 32k --data books/ --output factors --plan",
-            f"search {_8B} --target-length 32k --data books/ --output factors",
-            f"finetune --model {_8B} --data books/ --target-length 32k --method factors --output-dir run",
-        ),
-    ),
-    "train": (
-        Command(
-            train.finetune,
-            f"finetune --model {_8B} --data books/ --target-length 32k --output-dir runs/yarn --plan",
-            "finetune recipe.yaml --output-dir runs/yarn",
-            "finetune recipe.yaml --output-dir runs/yarn --resume",
-        ),
-    ),
-    "measure": (
-        Command(
-            measure.evaluate,
-            f"evaluate {_8B} runs/yarn --data books/ --lengths 8k,16k,32k --output report",
-            f"evaluate {_8B} --methods none,yarn,dynamic_ntk --data books/ --output report",
-            f"evaluate {_8B} --methods yarn --lengths 32k --plan",
-        ),
-        Command(
-            measure.retrieve,
-            f"retrieve {_8B} runs/yarn --lengths 8k,32k --output passkeys",
-            f"retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles",
-        ),
-        Command(
-            measure.report,
-            f"report {_8B} --target-length 32k --data books/ --output report",
-            f"report {_8B} --target-length 32k --plan",
-            f"report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report",
-        ),
-        Command(
-            measure.compare, "compare report-a report-b",
-            "compare report report --row none --row yarn --output difference",
-        ),
-        Command(
-            draw.plot, "plot perplexity report --output ppl.svg",
-            f"plot frequencies {_8B} --output frequencies.png",
-        ),
-    ),
-    "ship": (
-        Command(ship.convert, "convert model.gguf --output model --dtype bfloat16"),
-        Command(ship.merge, "merge runs/yarn --output merged"),
-        Command(ship.verify, "verify merged --reference runs/yarn"),
-        Command(ship.push, "push merged owner/name --private"),
-        Command(ship.card, "card merged --results report"),
-        Command(ship.export, "export --support", "export runs/yarn --to vllm --output for-vllm"),
-    ),
-}  # fmt: skip
-COMMANDS = {command.name: command for group in GROUPS.values() for command in group}
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 MOST_IN_USAGE = 16
 """Number of arguments above which the usage line does not list them."""
 
@@ -164,13 +47,125 @@ class Parser(argparse.ArgumentParser):
         return self.parse_intermixed_args(words)
 
 
+def completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `completion`."""
+    parser.add_argument("shell", choices=SHELLS, help="the shell that completes")
+
+
+def completion(arguments: argparse.Namespace) -> None:
+    """Print a completion script for bash, zsh, fish or tcsh: of commands, flags and their values.
+
+    bash, in ~/.bashrc:  eval "$(rope-extend completion bash)"
+    zsh, in ~/.zshrc:    eval "$(rope-extend completion zsh)"
+    fish:                rope-extend completion fish > ~/.config/fish/completions/rope-extend.fish
+    """
+    import shtab
+
+    parser = argparse.ArgumentParser("rope-extend")
+    parser.add_argument("--version", action="version", version=__version__, help="print the version")
+    below = parser.add_subparsers()
+    for name in COMMANDS:
+        _add_arguments(below.add_parser(name, help=summary(name)), name)
+    _add_values(parser, shtab.FILE)
+    print(shtab.complete(parser, arguments.shell))  # it holds all values, so completing starts no Python
+
+
+def _add_values(parser: argparse.ArgumentParser, files: object) -> None:
+    """Give the arguments of a parser, and of those below it, the values that a shell completes."""
+    known = {
+        methods: method_names(), one_method: method_names(), "--method": method_names(),
+        "--methods": method_names(), advise.recipe_name: shipped_names(), find_recipe: shipped_names(),
+        export_target: tuple(TARGETS), advise.gpu: gpu_words(),
+    }  # fmt: skip
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                _add_values(below, files)
+        elif action.choices is None and action.nargs != 0:
+            keys = (*action.option_strings, action.type)
+            action.choices = next((known[key] for key in keys if key in known), None)
+            if action.choices is None:
+                action.complete = files  # type: ignore[attr-defined]
+
+
+GROUPS: dict[str, tuple[Callable[[argparse.Namespace], None], ...]] = {
+    "start here": (
+        discover.demo, discover.doctor, discover.info, advise.advise, advise.recipes, discover.generate,
+        discover.methods, discover.families, completion,
+    ),
+    "train": (train.finetune, train.search),
+    "measure": (measure.evaluate, measure.retrieve, measure.report, measure.compare, measure.plot),
+    "ship": (ship.convert, ship.merge, ship.verify, ship.push, ship.card, ship.export),
+}  # fmt: skip
+"""The commands. A command has the name of its function, whose docstring is the help text.
+
+The function `NAME_arguments` of the same module adds the arguments to a parser. Without one, a command has
+`--json` alone.
+"""
+COMMANDS = {run.__name__: run for group in GROUPS.values() for run in group}
+_8B = "meta-llama/Meta-Llama-3-8B"
+EXAMPLES = f"""
+demo
+advise {_8B} --target-length 32k --gpu h100 --output recipe.yaml
+advise {_8B} --target-length 32k --gpu 24GB --engine vllm
+recipes
+recipes copy llama3_8b_32k_yarn --output recipe.yaml
+info {_8B}
+generate runs/yarn --file book.txt --ask "Who is the captain?"
+generate {_8B} --target-length 16k --file book.txt --ask "Who is the captain?"
+doctor
+completion bash
+methods
+families
+search {_8B} --target-length 32k --data books/ --output factors --plan
+search {_8B} --target-length 32k --data books/ --output factors
+finetune --model {_8B} --data books/ --target-length 32k --output-dir runs/yarn --plan
+finetune recipe.yaml --output-dir runs/yarn
+finetune recipe.yaml --output-dir runs/yarn --resume
+evaluate {_8B} runs/yarn --data books/ --lengths 8k,16k,32k --output report
+evaluate {_8B} --methods none,yarn,dynamic_ntk --data books/ --output report
+evaluate {_8B} --methods yarn --lengths 32k --plan
+retrieve {_8B} runs/yarn --lengths 8k,32k --output passkeys
+retrieve {_8B} --methods none,yarn --tasks passkey,needle --output needles
+report {_8B} --target-length 32k --data books/ --output report
+report {_8B} --target-length 32k --plan
+report {_8B} runs/yarn --target-length 32k --data books/ --budget 2h --output report
+compare report-a report-b
+compare report report --row none --row yarn --output difference
+plot perplexity report --output ppl.svg
+plot frequencies {_8B} --output frequencies.png
+convert model.gguf --output model --dtype bfloat16
+merge runs/yarn --output merged
+verify merged --reference runs/yarn
+push merged owner/name --private
+card merged --results report
+export --support
+export runs/yarn --to vllm --output for-vllm
+"""
+"""Command lines for the end of each command's help, without `rope-extend`."""
+
+
+def examples(name: str) -> list[str]:
+    """The command lines that show a command, without `rope-extend`."""
+    return [line for line in EXAMPLES.splitlines() if line.split()[:1] == [name]]
+
+
+def summary(name: str) -> str:
+    """The first line of a command's help."""
+    return (inspect.getdoc(COMMANDS[name]) or "").splitlines()[0]
+
+
+def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    COMMANDS[name].__globals__.get(f"{name}_arguments", add_json)(parser)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 2 after a user's mistake and with 130 after Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         arguments = parse(words)
         _log_to_stderr()
-        COMMANDS[words[0]].run(arguments)
+        COMMANDS[words[0]](arguments)
     except RopeExtendError as error:
         _fail(in_flags(str(error), flag_table(command_parser(words[0]))))
     except KeyboardInterrupt:
@@ -200,20 +195,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def command_parser(name: str) -> Parser:
     """The parser of one command, with its arguments."""
-    command = COMMANDS[name]
-    parser = Parser(
-        prog=f"rope-extend {name}",
-        description=inspect.getdoc(command.run),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_arguments(parser)
+    description, style = inspect.getdoc(COMMANDS[name]), argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=f"rope-extend {name}", description=description, formatter_class=style)
+    _add_arguments(parser, name)
     if len(parser._actions) > MOST_IN_USAGE:  # all flags in one paragraph help nobody
         positional = [action for action in parser._actions if not action.option_strings]
         words = [(str(action.metavar or action.dest), action.nargs) for action in positional]
         names = " ".join(f"[{word}]" if nargs else word for word, nargs in words)
         parser.usage = f"{parser.prog} {names} [--flag VALUE ...]"
-    examples = "examples:\n" + "\n".join(f"  rope-extend {line}" for line in command.examples)
-    parser.epilog = f"{parser.epilog}\n\n{examples}" if parser.epilog else examples
+    lines = "\n".join(["examples:", *(f"  rope-extend {line}" for line in examples(name))])
+    parser.epilog = f"{parser.epilog}\n\n{lines}" if parser.epilog else lines
     return parser
 
 
@@ -250,12 +241,9 @@ def _help() -> str:
         "Extend the context window of pretrained Llama-style models.",
     ]
     for title, commands in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {command.name:<12}{command.summary}" for command in commands)]
-    lines += [
-        "",
-        "`rope-extend COMMAND --help` explains a command; `rope-extend --version` prints the version.",
-    ]
-    return "\n".join(lines)
+        lines += ["", f"{title}:", *(f"  {run.__name__:<12}{summary(run.__name__)}" for run in commands)]
+    last = "`rope-extend COMMAND --help` explains a command; `rope-extend --version` prints the version."
+    return "\n".join([*lines, "", last])
 
 
 def _fail(message: str, prog: str = "rope-extend") -> NoReturn:

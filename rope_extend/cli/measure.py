@@ -1,23 +1,16 @@
-"""Commands that measure: evaluate, retrieve, report, compare."""
+"""Commands that measure: evaluate, retrieve, report, compare, and plot, which draws."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rope_extend.cli.arguments import (
-    add_existing,
-    add_fields,
-    add_model_or_config,
-    add_output,
-    config_of,
-    path,
-)
-from rope_extend.config import flag_values
+from rope_extend.cli.arguments import add_json, add_output, add_settings, length, methods, path
+from rope_extend.config import from_arguments
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import (
     LOAD_FIELDS,
@@ -27,13 +20,34 @@ from rope_extend.evaluation.evaluation_config import (
     StudyConfig,
 )
 from rope_extend.evaluation.protocols import protocol_help
+from rope_extend.files import check_new
+
+if TYPE_CHECKING:
+    from rope_extend.evaluation.measurement import Measurement
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
+KINDS = (
+    ("perplexity", "results", "perplexity against length, from evaluations"),
+    ("loss", "results", "loss by position, from evaluations"),
+    ("accuracy", "results", "trials solved against length, from retrieval"),
+    ("heat-map", "results", "trials solved by depth and length, from retrieval"),
+    ("training", "run", "loss against step, from a fine-tuning run"),
+    ("distances", "run", "distances seen in training, from a run with sampled positions"),
+    ("frequencies", "model", "wavelengths of each method, for a checkpoint"),
+)
+"""Each picture, what it is drawn from, and what it shows."""
+SOURCES = {
+    "results": "evaluation directories or results.jsonl files",
+    "run": "a run's directory, or its metrics.jsonl or positions.json",
+    "model": "a checkpoint's directory or hub id; only its config is read",
+}
 
 
 def evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `evaluate`."""
-    _add_arguments(parser, EvaluationConfig, "an evaluation")
+    plan = "the estimated memory and time, for which neither --data nor weights are needed"
+    _add_settings(parser, EvaluationConfig, "an evaluation", plan)
+    add_json(parser, "print the plan as JSON")
     parser.epilog = f"protocols, where N is each of the lengths:\n{protocol_help()}"
 
 
@@ -45,12 +59,31 @@ def evaluate(arguments: argparse.Namespace) -> None:
     interruption, the same command with --resume continues. To share the documents among several GPUs:
     torchrun --nproc-per-node N -m rope_extend evaluate ...
     """
-    _run(EvaluationConfig, arguments)
+    config = model_config(EvaluationConfig, arguments)
+    _check_needs(config, arguments, "evaluate")
+    if arguments.json and not arguments.plan:
+        raise RopeExtendError("--json belongs to --plan; an evaluation writes results.jsonl")
+
+    from rope_extend.evaluation.evaluate import evaluate as run
+    from rope_extend.evaluation.report_files import markdown_report
+    from rope_extend.models.processes import is_main_process
+
+    if arguments.plan:
+        measurement, work = _estimate(config, arguments)
+        plan = measurement.plan
+        if plan is None:
+            raise RopeExtendError(f"cannot estimate the memory of {config.model}; run it without --plan")
+        if is_main_process():
+            values = {**plan.to_dict(), "work": work.splitlines()}
+            print(json.dumps(values, indent=2) if arguments.json else f"{plan}\n{work}")
+        plan.check()
+        return
+    _run(config, arguments, run, markdown_report)
 
 
 def retrieve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `retrieve`."""
-    _add_arguments(parser, RetrievalConfig, "a run")
+    _add_settings(parser, RetrievalConfig, "a run", "")
 
 
 def retrieve(arguments: argparse.Namespace) -> None:
@@ -60,12 +93,19 @@ def retrieve(arguments: argparse.Namespace) -> None:
     prompts.jsonl, results.jsonl, tables with controls, accuracy against length, and heat maps in report.html.
     After an interruption, the same command with --resume continues.
     """
-    _run(RetrievalConfig, arguments)
+    config = model_config(RetrievalConfig, arguments)
+    if not config.output:
+        raise RopeExtendError("retrieve needs --output, the directory of the report")
+
+    from rope_extend.evaluation.evaluate import retrieve as run
+    from rope_extend.evaluation.report_files import markdown_report
+
+    _run(config, arguments, run, markdown_report)
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `report`."""
-    _add_arguments(parser, StudyConfig, "a study")
+    _add_settings(parser, StudyConfig, "a report", "what will be measured and the estimated time")
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -76,107 +116,32 @@ def report(arguments: argparse.Namespace) -> None:
     which method to use, or to train. It can be stopped at any time, and the same command with --resume
     continues.
     """
-    _run(StudyConfig, arguments)
+    config = model_config(StudyConfig, arguments)
+    _check_needs(config, arguments, "report")
 
-
-def _add_arguments(parser: argparse.ArgumentParser, cls: type[ModelConfig], work: str) -> None:
-    add_model_or_config(parser, cls)
-    parser.add_argument(
-        "adapter_paths", nargs="*", metavar="ADAPTER", help="directories of adapters, one row each"
-    )
-    parser.add_argument(
-        "--plan", action="store_true",
-        help="print what will be measured, the estimated memory and time, and stop; needs no data or weights",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    add_existing(parser, work)
-    add_fields(parser, cls, LOAD_FIELDS)
-
-
-def _run(cls: type[ModelConfig], arguments: argparse.Namespace) -> None:
-    """Print the plan, or measure, print the tables, and say where the report is."""
-    config = model_config(cls, arguments)
-    given = config.output and (config.data or cls is RetrievalConfig)
-    needs = "--output" if cls is RetrievalConfig else "--data and --output"
-    if not given and (arguments.resume or not arguments.plan):
-        raise RopeExtendError(
-            f"{config.command} needs {needs}; only --plan without --resume estimates without them"
-        )
-    if arguments.json and not arguments.plan:
-        raise RopeExtendError(f"--json belongs to --plan; {config.command} writes results.jsonl")
-
-    from rope_extend.evaluation.cells import holds_cells
-    from rope_extend.models.processes import is_main_process, process_count, processes
-    from rope_extend.training.launch import check_launch
+    from rope_extend.study import Study, compare_methods, without_needless_methods
 
     if arguments.plan:
-        _print_plan(config, resume=arguments.resume, as_json=arguments.json)
+        print(_estimate(without_needless_methods(config), arguments)[1])
         return
-    check_launch(process_count())
-    assert config.output is not None
-    with _says_how_to_resume(config.output):
-        shown = _measured(config, arguments.resume, arguments.overwrite)
-    if connected := processes(config.load_options().torch_device):
-        connected.destroy_process_group()
-    if is_main_process():
-        print(shown)
-        done = holds_cells(config.output)
-        print(f"written: {config.output}" if done else "no report is written: nothing is measured yet")
-
-
-def _measured(config: ModelConfig, resume: bool, overwrite: bool) -> str:
-    """Measure; returns the tables, and the verdict of a study."""
-    if isinstance(config, StudyConfig):
-        from rope_extend.study import compare_methods
-
-        return compare_methods(config, resume=resume, overwrite=overwrite).markdown()
-    from rope_extend.evaluation.evaluate import measure
-    from rope_extend.evaluation.report_files import markdown_report
-
-    found = measure(config, resume=resume, overwrite=overwrite)
-    return markdown_report(found.rows) if found.rows else ""
-
-
-def _print_plan(config: ModelConfig, *, resume: bool, as_json: bool) -> None:
-    from rope_extend.evaluation.measurement import Measurement
-    from rope_extend.models.processes import is_main_process
-
-    if isinstance(config, StudyConfig):
-        from rope_extend.study import without_needless_methods
-
-        config = without_needless_methods(config)
-    measurement = Measurement(config, texts=resume)
-    plan = measurement.plan
-    work = measurement.work_text(measurement.missing(config.output) if resume and config.output else None)
-    if is_main_process():
-        if as_json:
-            print(json.dumps({**(plan.to_dict() if plan else {}), "work": work.splitlines()}, indent=2))
-        else:
-            print(*([] if plan is None else [plan]), work, sep="\n")
-    if plan is not None:
-        plan.check()
+    _run(config, arguments, compare_methods, Study.markdown)
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `compare`."""
-    parser.add_argument(
-        "runs",
-        type=path,
-        nargs=2,
-        metavar="RUN",
-        help="directories of evaluate, retrieve or report; the same one twice compares its rows, with --row",
+    text = "directories of reports; the same one twice compares its rows, with --row"
+    parser.add_argument("runs", type=path, nargs=2, metavar="RUN", help=text)
+    text = (
+        "row to compare: once for both runs, or twice, for the first and the second run (default: all labels "
+        "that both runs have)"
     )
-    parser.add_argument(
-        "--row", action="append", default=[], metavar="LABEL",
-        help="row to compare: once for both runs, or twice, for the first and the second run (default: all "
-        "labels that both runs have)",
-    )  # fmt: skip
+    parser.add_argument("--row", action="append", default=[], metavar="LABEL", help=text)
     add_output(parser, "DIR", "directory for comparison.md and the pictures")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_json(parser, "print JSON instead of tables")
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    """Compare rows of two runs on the same tokens and prompts: the difference, and its interval.
+    """Compare rows of two runs on the same tokens or prompts: the difference, and its interval.
 
     Perplexities are compared document by document, answers prompt by prompt. So the difficulty of a document
     or prompt does not affect the difference. Results on other text or prompts, or of another protocol, are
@@ -197,33 +162,144 @@ def compare(arguments: argparse.Namespace) -> None:
         print("written:", *paths)
 
 
-@contextmanager
-def _says_how_to_resume(output: str) -> Iterator[None]:
-    """If the block is interrupted or fails, and finished parts are on disk, say how to use them.
+def _add_settings(parser: argparse.ArgumentParser, cls: type[ModelConfig], work: str, plan: str) -> None:
+    """Add the settings of a measurement, and adapters after the model."""
+    add_settings(parser, cls, LOAD_FIELDS, work, plan)
+    text = "directories of adapters, one row each"
+    parser.add_argument("adapter_paths", nargs="*", metavar="ADAPTER", help=text)
 
-    Not after an error of this library, which says itself what to do.
+
+def model_config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
+    """The settings of a command line.
+
+    Raises:
+        RopeExtendError: adapters or models are given twice, or the settings are wrong.
+    """
+    adapters = arguments.adapter_paths
+    if adapters and arguments.adapters:
+        raise RopeExtendError("adapters are given by position and by --adapters; choose one of them")
+    return from_arguments(cls, arguments, implied={"adapters": adapters} if adapters else {})
+
+
+def _check_needs(config: ModelConfig, arguments: argparse.Namespace, command: str) -> None:
+    """Refuse a measurement without texts or a place for its report; a plan alone needs neither."""
+    if config.data and config.output:
+        return
+    if not arguments.plan:
+        raise RopeExtendError(f"{command} needs --data and --output, or --plan for an estimate without them")
+    if arguments.resume:
+        raise RopeExtendError("--plan --resume needs --data and --output, to see what is finished")
+
+
+def _estimate(config: ModelConfig, arguments: argparse.Namespace) -> tuple[Measurement, str]:
+    """A measurement, and the work in it: all, or with `--resume` what is missing."""
+    from rope_extend.evaluation.measurement import Measurement
+
+    measurement = Measurement(config, texts=arguments.resume)
+    missing = measurement.missing(config.output) if arguments.resume and config.output else None
+    return measurement, measurement.work_text(missing)
+
+
+def _run(
+    config: ModelConfig, arguments: argparse.Namespace, measure: Any, text: Callable[[Any], str]
+) -> None:
+    """Measure, in one process or several, and print the table.
+
+    If it is interrupted or fails, and finished parts are on disk, a line says how to use them. An error of
+    this library says itself what to do.
     """
     from rope_extend.evaluation.cells import holds_cells
-    from rope_extend.models.processes import is_main_process
+    from rope_extend.evaluation.output_directory import RESULTS
+    from rope_extend.models.processes import is_main_process, process_count, processes
+    from rope_extend.training.launch import check_launch
 
+    check_launch(process_count())
+    output = str(config.output)
     try:
-        yield
+        found = measure(config, resume=arguments.resume, overwrite=arguments.overwrite)
     except RopeExtendError:
         raise
     except BaseException:
         if is_main_process() and holds_cells(output):
-            print(
-                f"\n{output} keeps what is finished; the same command with --resume continues",
-                file=sys.stderr,
-            )
+            how = "keeps what is finished; the same command with --resume continues"
+            print(f"\n{output} {how}", file=sys.stderr)
         raise
+    if connected := processes(config.load_options().torch_device):
+        connected.destroy_process_group()
+    if is_main_process():
+        print(text(found))
+        none = "no report is written: nothing is measured yet"
+        print(f"written: {output}" if (Path(output) / RESULTS).exists() else none)
 
 
-def model_config(cls: type[ConfigT], arguments: argparse.Namespace) -> ConfigT:
-    """The settings of a command line."""
-    values = flag_values(cls, arguments)
-    if arguments.adapter_paths:
-        if "adapters" in values:
-            raise RopeExtendError("adapters are given by position and by --adapters; choose one of them")
-        values["adapters"] = arguments.adapter_paths
-    return config_of(cls, arguments.model_or_config, values)
+def plot_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plot`."""
+    kinds = parser.add_subparsers(title="kinds", required=True, metavar="KIND", dest="kind")
+    for kind, source, text in KINDS:
+        command = kinds.add_parser(kind, help=text, description=text.capitalize() + ".")
+        nargs = "+" if source == "results" else None
+        command.add_argument(source, type=path, nargs=nargs, help=SOURCES[source])
+        add_output(command, "FILE", "picture: .png, .svg or .pdf", required=True)
+        command.add_argument("--title", help="heading of the picture")
+        if kind in ("accuracy", "heat-map"):
+            text = "retrieval task (default: passkey)"
+            command.add_argument("--task", default="passkey", metavar="NAME", help=text)
+        if kind == "heat-map":
+            command.add_argument("--row", metavar="LABEL", help="row to draw, if the results have several")
+        if kind == "frequencies":
+            text = "target length in tokens (default: 8 times the trained window)"
+            command.add_argument("--target-length", type=length, metavar="N", help=text)
+            text = "methods (default: all that need only a target length)"
+            command.add_argument("--methods", type=methods, metavar="NAME,NAME", help=text)
+
+
+def plot(arguments: argparse.Namespace) -> None:
+    """Draw pictures from saved results, from a run, or from a checkpoint's config."""
+    output = Path(arguments.output)
+    check_new(output, overwrite=arguments.overwrite)
+    draw = {"results": _plot_results, "run": _plot_run, "model": _plot_frequencies}
+    source = next(source for kind, source, _ in KINDS if kind == arguments.kind)
+    draw[source](arguments, output, {"title": arguments.title})
+    print("written:", output)
+
+
+def _plot_results(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+    from rope_extend.evaluation.report_files import read_runs
+    from rope_extend.plots import curves, retrieval_maps
+
+    rows = read_runs(arguments.results)
+    if arguments.kind in ("perplexity", "loss"):
+        draw = curves.plot_perplexity if arguments.kind == "perplexity" else curves.plot_loss_by_position
+        draw([row for row in rows if row.result], output, **options)
+        return
+    if arguments.kind == "accuracy":
+        retrieval_maps.plot_accuracy(rows, arguments.task, output, **options)
+        return
+    labels = [row.label for row in rows]
+    row = arguments.row or (labels[0] if len(labels) == 1 else None)
+    if row not in labels:
+        problem = "the results have several rows" if row is None else f"the results have no row {row!r}"
+        raise RopeExtendError(f"{problem}; give --row with one of {', '.join(labels)}")
+    retrieval_maps.plot_heat_map(rows[labels.index(row)], arguments.task, output, **options)
+
+
+def _plot_run(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+    from rope_extend.plots.training_curves import plot_distances, plot_training
+
+    run = Path(arguments.run)
+    training = arguments.kind == "training"
+    file = run / ("metrics.jsonl" if training else "positions.json") if run.is_dir() else run
+    (plot_training if training else plot_distances)(file, output, **options)
+
+
+def _plot_frequencies(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
+    from rope_extend.checkpoint.info import info
+    from rope_extend.encodings import RemapEncoding, encoding_class, methods_from_length, rotary_method
+    from rope_extend.plots.frequencies import plot_frequencies
+
+    shape = info(arguments.model).shape
+    target = arguments.target_length or 8 * shape.trained_length
+    # Methods that change positions have the frequencies of plain RoPE.
+    static = [name for name in methods_from_length() if not issubclass(encoding_class(name), RemapEncoding)]
+    encodings = [rotary_method(name).for_target(shape, target) for name in arguments.methods or static]
+    plot_frequencies(encodings, shape, output, seq_len=target, **options)

@@ -9,8 +9,8 @@ from pathlib import Path
 from shlex import quote
 
 from rope_extend.advice.shipped import find_recipe
-from rope_extend.cli.arguments import add_existing, add_fields, add_model_or_config, config_of, path, size
-from rope_extend.config import flag_values
+from rope_extend.cli.arguments import add_existing, add_json, add_settings, path, size
+from rope_extend.config import from_arguments
 from rope_extend.errors import RopeExtendError
 from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
 from rope_extend.training.recipe import add_recipe_arguments, recipe_from_arguments
@@ -19,26 +19,16 @@ from rope_extend.training.recipe import add_recipe_arguments, recipe_from_argume
 def finetune_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a recipe, and those of the command."""
     add_recipe_arguments(parser, find_recipe)
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--resume",
-        action="store_true",
-        help="resume from the newest intact checkpoint in the output directory",
+    text = "resume from this checkpoint; --resume takes the newest that is intact"
+    add_existing(parser, "a run").add_argument("--resume-from", type=path, metavar="CHECKPOINT", help=text)
+    text = (
+        "print the estimated memory of a step, for each memory option, and of an evaluation, and stop; "
+        "nothing is loaded or written"
     )
-    existing.add_argument(
-        "--resume-from", type=path, metavar="CHECKPOINT", help="resume from this checkpoint"
-    )
-    existing.add_argument("--overwrite", action="store_true", help="replace a run in the output directory")
-    parser.add_argument(
-        "--plan", action="store_true",
-        help="print the estimated memory of a step, for each memory option, and of an evaluation, and stop; "
-        "nothing is loaded or written",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument(
-        "--limit-memory", type=size, metavar="SIZE",
-        help="memory of the device to plan with, such as 80GB (default: what is free)",
-    )  # fmt: skip
+    parser.add_argument("--plan", action="store_true", help=text)
+    add_json(parser, "print the plan as JSON")
+    text = "memory of the device to plan with, such as 80GB (default: what is free)"
+    parser.add_argument("--limit-memory", type=size, metavar="SIZE", help=text)
 
 
 def finetune(arguments: argparse.Namespace) -> None:
@@ -72,14 +62,11 @@ def finetune(arguments: argparse.Namespace) -> None:
 
 def search_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `search`."""
-    add_model_or_config(parser, SearchConfig)
-    parser.add_argument(
-        "--plan", action="store_true",
-        help="print the largest number of passes and tokens, the memory and the estimated time, and stop; "
-        "needs neither --data nor weights",
-    )  # fmt: skip
-    add_existing(parser, "a search")
-    add_fields(parser, SearchConfig, LOAD_FIELDS)
+    plan = (
+        "the largest number of passes and tokens, the memory and the estimated time, for which neither "
+        "--data nor weights are needed"
+    )
+    add_settings(parser, SearchConfig, LOAD_FIELDS, "a search", plan)
 
 
 def search(arguments: argparse.Namespace) -> None:
@@ -89,7 +76,7 @@ def search(arguments: argparse.Namespace) -> None:
     gets encoding.json, a card and the log of all evaluations. It is then a method of every other command:
     --method DIR. After an interruption, the same command with --resume continues.
     """
-    config = config_of(SearchConfig, arguments.model_or_config, flag_values(SearchConfig, arguments))
+    config = from_arguments(SearchConfig, arguments)
     if not arguments.plan and not (config.data and config.output):
         raise RopeExtendError("search needs --data and --output, or --plan for an estimate without them")
 
@@ -109,10 +96,7 @@ def search(arguments: argparse.Namespace) -> None:
         if (Path(config.output) / LOG).exists():
             print(f"\n{config.output} keeps what is measured; add --resume to continue", file=sys.stderr)
         raise
-    print(result.table_text())
     cost = result.cost
-    print(
-        f"{cost.evaluations:,} evaluations, {cost.passes:,} forward passes, {cost.forward_tokens:,} tokens, "
-        f"{cost.seconds:.0f} s"
-    )
-    print("written:", config.output)
+    print(result.table_text())
+    work = f"{cost.evaluations:,} evaluations, {cost.passes:,} forward passes"
+    print(f"{work}, {cost.forward_tokens:,} tokens, {cost.seconds:.0f} s\nwritten: {config.output}")

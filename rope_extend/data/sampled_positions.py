@@ -303,4 +303,4 @@ class Coverage:
             "seen_beyond": self.seen_beyond,
             "distances": self.groups(),
         }
-        write_json(path, data, indent=1)
+        write_json(path, data)

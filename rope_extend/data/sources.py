@@ -40,6 +40,11 @@ def describe_source(source: Source) -> str:
 def _with_bundled_files(source: Source) -> Source:
     """Replace the names of bundled sources by their files."""
     names = [source] if isinstance(source, str | Path) else list(source)
+    for name in names:
+        if str(name).startswith("demo:") and name not in _BUNDLED:
+            raise RopeExtendError(
+                f"{str(name)!r} is no text of the package; there are {', '.join(map(str, _BUNDLED))}"
+            )
     if not any(name in _BUNDLED for name in names):
         return source
     try:
@@ -186,12 +191,18 @@ def _files(source: str | Path) -> list[tuple[Path, str]]:
 
 
 def _is_path(source: str) -> bool:
-    """Whether a string names files, present or missing, rather than a dataset on the hub."""
+    """Whether a string names files, present or missing, rather than a dataset on the hub, `owner/name`.
+
+    What lies in a directory that is here is a path: without a network, asking the hub takes half a minute.
+    """
+    directory, _, _ = source.partition(":")[0].rpartition("/")
     return (
         Path(source).expanduser().exists()
         or glob.has_magic(source)
         or source.startswith(("/", ".", "~"))
         or source.count("/") > 1
+        or not directory
+        or Path(directory).is_dir()
         or Path(source).suffix.lower() in _SUFFIXES | _TABLE_BUILDERS.keys()
     )
 

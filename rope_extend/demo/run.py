@@ -7,12 +7,14 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from rope_extend.checkpoint.card import add_card
 from rope_extend.checkpoint.info import info
 from rope_extend.data.bundled import MODEL_DIR
-from rope_extend.encodings import RopeShape, rotary_method
+from rope_extend.encodings import rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.commands import command_words
 from rope_extend.evaluation.comparison import regressions
@@ -75,21 +77,26 @@ def run_demo(
     if overwrite:
         (output / RESULTS).unlink(missing_ok=True)  # first: they are of the runs that are removed now
         shutil.rmtree(output / "runs", ignore_errors=True)
-    shared: dict[str, object] = {"model": str(MODEL_DIR)} | ({} if steps is None else {"steps": steps})
+    shared: dict[str, Any] = {"model": str(MODEL_DIR)} | ({} if steps is None else {"steps": steps})
     base = Recipe.from_yaml(RECIPE, {**shared, "output_dir": str(output / "runs")})
     shape, target = info(base.model).shape, base.target_length
     trained = shape.trained_length
+    runs: dict[str, dict[str, Any]] = {}
+    for method in tuned:
+        two_tables = rotary_method(method).for_target(shape, target).effects(shape).depends_on_length
+        name = re.sub(r"[^\w.]+", "-", method).strip("-")  # short_original-yarn
+        runs[name] = {"method": method, **({"mixed_windows": True} if two_tables else {})}
     # The same number of tokens, in windows of the original length.
-    control = {"target_length": trained, "batch_size": base.batch_size * target // trained}
-    runs = [(_directory_name(method), _changes(method, shape, target)) for method in tuned]
-    runs.append(("control", {"method": "none", **control}))
+    batch_size = base.batch_size * target // trained
+    runs["control"] = {"method": "none", "target_length": trained, "batch_size": batch_size}
     adapters = []
-    for number, (name, changes) in enumerate(runs, start=1):
-        overrides = {**shared, **changes, "output_dir": str(output / "runs" / name)}
-        recipe = Recipe.from_yaml(RECIPE, overrides)
+    for number, (name, changes) in enumerate(runs.items(), start=1):
+        values = {**shared, **changes, "output_dir": str(output / "runs" / name)}
+        recipe = Recipe.from_yaml(RECIPE, values)
         tokens = recipe.steps * recipe.batch_size * recipe.length
-        _print_step(number, len(runs) + 2, f"LoRA, {name}: {tokens:,} tokens in windows of {recipe.length}")
-        _print_command(["finetune", str(RECIPE), *_flags(overrides)])
+        print(f"\n[{number}/{len(runs) + 2}] LoRA, {name}: {tokens:,} tokens in windows of {recipe.length}")
+        flags = [(Recipe.flag_name(key), *([] if it is True else [str(it)])) for key, it in values.items()]
+        _print_command("finetune", str(RECIPE), *chain(*flags))
         finetune_once(recipe)
         adapters.append(recipe.output_dir)
     lengths = [trained // 2 * 2**power for power in range(int(math.log2(target / trained)) + 2)]
@@ -98,26 +105,15 @@ def run_demo(
         adapters=tuple(adapters), max_documents=DOCUMENTS, retrieval=TRIALS, retrieval_lengths=(target,),
         samples=1,
     )  # fmt: skip
-    _print_step(len(runs) + 1, len(runs) + 2, "perplexity, passkeys and a sample, before and after")
-    _print_command(["evaluate", *command_words(config)])
+    print(f"\n[{len(runs) + 1}/{len(runs) + 2}] perplexity, passkeys and a sample, before and after")
+    _print_command("evaluate", *command_words(config))
     rows = evaluate(config, resume=not overwrite, overwrite=overwrite)
-    _print_step(len(runs) + 2, len(runs) + 2, "the model card of each run, with these results")
+    print(f"\n[{len(runs) + 2}/{len(runs) + 2}] the model card of each run, with these results")
     for adapter in adapters:
-        _print_command(["card", adapter, "--results", str(output)])
+        _print_command("card", adapter, "--results", str(output))
         add_card(adapter, **card_results(rows))
     _show(rows, output)
     return rows
-
-
-def _directory_name(method: str) -> str:
-    """The name of a run's directory: `short_original-yarn` for `short_original(yarn)`."""
-    return re.sub(r"[^\w.]+", "-", method).strip("-")
-
-
-def _changes(method: str, shape: RopeShape, target: int) -> dict[str, object]:
-    """The values of a run's recipe that are not those of `RECIPE`."""
-    two_tables = rotary_method(method).for_target(shape, target).effects(shape).depends_on_length
-    return {"method": method, **({"mixed_windows": True} if two_tables else {})}
 
 
 def finetune_once(recipe: Recipe) -> None:
@@ -125,20 +121,9 @@ def finetune_once(recipe: Recipe) -> None:
     finetune(recipe, resume=(Path(recipe.output_dir) / "recipe.yaml").exists())
 
 
-def _print_step(number: int, of: int, text: str) -> None:
-    print(f"\n[{number}/{of}] {text}", flush=True)
-
-
-def _print_command(words: Sequence[str]) -> None:
+def _print_command(*words: str) -> None:
     """Print the command line that does the same."""
     print("  $ " + shlex.join(["rope-extend", *words]), flush=True)
-
-
-def _flags(values: dict[str, object]) -> list[str]:
-    words = []
-    for name, value in values.items():
-        words += [Recipe.flag_name(name), *([] if value is True else [str(value)])]
-    return words
 
 
 def _show(rows: Sequence[EvaluationRow], output: Path) -> None:

@@ -189,7 +189,7 @@ def _memory_class(encoding: Encoding | None) -> Any:
 def _slower_kernel(encoding: Encoding | None) -> str | None:
     """The rate of an encoding's attention, if it is not the model's own: an attribute of `Rates`."""
     if isinstance(encoding, RopeEncoding) and encoding.rotates_in_attention:
-        return "segments"  # queries of one forward have tables of their own
+        return "chunked"  # queries of one forward have tables of their own
     channels = isinstance(encoding, BiasEncoding) and type(encoding).slopes is not BiasEncoding.slopes
     return "biased" if isinstance(encoding, BiasEncoding) and not channels else None
 

@@ -95,11 +95,6 @@ def gpu_words() -> list[str]:
     return [_word(gpu) for gpu in GPUS]
 
 
-def gpus_with(memory: int) -> list[Gpu]:
-    """The known GPUs with exactly this memory, in bytes."""
-    return [gpu for gpu in GPUS if gpu.memory == memory]
-
-
 def _word(gpu: Gpu) -> str:
     return gpu.name.lower().replace(" ", "-")
 

@@ -14,13 +14,12 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import repeat_kv, use_gqa_in_sdpa
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from rope_extend.attention.causal_suffix import calls_by_name, causal_mask, in_parts
-from rope_extend.attention.functions import attention_configs, attention_modules
+from rope_extend.attention.causal_suffix import calls_by_name, causal_mask
+from rope_extend.attention.functions import attention_modules, implementation_of
 from rope_extend.attention.registry import PREFIX, SUFFIX, register
 from rope_extend.errors import RopeExtendError
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.models.planned_device import device_of
-from rope_extend.models.undo import UndoLog
 from rope_extend.models.view import unwrap
 
 logger = logging.getLogger(__name__)
@@ -115,8 +114,6 @@ def dry_run_attention(
     ) -> tuple[Tensor, None]:
         if note is not None:
             note(module, query, key, value)
-        if maskless and attention_mask is None and _may_be_in_parts(query, key):
-            return in_parts(query, key, value, 1.0).transpose(1, 2).contiguous(), None
         groups = getattr(module, "num_key_value_groups", 1)
         if groups > 1 and not use_gqa_in_sdpa(attention_mask, key, value):
             key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -125,32 +122,18 @@ def dry_run_attention(
         out = _Kernel.apply(query, key, value, attention_mask)  # type: ignore[no-untyped-call]
         return out.transpose(1, 2), None
 
-    undo = UndoLog()
+    def chosen(implementation: str) -> str:
+        if implementation.startswith(PREFIX + DRY_RUN) or (implementation == "eager" and note is None):
+            return implementation
+        mask = _MASKS.get(implementation, _no_mask)
+        if implementation == "sdpa" and maskless:
+            implementation, mask = SUFFIX, causal_mask
+        return register(DRY_RUN + implementation, attention, mask)
+
     decoder = unwrap(model).base_model
-    if calls_by_name(decoder):
-        for config in attention_configs([decoder, *attention_modules(model)]):
-            implementation = config._attn_implementation
-            if implementation.startswith(PREFIX + DRY_RUN) or (implementation == "eager" and note is None):
-                continue
-            mask = _MASKS.get(implementation, _no_mask)
-            if implementation == "sdpa" and maskless:
-                mask = causal_mask
-                implementation = SUFFIX
-            name = register(DRY_RUN + implementation, attention, mask)
-            undo.set(config, "_attn_implementation_internal", name)
-    try:
+    modules = [decoder, *attention_modules(model)] if calls_by_name(decoder) else []
+    with implementation_of(modules, chosen):
         yield
-    finally:
-        undo.unwind()
-
-
-def _may_be_in_parts(query: Tensor, key: Tensor) -> bool:
-    """Whether cuDNN may compute a chunk in parts, which need more memory than one call of flash attention.
-
-    Whether torch would take cuDNN cannot be asked without the device, so this is assumed.
-    """
-    on_a_gpu = device_of(query).type == "cuda" and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    return on_a_gpu and 1 < query.shape[2] < key.shape[2] and not torch.is_grad_enabled()
 
 
 class _Kernel(torch.autograd.Function):

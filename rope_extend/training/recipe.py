@@ -549,15 +549,16 @@ class Recipe(Config):
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser, find: Callable[[str], str] = str) -> None:
-    """Add the recipe to a command: an optional YAML file as `config`, and one `--flag` per field.
+    """Add the recipe to a command: a YAML file or a model as `config`, and one `--flag` per field.
 
     Args:
         parser: where they go.
-        find: the path of the YAML file, from what the user writes.
+        find: the path of the YAML file, or the model, from what the user writes.
     """
     parser.add_argument(
-        "config", nargs="?", type=find,
-        help="YAML file of a recipe, or the name of one that `rope-extend recipes` lists",
+        "config", nargs="?", type=find, metavar="MODEL_OR_CONFIG",
+        help="directory or hub id of the checkpoint, or a YAML file with the settings of the recipe, or the "
+        "name of a recipe that `rope-extend recipes` lists",
     )  # fmt: skip
     add_flags(parser, Recipe)
 

@@ -192,7 +192,7 @@ def save_checkpoint(
             }
             (partial / MANIFEST_NAME).write_text(json.dumps({"files": files}, indent=2), encoding="utf-8")
             # An older run may have left a checkpoint of this step; it is replaced.
-            publish_directory(partial, final, durable=True)
+            publish_directory(partial, final)
             for later in checkpoints(directory):
                 if step_of(later) > state.step:
                     shutil.rmtree(later)

@@ -11,7 +11,6 @@ from batches import LENGTH, same, tokens
 from cases import FACTOR, TARGET, llama
 from covering import few
 from logical_devices import inputs, spread
-from test_causal_suffix import dense_suffix
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -19,11 +18,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flash_attention
 
 import rope_extend as rx
-from rope_extend.attention import bias_parts, biases, causal_suffix, log_sum_exp, rotation
+from rope_extend.attention import bias_parts, causal_suffix, forward, log_sum_exp, rotation
 from rope_extend.attention.functions import AttentionCall
 from rope_extend.attention.packed import document_attention
 from rope_extend.attention.registry import without_cudnn
-from rope_extend.evaluation.chunked_forward import ChunkedForward
 from rope_extend.evaluation.forward_plan import ForwardEstimator
 from rope_extend.memory.plan import Budget
 
@@ -169,7 +167,7 @@ def test_tables_come_to_a_gpu_once_for_all_layers(
     devices: list[str], times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of a long window are too large for a CPU's cache, but small next to the memory of a GPU."""
-    monkeypatch.setattr(rotation, "TABLE_BYTES", 0)
+    monkeypatch.setattr(forward, "TABLE_BYTES", 0)
     angles, made = rotation.angles_of, []
     monkeypatch.setattr(rotation, "angles_of", lambda *args: made.append(args) or angles(*args))
     model, ids = llama(num_hidden_layers=3), tokens(1, LENGTH)
@@ -197,13 +195,6 @@ class Calls(TorchFunctionMode):
             self.heads.append(bound["key"].shape[1])
             self.ways.append((bound.get("is_causal", False), bound.get("enable_gqa", False)))
         return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flash kernel serves every call, as on a GPU in bfloat16."""
-    monkeypatch.setattr(causal_suffix, "can_use_flash_attention", lambda parameters: True)
-    monkeypatch.setattr(causal_suffix, "flash_suffix", dense_suffix)
 
 
 @pytest.mark.parametrize(
@@ -244,24 +235,6 @@ def test_packed_documents_do_not_go_to_cudnn() -> None:
     assert calls.cudnn == [False, False]
 
 
-@pytest.mark.usefixtures("flash")
-@pytest.mark.parametrize("name", ["dynamic_ntk", "short_original(yarn)", "logn(yarn)", "alibi"])
-@pytest.mark.parametrize("chunk", [LENGTH, 30])
-@torch.no_grad()
-def test_no_mask_is_made_where_the_flash_kernel_needs_none(name: str, chunk: int) -> None:
-    """Neither for chunks of a long window, nor for parts of a whole one."""
-    model, ids = llama(), tokens(1, LENGTH)
-    chunked = ChunkedForward(model, torch.device("cpu"))
-    chunked.maskless = True
-    with extended(model, name):
-        assert chunked.strategy == "layer by layer"
-        expected = model.model(ids, use_cache=False).last_hidden_state
-        with Calls() as calls:
-            found = torch.cat(list(chunked.in_chunks(ids, chunk)), dim=1)
-    assert set(calls.masks) <= {type(None)}
-    same(found, expected)
-
-
 @pytest.mark.parametrize("name", [None, "yarn", "logn(yarn)", "drope", "alibi", "sinusoidal"])
 @pytest.mark.parametrize("trained", [False, True])
 def test_whole_windows_are_causal_without_a_mask_and_with_grouped_heads(
@@ -295,23 +268,6 @@ def test_parts_of_a_bias_have_a_size_that_keeps_a_gpu_busy(device: str) -> None:
     assert found == ([128, 32, 32] if device == "cpu" else [2048, 1024, 64])
     computed = bias_parts.rows_of_part(32, 8192, torch.device(device), from_table=False)
     assert computed == (32 if device == "cpu" else 256)
-
-
-@pytest.mark.parametrize("name", ["t5_bias", "fire", "shaw"])
-def test_keys_are_repeated_for_all_heads_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bias_parts, "FEWEST", 8)
-    monkeypatch.setattr(bias_parts, "GPU_MOST", 8)
-    model, ids = llama(num_attention_heads=4, num_key_value_heads=2), tokens(1, LENGTH)
-    with extended(model, name), torch.no_grad():
-        expected, repeated = model(ids).logits, []
-        repeat = biases.repeat_kv
-        monkeypatch.setattr(
-            biases, "repeat_kv", lambda states, groups: repeated.append(groups) or repeat(states, groups)
-        )
-        with spread(model, "cuda:0"):
-            found = model(inputs(ids, "cuda:0")).logits
-    same(found, expected)
-    assert repeated == [2, 2] * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", ["dynamic_ntk", "alibi"])

@@ -480,22 +480,6 @@ def test_learned_parameters_are_the_models_until_the_patch_is_removed(encoding: 
     assert (patch.learned is None) == (not new)  # the patch keeps the learned parameters
 
 
-def test_patches_nest_and_come_off_in_order(encoding: BiasEncoding) -> None:
-    model, data = grouped(), batch((0,))
-    before, implementation = logits(model, **data), model.config._attn_implementation
-    with rx.extend(model, TARGET, "dynamic_ntk"):
-        inside = logits(model, **data)
-        with rx.patch_model(model, encoding):
-            biased = logits(model, **data)
-            with rx.extend(model, TARGET, "dynamic_ntk"):
-                assert torch.equal(logits(model, **data), inside)
-            assert torch.equal(logits(model, **data), biased)
-        assert torch.equal(logits(model, **data), inside)
-    assert torch.equal(logits(model, **data), before)
-    assert model.config._attn_implementation == implementation
-    assert not model.base_model._forward_hooks
-
-
 def test_what_cannot_take_a_bias_is_refused() -> None:
     model = grouped()
     model.set_attn_implementation("flex_attention")

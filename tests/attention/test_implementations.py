@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LENGTH, batch, gradients, in_parts, logits, same, tokens
+from batches import LENGTH, batch, in_parts, logits, same, tokens
 from cases import FACTOR, FAMILIES, TARGET, llama, tiny_model
 from torch import Tensor
 from transformers import (
@@ -26,7 +26,6 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.llama import modeling_llama
 
 import rope_extend as rx
-from rope_extend.attention import functions
 from rope_extend.attention.functions import handled_implementation
 from rope_extend.errors import UnsupportedModelError
 
@@ -221,19 +220,6 @@ def test_nested_patches_follow() -> None:
         assert torch.equal(logits(model, **data), expected)
 
 
-def test_gradients_follow(encoding: Any) -> None:
-    found = []
-    for changed in (False, True):
-        model = llama()
-        if not changed:
-            model.set_attn_implementation("eager")
-        with extended(model, encoding):
-            model.set_attn_implementation("eager")
-            found.append(gradients(model, 60, checkpointing=changed))
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["alibi", "fire", "linear_attention"])
 def test_a_change_to_what_does_not_work_is_refused_by_name(name: str) -> None:
     model, data = llama(), batch((0,))
@@ -295,7 +281,6 @@ def test_a_users_function_under_a_name_of_transformers_sees_that_name(
     model.set_attn_implementation(name)
     with extended(model, rx.Encoding.from_dict(ENCODINGS["dynamic_ntk"])), torch.no_grad():
         expected = logits(model, input_ids)
-        monkeypatch.setattr(functions, "_unnamed", {"sdpa"})
         monkeypatch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._local_mapping, name, _by_name)
         NAMES.clear()
         cache = model(input_ids[:, :-2]).past_key_values
@@ -376,32 +361,3 @@ def test_the_own_name_is_not_seen_in_another_thread() -> None:
         logits(model, tokens(1, LENGTH))
     assert expected == {handled_implementation("test_threads")}
     assert set(seen) == expected
-
-
-def test_two_threads_use_one_model(encoding: Any) -> None:
-    """While a thread is inside a layer, another one runs whole forwards, with a cache of its own."""
-    model = llama()
-    first, second = batch((0,)), batch((0, 17))
-    stops, other_stops = [50, 70, 71, LENGTH], [40, 60, LENGTH]
-    inside = threading.local()
-
-    def in_another_thread(*arguments: Any) -> None:
-        if not hasattr(inside, "other"):
-            others.append(None)
-            thread = threading.Thread(target=other)
-            thread.start()
-            thread.join()
-
-    def other() -> None:
-        inside.other = True
-        others[-1] = in_parts(model, second, other_stops)
-
-    with extended(model, encoding):
-        expected = [in_parts(model, data, cuts) for data, cuts in ((first, stops), (second, other_stops))]
-        others: list[Any] = []
-        hooks = [module.register_forward_pre_hook(in_another_thread) for module in layers(model)[1:]]
-        assert torch.equal(in_parts(model, first, stops), expected[0])
-        assert len(others) == 4
-        assert all(torch.equal(found, expected[1]) for found in others)
-        for hook in hooks:
-            hook.remove()

@@ -124,7 +124,7 @@ def test_the_state_does_not_grow() -> None:
             assert cache.get_seq_length() == length
             model(tokens(1, 1), past_key_values=cache)
             assert all(isinstance(layer, StateLayer) for layer in cache.layers)
-            tensors = [each for layer in cache.layers for each in layer.state]
+            tensors = [each for layer in cache.layers for each in (layer.keys, layer.values)]
             sizes.append(sum(tensor.numel() for tensor in tensors))
     assert sizes[0] == sizes[1] == 2 * 2 * 16 * (16 + 1)  # layers and heads of keys
 
@@ -200,7 +200,7 @@ def test_bfloat16_sums_in_float32() -> None:
         model.to(torch.bfloat16)
         error = (logits(model, tokens(2, 400)).float() - exact).abs().mean(dim=(0, 2))
         cache = model(tokens(1, 10), use_cache=True).past_key_values
-    assert {each.dtype for layer in cache.layers for each in layer.state} == {torch.float32}
+    assert {each.dtype for layer in cache.layers for each in (layer.keys, layer.values)} == {torch.float32}
     assert error[-50:].mean() < 1.5 * error[50:100].mean()  # no larger at far positions
 
 
@@ -256,9 +256,9 @@ def test_a_layer_that_attends_twice_is_refused_with_a_cache() -> None:
     """Differential attention needs two states."""
     model = tiny_model(FamilyCase("diffllama", {"num_key_value_heads": 2}))
     with rx.patch_model(model, rx.encoding("linear_attention")):
-        cache = model(tokens(1, 20), use_cache=True).past_key_values
+        model(tokens(1, 20), use_cache=False)
         with pytest.raises(PatchError, match=r"several modules use one layer.*use_cache=False"):
-            model(tokens(1, 1), past_key_values=cache)
+            model(tokens(1, 20), use_cache=True)
 
 
 @pytest.mark.parametrize(

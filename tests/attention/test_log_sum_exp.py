@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tolerances import rounding
 from torch import Tensor
 
+from rope_extend.attention import log_sum_exp
 from rope_extend.attention.log_sum_exp import merge, partial_attention
 
 SCALE = 0.3
@@ -45,20 +46,26 @@ def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype, terms: int
     torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
 
 
+@pytest.fixture(params=["kernel", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a kernel, and as on devices that have none."""
+    if request.param == "plain":
+        monkeypatch.setattr(log_sum_exp, "_has_kernel", lambda *_: False)
+
+
 LAYOUTS = st.tuples(
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 40), st.integers(1, 40), st.sampled_from([4, 6, 16])
 )
 
 
-@given(LAYOUTS, st.booleans(), st.booleans(), st.sampled_from([torch.float32, torch.float64]))
-def test_a_part_equals_dense_attention(
-    layout: tuple[int, ...], causal: bool, plain: bool, dtype: torch.dtype
-) -> None:
+@pytest.mark.usefixtures("way")
+@given(LAYOUTS, st.booleans(), st.sampled_from([torch.float32, torch.float64]))
+def test_a_part_equals_dense_attention(layout: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
     kv_heads, groups, queries, keys, width = layout
     keys = queries if causal else keys
     exact = states((kv_heads * groups, kv_heads), (queries, keys), (width, 8), seed=keys)
     rounded = [part.to(dtype) for part in exact]
-    output, sums = partial_attention(*rounded, causal=causal, scale=SCALE, plain=plain)
+    output, sums = partial_attention(*rounded, causal=causal, scale=SCALE)
     expected, expected_sums = dense(*(part.double() for part in rounded), causal)
     assert (output.dtype, sums.dtype) == (dtype, dtype)
     assert_near(output, expected, dtype, keys * width)
@@ -83,11 +90,11 @@ def test_parts_merge_to_attention_over_all_keys(sizes: list[int], dtype: torch.d
     assert_near(sums, expected_sums, dtype, sum(sizes) * 16)  # kernels approximate exp in bfloat16
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("widths", [(16, 16), (16, 8), (8, 12)])
 @pytest.mark.parametrize(("heads", "dtype"), [((4, 2), torch.float64), ((2, 2), torch.float32)])
 def test_gradients_through_the_merge_equal_those_of_dense_attention(
-    heads: tuple[int, int], dtype: torch.dtype, widths: tuple[int, int], plain: bool
+    heads: tuple[int, int], dtype: torch.dtype, widths: tuple[int, int]
 ) -> None:
     """Of a square of causal attention and a part that sees all its keys, merged; one query sees no more."""
     sizes, total = (9, 5), 14
@@ -95,8 +102,8 @@ def test_gradients_through_the_merge_equal_those_of_dense_attention(
     leaves = [part.to(dtype).requires_grad_() for part in exact]
     query, key, value = leaves
     (k1, k2), (v1, v2) = key.split(sizes, dim=2), value.split(sizes, dim=2)
-    one = partial_attention(query, k1, v1, causal=True, scale=SCALE, plain=plain)
-    two = partial_attention(query, k2, v2, causal=False, scale=SCALE, plain=plain)
+    one = partial_attention(query, k1, v1, causal=True, scale=SCALE)
+    two = partial_attention(query, k2, v2, causal=False, scale=SCALE)
     output, sums = merge(*one, *two)
     output, sums = merge(
         output, sums, *partial_attention(query, key[:, :, :0], value[:, :, :0], causal=False, scale=SCALE)

@@ -95,6 +95,11 @@ def test_every_mode_decodes_the_tokens_of_whole_forwards(method: str, family: Fa
         for more in ({"assistant_model": draft}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 7}):
             found = model.generate(first, attention_mask=torch.ones_like(first), **OPTIONS, **more)
             assert torch.equal(found[:, len(prompts[0]) :], expected[:1])
+        beams = [
+            model.generate(left, attention_mask=seen, **{**OPTIONS, "num_beams": 3, "use_cache": cached})
+            for cached in (True, False)
+        ]
+        assert torch.equal(*beams)
         right, mask = padded(prompts, left=False)
         output, length = model(right, attention_mask=mask, use_cache=True), mask.sum(1)
         token = best(output.logits[torch.arange(len(prompts)), length - 1])

@@ -213,6 +213,13 @@ def test_a_changed_file_is_read_again(load: Load, tmp_path: Path) -> None:
         ("library", {"max_documents": 0}, "max_documents must be at least 1"),
         ("library", {"max_tokens": -1}, "max_tokens must be at least 1"),
         ("nobody/no-such-dataset", {}, "'owner/name'"),
+        ("libary", {}, r"no file matches 'libary' \(relative to .* hub dataset as 'owner/name'"),
+        ("library/boks", {}, "no file matches 'library/boks'"),
+        (
+            "demo:eval",
+            {},
+            "'demo:eval' is no text of the package; there are demo:finetuning, demo:evaluation",
+        ),
     ],
 )
 def test_mistakes_are_explained(

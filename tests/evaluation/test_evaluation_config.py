@@ -147,7 +147,7 @@ def test_mistakes_are_named(settings: dict[str, Any], message: str) -> None:
         ("evaluate {model} --plan --protocol slidng", "no perplexity protocol 'slidng'"),
         ("evaluate {model} --plan --limit-memory 24", "--limit-memory must be a size with its unit"),
         ("evaluate {model} --plan --lengths 32kb", "--lengths must be a list of token counts"),
-        ("evaluate {model} --lengths 1k", "evaluate needs --data and --output; only --plan"),
+        ("evaluate {model} --lengths 1k", "evaluate needs --data and --output, or --plan"),
         ("evaluate --plan", "missing model; add to the YAML file, or give --model"),
         ("evaluate nothing.yaml --plan", "cannot read the evaluation nothing.yaml"),
         ("retrieve {model}", "retrieve needs --output"),

@@ -66,7 +66,7 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 @pytest.fixture(autouse=True)
 def _rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "measured_rates", lambda *_: Rates(1e9, 5e8, 5e8, 5e8, 5e8))
+    monkeypatch.setattr(planning, "measured_rates", lambda *_: Rates(1e9, 5e8, 5e8, 5e8))
 
 
 def checkpoint(config: PretrainedConfig, directory: Path) -> str:

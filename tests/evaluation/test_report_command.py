@@ -178,7 +178,7 @@ def test_the_plan_needs_no_data_and_keeps_to_the_budget(
         ("report {model} --data {data} --output {out}/x", "missing target_length"),
         ("report {model} --target-length 64 --output {out}/x", "report needs --data and --output"),
         ("report {model} --target-length 64 --data {data}", "report needs --data and --output"),
-        ("report {model} --target-length 64 --plan --resume", "report needs --data and --output"),
+        ("report {model} --target-length 64 --plan --resume", "--plan --resume needs --data and --output"),
         (
             "report {model} --target-length 64 --data {data} --output {out}/x --methods yran",
             "Did you mean 'yarn'",

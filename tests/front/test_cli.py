@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
+import torch
 from cases import TRAINED
 
 import rope_extend as rx
@@ -16,6 +16,7 @@ from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.report_files import read_results
 from rope_extend.models.locating import check_path, is_path
+from rope_extend.report.machine import OPTIONAL, examine
 
 pytestmark = pytest.mark.usefixtures("private_cache")
 
@@ -146,15 +147,6 @@ def test_mistakes_are_one_clear_line(
     assert not (tmp_path / "x").exists()  # nothing was begun
 
 
-def test_an_unknown_key_in_a_recipe_names_the_nearest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"target_lenght": 64}))
-    error = fail("finetune {out}/recipe.yaml", capsys, out=tmp_path)
-    assert "target_lenght" in error
-    assert "target_length" in error
-
-
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
@@ -189,3 +181,32 @@ def test_a_mistyped_path_names_the_nearest_directory(tmp_path: Path) -> None:
     for name in ("gpt2", "meta-llama/Llama-3.1-8B", str(tmp_path / "runs"), "owner/name.v2"):
         check_path(name)
     assert [is_path(name) for name in ("./a", "../a", "/a", "~/a", "a/b/c", "a/", ".", "a b")] == [True] * 8
+
+
+def test_doctor_names_what_is_missing_with_what_to_do(tmp_path: Path) -> None:
+    findings = {
+        finding.subject: finding
+        for finding in examine(
+            {"HF_HOME": str(tmp_path / "not" / "there"), "HF_HUB_OFFLINE": "1"},
+            installed=lambda name: name == "gguf",
+            free_disk=lambda path: 10**9,
+        )
+    }
+    assert findings["torch"].result == torch.__version__
+    assert "not installed" not in findings["gguf"].result
+    for name, (use, command) in OPTIONAL.items():
+        if name != "gguf":
+            assert use in findings[name].result
+            assert command in findings[name].result
+    assert str(tmp_path / "not" / "there") in findings["hub cache"].result
+    assert "free some space" in findings["hub cache"].advice
+    assert "cache" in findings["hub"].advice
+
+
+def test_doctor_prints_its_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor"])
+    text = capsys.readouterr().out
+    main(["doctor", "--json"])
+    findings = json.loads(capsys.readouterr().out)
+    assert all(finding["subject"] in text for finding in findings)
+    assert sum(line.startswith("!") for line in text.splitlines()) == sum(bool(f["advice"]) for f in findings)

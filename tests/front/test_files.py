@@ -81,7 +81,7 @@ def test_temporary_names_differ_and_fit_long_names(tmp_path: Path) -> None:
 def test_a_directory_replaces_an_earlier_one_whole(tmp_path: Path) -> None:
     final = tmp_path / "report"
     for content in ("old", "new"):
-        with replacing_directory(final, durable=True) as partial:
+        with replacing_directory(final) as partial:
             (partial / f"{content}.txt").write_text(content)
     assert [path.name for path in final.iterdir()] == ["new.txt"]
     with pytest.raises(ZeroDivisionError), replacing_directory(final) as partial:

@@ -27,7 +27,7 @@ from rope_extend.training.recipe import Recipe
 
 SETTINGS: tuple[type[Config], ...] = (Recipe, EvaluationConfig, RetrievalConfig, SearchConfig, StudyConfig)
 NAMES_A_PATH = re.compile(r"director(y|ies)\b|\bfile\b|\bpath\b|\bFILE\b|\bDIR\b|\bPATH\b|base model")
-IN_SETTINGS = ("model_or_config", "adapter_paths")
+IN_SETTINGS = {"config", "adapter_paths"}
 """Arguments whose values are read as those of the settings' fields."""
 
 
@@ -57,7 +57,7 @@ def test_every_argument_that_is_a_path_expands_it(home: Path) -> None:
     seen = set()
     for command in COMMANDS:
         for action in actions(command_parser(command)):
-            plain = action.dest not in IN_SETTINGS and not (action.type is None and action.dest in fields)
+            plain = action.type is not None or action.dest not in fields | IN_SETTINGS
             if action.type is size or action.dest == "data":  # texts are expanded when they are read
                 continue
             if plain and NAMES_A_PATH.search(f"{action.help} {action.metavar}"):

@@ -111,10 +111,3 @@ def test_phrases_are_seen_across_lines_and_in_names() -> None:
     """The search itself works: a test that cannot fail proves nothing."""
     text = 'a = 1  # it is to\n# be had here\nb = ("by "\n     f"degrees")\nmemory_lever = 2\nleverage = 3\n'
     assert sorted(banned_phrases(text)) == [(1, "to be had"), (3, "by degrees"), (5, "lever")]
-
-
-def test_sentences_are_counted_as_a_reader_counts() -> None:
-    page = (
-        "# Title\n\nOne two. Three `a b` [four](five.md)!\n\n- six\n- seven\n\n| a | b |\n\n```bash\nx\n```\n"
-    )
-    assert sentences(page) == ["One two.", "Three code four!", "six", "seven"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import sys
 
@@ -13,41 +12,30 @@ from rope_extend import progress
 logger = logging.getLogger("rope_extend.test")
 
 
-def work(**settings: object) -> None:
-    with progress.progress_bar(logger, total=40, unit="doc", desc="search", **settings) as bar:
+def work(*, shown: bool = True) -> None:
+    with progress.progress_bar(logger, shown=shown, total=40, unit="doc", desc="search") as bar:
         for _ in range(4):
             bar.set_postfix_str("best 3.2 nats", refresh=False)
             bar.update(10)
 
 
-def test_lines_without_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_bar_on_a_terminal_and_lines_elsewhere(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     caplog.set_level(logging.INFO, "rope_extend")
-    work()  # shorter than LINE_EVERY
-    assert not caplog.messages
+    if not terminal:
+        work()  # shorter than LINE_EVERY
     monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     work(shown=False)
     assert not caplog.messages
-    work()
-    assert caplog.messages[1].startswith("search: 10/40 doc [00:00<00:00, ")
-    assert caplog.messages[-1].startswith("search: 40/40 doc [00:00<00:00, ")
-    assert caplog.messages[-1].endswith("doc/s, best 3.2 nats]")
     assert capsys.readouterr().err == ""
-
-
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
-    caplog.set_level(logging.INFO, "rope_extend")
     work()
-    drawn = terminal.getvalue()
-    assert "search: 100%|" in drawn
-    work(shown=False)
-    assert terminal.getvalue() == drawn
-    assert not caplog.messages
+    assert ("search: 100%|" in capsys.readouterr().err) == terminal
+    assert bool(caplog.messages) != terminal
+    if not terminal:
+        assert caplog.messages[1].startswith("search: 10/40 doc [00:00<00:00, ")
+        assert caplog.messages[-1].startswith("search: 40/40 doc [00:00<00:00, ")
+        assert caplog.messages[-1].endswith("doc/s, best 3.2 nats]")

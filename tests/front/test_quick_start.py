@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import rope_extend as rx
-from rope_extend.cli.main import COMMANDS, command_parser
+from rope_extend.cli.main import COMMANDS, SHELLS, command_parser, examples, main
 from rope_extend.method_names import method_names
 
 HEAVY = (
@@ -33,7 +34,7 @@ LIGHT = [
     ("info model --target-length banana", 2, "not a length in tokens: 'banana'"),
     ("info model --target_length 4k", 2, "Did you mean '--target-length'"),
     ("advise model --target-length 4k --gpu h1000", 2, "Did you mean h100"),
-    ("advise model --target-length 4k --hours soon", 2, "number of hours"),
+    ("advise model --target-length 4k --hours soon", 2, "invalid float value"),
     ("export runs --to ollama --output o", 2, "GGUF files of llama.cpp"),
     ("recipes copy llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),
     ("generate model --file no-such-book.txt", 2, "no such file: 'no-such-book.txt'"),
@@ -47,6 +48,12 @@ LIGHT = [
     ("retrieve m --output o --depths deep", 2, "depths"),
     ("plot frequencies m --output o.png --methods yran", 2, "Did you mean 'yarn'"),
     ("verify", 2, "required"),
+    ("finetune --model m --data d --output-dir o --target-length 64 --json", 2, "--json belongs to --plan"),
+    ("evaluate m --data d --output o --json", 2, "--json belongs to --plan"),
+    ("export m --output o --json", 2, "--json belongs to --support"),
+    ("finetune m --data d", 2, "missing output_dir"),
+    ("finetune m --model m --data d --output-dir o", 2, "two models are given"),
+    ("finetune llama_7b_32k_yran", 2, "Did you mean 'llama_7b_32k_yarn'"),
 ]
 """Command lines that need no torch: the exit status, and a part of what they print."""
 
@@ -100,27 +107,21 @@ def test_help_and_mistakes_import_nothing_heavy(
 def test_examples_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.gguf").touch()  # `convert` takes a file that exists
-    for name, command in COMMANDS.items():
-        assert shlex.split(command.examples[0])[0] == name
-        for example in command.examples:  # one may show the command that comes next
-            first, *words = shlex.split(example)
-            assert command_parser(first).parse_args(words)
+    for name in COMMANDS:
+        assert examples(name)
+        for example in examples(name):
+            assert command_parser(name).parse_args(shlex.split(example)[1:])
 
 
 def test_method_names_are_the_names_of_the_files() -> None:
     assert list(method_names()) == rx.encoding_names()
 
 
-def test_the_lazy_names_are_those_that_type_checkers_see() -> None:
-    tree = ast.parse(Path(rx.__file__).read_text())
-    (block,) = (node for node in tree.body if isinstance(node, ast.If))
-    nodes = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    typed = {alias.name: node.module for node in nodes for alias in node.names}
-    assert typed == rx._MODULE_OF
-    assert sorted([*typed, "__version__"]) == rx.__all__
+def test_the_lazy_names_are_those_of_their_modules() -> None:
+    assert len(rx.__all__) == len(rx._MODULE_OF) + 1 > 40
     assert set(rx.__all__) <= set(dir(rx))
-    for name, module in typed.items():
-        assert getattr(rx, name) is getattr(importlib.import_module(str(module)), name)
+    for name, module in rx._MODULE_OF.items():
+        assert getattr(rx, name) is getattr(importlib.import_module(module), name)
     with pytest.raises(AttributeError, match="no attribute 'extned'"):
         rx.extned  # noqa: B018
 
@@ -182,3 +183,53 @@ print(pickle.loads(pickle.dumps(type(config))) is type(config))
 print(sum("Registering" in type(finder).__name__ for finder in sys.meta_path))
 """
     assert python(code).splitlines() == ["GuardedConfig llama 64", "GuardedModel", "True", "1"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_group_of_options_is_long(name: str) -> None:
+    parser = command_parser(name)
+    sizes = {group.title: len(group._group_actions) for group in parser._action_groups}
+    assert max(sizes.values()) <= 16, sizes
+
+
+@pytest.mark.parametrize("line", ["--help", "finetune --help", "completion bash"])
+def test_a_reader_that_stops_is_no_error(line: str) -> None:
+    """As in `rope-extend --help | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "rope_extend", *line.split()]
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writing)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes(capsys: pytest.CaptureFixture[str]) -> None:
+    """And there is a script for each of the other shells."""
+    scripts = []
+    for shell in SHELLS:
+        main(["completion", shell])
+        scripts.append(capsys.readouterr().out)
+        assert "llama3_8b_32k_yarn" in scripts[-1]
+    script = scripts[0]
+    for line, expected in {
+        "rope-extend eva": ["evaluate"],
+        "rope-extend finetune --target": ["--target-length"],
+        "rope-extend finetune --method dynamic_y": ["dynamic_yarn"],
+        "rope-extend generate m --quantize ": ["4bit", "8bit"],
+        "rope-extend recipes co": ["copy"],
+        "rope-extend recipes show llama3_8b_32k": ["llama3_8b_32k_yarn"],
+        "rope-extend evaluate m --methods self": ["self_extend"],
+        "rope-extend plot heat": ["heat-map"],
+        "rope-extend export x --to s": ["sglang"],
+        "rope-extend advise x --gpu rtx-4": ["rtx-4090"],
+    }.items():
+        words = line.split(" ")
+        code = (
+            f"{script}\nCOMP_WORDS=({' '.join(map(shlex.quote, words))})\nCOMP_CWORD={len(words) - 1}\n"
+            '_shtab_rope_extend\nprintf "%s\\n" "${COMPREPLY[@]}"\n'
+        )
+        done = subprocess.run(["bash", "-c", code], check=True, capture_output=True, text=True)
+        assert done.stdout.split() == expected, line

@@ -1,13 +1,15 @@
-"""The scripts for users run as they are, from start to end, on the bundled model."""
+"""The scripts and the notebook for users run as they are, from start to end, on the bundled model."""
 
 from __future__ import annotations
 
+import ast
 import csv
 import os
 import signal
 import time
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from commands import ON_A_CPU, Commands
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 import rope_extend as rx
 from rope_extend.demo.run import MODEL_DIR
 
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "quickstart.ipynb"
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts").glob("*.py"))
 FINETUNE, EVALUATE, GENERATE = (str(next(path for path in SCRIPTS if path.stem == name))
                                 for name in ("finetune", "evaluate", "generate"))  # fmt: skip
@@ -74,3 +77,31 @@ def test_from_training_to_text(commands: Commands, tmp_path: Path) -> None:
         "--data", "demo:evaluation", "--documents", "2", "--output", str(tmp_path / "command"),
         environment=ON_A_CPU,
     )  # fmt: skip
+
+
+def test_the_notebook_is_stored_without_outputs_and_its_code_compiles() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == []
+            assert cell.execution_count is None
+            ast.parse(cell.source)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
+    done = client.execute(env=dict(os.environ))
+    texts = [
+        output.get("text", "") for cell in done.cells if cell.cell_type == "code" for output in cell.outputs
+    ]
+    assert any(text.startswith("plain RoPE") for text in texts)
+    # What was loaded gives the same perplexities as what was trained.
+    trained, loaded = (text.strip().splitlines()[-1] for text in [t for t in texts if "{256:" in t][-2:])
+    assert ast.literal_eval(trained) == pytest.approx(ast.literal_eval(loaded), rel=1e-4)

@@ -10,8 +10,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import site_math
-import site_measured
 import site_pages
 import yaml
 
@@ -125,23 +123,3 @@ def test_the_site_is_built_strictly_and_its_links_lead_somewhere(tmp_path: Path)
     assert {f"methods/{name}.html" for name in rx.encoding_names()} == set(formulas)
     assert "<merror" not in "".join(texts.values())
     assert "rx.NAME" in (made / "api.html").read_text(encoding="utf-8")
-
-
-def test_formulas_are_drawn_by_the_browser() -> None:
-    pytest.importorskip("latex2mathml", reason="make docs installs it")
-    text = "a\n\n```math\n\\theta'_i = \\frac{\\theta_i}{s}\n```\n\n```python\nx\n```\n"
-    made = site_math.with_formulas(text)
-    assert made.startswith('a\n\n<div class="formula"><math')
-    assert "<mfrac>" in made
-    assert made.endswith("</math></div>\n\n```python\nx\n```\n")
-
-
-def test_the_rows_of_a_method_are_those_of_the_pages() -> None:
-    text = (ROOT / "docs" / "training_free.md").read_text(encoding="utf-8")
-    shown = site_measured.measured("rerope")
-    rows = [line for line in text.splitlines() if line.startswith("| rerope ")]
-    assert rows[0] in shown
-    assert "| none, cropped to 256" in shown
-    assert "| self_extend" not in shown
-    assert "| short_original(yarn)" in site_measured.measured("yarn")
-    assert "no row" in site_measured.measured("no_such_method")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from batches import tokens
 from cases import (
     ALL_FAMILIES,
     ALTERNATIVES,
@@ -95,14 +96,6 @@ def patch(model: PreTrainedModel, case: EncodingCase) -> Iterator[rx.Patch]:
         yield patch
 
 
-def tokens(*shape: int) -> torch.Tensor:
-    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(1))
-
-
-def rotary(model: PreTrainedModel) -> Any:
-    return rotaries(model)[0]
-
-
 def rotaries(model: PreTrainedModel) -> list[Any]:
     return list(adapter_for(model.config.model_type).rotary_modules(unwrap(model).base_model).values())
 
@@ -126,7 +119,7 @@ def rotation(module: Any, model: PreTrainedModel, position_ids: torch.Tensor) ->
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    return model(input_ids, **inputs).logits
+    return model(input_ids, use_cache=False, **inputs).logits
 
 
 def test_every_supported_family_and_method_has_a_row() -> None:
@@ -342,7 +335,7 @@ def test_saved_checkpoint_reloads_in_stock_transformers(
     model.save_pretrained(tmp_path)
     loader = AutoModelForCausalLM if family.auto_reloads else type(model)
     stock = loader.from_pretrained(tmp_path).eval()
-    assert type(rotary(stock)).__module__.startswith("transformers.")
+    assert type(rotaries(stock)[0]).__module__.startswith("transformers.")
     config, parameters = rotary_part(stock.config)
     # A config class that loads only `default` and `longrope`, such as Phi-3's, takes static tables and lists.
     narrow = adapter_for(model.config.model_type).stock_rope_types is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,6 +233,16 @@ def test_linear_scaling_without_the_trained_length_is_refused() -> None:
     assert rx.extend(model, TARGET, trained_length=TRAINED).encoding == YARN
 
 
+def test_a_second_extension_says_that_the_model_is_extended() -> None:
+    """As when a cell of a notebook runs twice."""
+    model = llama()
+    first = rx.extend(model, TARGET, "yarn")
+    with pytest.raises(rx.PatchError, match=rf"extended already, by {re.escape(str(YARN))} to {TARGET} tok"):
+        rx.extend(model, TARGET, "yarn")
+    assert rx.current_patch(model) is first
+    first.remove()
+
+
 def test_the_same_scaling_again_is_a_no_op_and_refused() -> None:
     parameters = {"rope_type": "yarn", "factor": FACTOR, "original_max_position_embeddings": TRAINED}
     model = llama(rope_parameters={**parameters, "rope_theta": 10_000.0}, max_position_embeddings=TARGET)
@@ -327,3 +338,22 @@ def test_mixtral_saves_a_head_dim_that_stock_scaling_needs(tmp_path: Path) -> No
         model.save_pretrained(tmp_path)
         assert AutoConfig.from_pretrained(tmp_path).head_dim == 16
     assert model.config.head_dim is None
+
+
+def test_a_patch_changes_the_config_of_its_own_model_only() -> None:
+    """Two models may have one config; what is set while patches are active stays."""
+    config = llama().config
+    one, other = (type(llama())(config).eval() for _ in range(2))
+    before = config.to_dict()
+    first = rx.extend(one, TARGET, "dynamic_ntk")
+    assert other.config is config
+    assert config.to_dict() == before
+    second = rx.extend(other, TARGET, "yarn")
+    assert one.config.rope_parameters["rope_type"] == "dynamic"
+    one.set_attn_implementation("eager")
+    first.remove()
+    second.remove()
+    for model in (one, other):
+        assert all(module.config is config for module in model.modules() if hasattr(module, "config"))
+    assert config.to_dict() == before
+    assert config._attn_implementation == "eager"

@@ -1,0 +1,208 @@
+"""The recipe that `advise` writes: its fields, as much training as evidence and hours say, and what it costs.
+
+Memory is that of a dry run of the recipe's step, and hours follow from its operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rope_extend.advice.question import Question
+from rope_extend.errors import RopeExtendError
+from rope_extend.memory.gpus import UTILISATION, Gpu
+from rope_extend.models.load_options import LoadOptions
+from rope_extend.training.finetune import plan
+from rope_extend.training.lora import adapted
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.step_plan import TrainingPlan
+from rope_extend.training.utilisation import training_operations
+from rope_extend.units import format_length
+
+STEPS = 400
+"""The YaRN paper's steps (2309.00071), there with 64 sequences each."""
+STEP_TOKENS = 262_144
+"""Tokens of a step, if one sequence has no more: with `STEPS`, 105 million tokens at 32k and beyond.
+
+What is published does not grow with the window. Position interpolation needed 200 steps of 64 sequences of
+8k tokens, also 105 million (2306.15595). Full fine-tuning used more: 1.7 billion from 4k to 64k (2309.00071),
+0.5 to 5 billion from 4k to 128k (2402.10171), 1 billion from 128k to 1M, 2M and 4M each (2504.06214). A LoRA
+from 8k to 80k took 64 hours of an A800, with 8 sequences per step (2404.19553).
+"""
+MOST_SEQUENCES = 8
+"""The largest number of sequences per step."""
+SHORT_BLOCK_STEPS = 1000
+"""The PoSE paper's steps (2309.10400)."""
+FEWEST_STEPS = 200
+"""Position interpolation is below the original perplexity after 200 steps (2306.15595, section 3.3)."""
+BOOKS = "emozilla/pg19"
+LONGEST_BOOKS = 131_072
+"""Tokens that enough books of PG-19 have: the mean is about 100k."""
+
+
+class Hours(NamedTuple):
+    """How long the training takes on a GPU: at the higher and at the lower share of its peak."""
+
+    gpu: str
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the training computes.
+
+    Attributes:
+        steps: optimizer steps.
+        tokens: tokens in all steps.
+        operations: floating-point operations in all steps, recomputation included.
+        hours: on the GPU; None if only its memory is known.
+    """
+
+    steps: int
+    tokens: int
+    operations: float
+    hours: Hours | None
+
+
+def first_fields(question: Question, data: str | None) -> dict[str, Any]:
+    """The recipe for long blocks, before memory and hours are known."""
+    name, target = Path(question.model).name or "model", question.target
+    fields: dict[str, Any] = {
+        "model": question.model,
+        "data": data or BOOKS,
+        "output_dir": f"runs/{name}-{format_length(target)}-yarn",
+        "target_length": target,
+        **({"trained_length": question.stated} if question.stated else {}),
+        "method": "yarn",
+        **({"start": question.start} if question.current is not None else {}),
+        "steps": max(FEWEST_STEPS, min(STEPS, STEPS * STEP_TOKENS // target)),
+        "batch_size": 1,
+        "gradient_accumulation": sequences_per_step(target),
+        "dtype": "bfloat16",
+    }
+    if data is None:
+        reached = {"eval_lengths": (LONGEST_BOOKS,)} if target > LONGEST_BOOKS else {}
+        fields |= {
+            "eval_data": BOOKS, "eval_split": "test", **reached, "eval_documents": 8, "eval_every": 50,
+            "max_documents": 1000,
+        }  # fmt: skip
+    return {**fields, "save_every": 50}
+
+
+def sequences_per_step(length: int) -> int:
+    """The number of sequences of `length` tokens in a step of the recipe."""
+    return max(1, min(MOST_SEQUENCES, STEP_TOKENS // length))
+
+
+def short_blocks(fields: Mapping[str, Any], trained_length: int) -> dict[str, Any]:
+    """The recipe with blocks of the trained window and positions from the target window."""
+    return {**fields, "block_length": trained_length, "positions": "pose"}
+
+
+def fit(
+    fields: Mapping[str, Any], trained_length: int, gpu: Gpu
+) -> tuple[dict[str, Any], TrainingPlan, str | None]:
+    """Fields of a recipe that fits a GPU, and its plan.
+
+    The memory options are left to the run, which chooses as this estimate does. If they are not enough, the
+    weights get 4 bits. If that is not enough either, the blocks become as short as the trained window, with
+    positions from the whole target window (PoSE, 2309.10400).
+
+    Returns:
+        The fields, their plan, and None. If nothing fits: the given fields, the plan of the step with all
+        options and weights of 4 bits, and why short blocks are not an answer, if they are not even possible.
+
+    Raises:
+        RopeExtendError: the recipe does not work with its model.
+    """
+    attempts = [dict(fields)]
+    if "positions" not in fields:
+        attempts.append(short_blocks(fields, trained_length))
+    first: TrainingPlan | None = None
+    for attempt in attempts:
+        try:
+            estimate = plan(Recipe.from_dict(attempt), limit_memory=gpu.memory, elsewhere=True)
+        except RopeExtendError as error:
+            if first is None:
+                raise
+            return dict(fields), first, str(error)
+        if estimate.fits:
+            return attempt, estimate, None
+        small = estimate.in_four_bits()
+        if small.fits:
+            return {**attempt, "quantize": "4bit"}, small, None
+        first = first or small
+    assert first is not None
+    return dict(fields), first, None
+
+
+def within_hours(
+    fields: dict[str, Any],
+    memory: TrainingPlan,
+    gpu: Gpu,
+    hours: float | None,
+    trained: int,
+    notes: list[str],
+) -> tuple[dict[str, Any], TrainingPlan, Work | None]:
+    """The recipe with as many steps as the hours allow, its memory and its work; adds to the notes.
+
+    Fewer hours give fewer steps, then shorter blocks, then fewer sequences per step.
+    """
+    if fields.get("positions"):
+        sequences = sequences_per_step(fields["block_length"])
+        fields = {**fields, "steps": SHORT_BLOCK_STEPS, "gradient_accumulation": sequences}
+    operations = operations_per_token(fields, memory)
+    if operations is None:
+        notes.append("The operations of this family cannot be counted, so no hours are estimated.")
+        return fields, memory, None
+    amount = work(fields, operations, gpu)
+    if hours is None or amount.hours is None or amount.hours.most <= hours:
+        return fields, memory, amount
+    steps = int(fields["steps"] * hours / amount.hours.most)
+    if steps < FEWEST_STEPS and not fields.get("positions"):
+        full = {key: value for key, value in fields.items() if key != "quantize"}  # short blocks need less
+        with suppress(RopeExtendError):  # not every family takes sampled positions
+            shorter, memory, _ = fit(short_blocks(full, trained), trained, gpu)
+            return within_hours(shorter, memory, gpu, hours, trained, notes)
+    if steps < FEWEST_STEPS:
+        sequences = fields["gradient_accumulation"] * steps // FEWEST_STEPS
+        if sequences < 1:
+            notes.append(
+                f"{hours:g} h are not enough for {FEWEST_STEPS} steps of one sequence, and fewer steps "
+                f"change little. The recipe has {FEWEST_STEPS}; allow more hours, or use a faster GPU."
+            )
+        fields = {**fields, "gradient_accumulation": max(sequences, 1)}
+    fields = {**fields, "steps": max(steps, FEWEST_STEPS)}
+    return fields, memory, work(fields, operations, gpu)
+
+
+def operations_per_token(fields: Mapping[str, Any], memory: TrainingPlan) -> float | None:
+    """Operations of a training step per token, with the recomputation of its plan; None if not countable."""
+    recipe = Recipe.from_dict({**fields, "quantize": None})  # without bitsandbytes
+    empty: Any = LoadOptions(dtype=torch.bfloat16).empty(recipe.model)
+    head = empty.get_output_embeddings().weight.numel()
+    counted = training_operations(adapted(empty, recipe))
+    if counted is None or counted.forward is None:
+        return None
+    total = counted.per_token({recipe.length: 1})
+    if memory.chosen.memory_options.gradient_checkpointing:
+        layers = counted.forward.linear - 2 * head
+        total += layers + counted.forward.attention(recipe.length) / recipe.length
+    return total
+
+
+def work(fields: Mapping[str, Any], operations: float, gpu: Gpu) -> Work:
+    """Tokens, operations and hours of a recipe whose training has these operations per token."""
+    recipe = Recipe.from_dict(fields)
+    tokens = recipe.steps * recipe.gradient_accumulation * recipe.batch_size * recipe.length
+    if gpu.peak is None:
+        return Work(recipe.steps, tokens, tokens * operations, None)
+    seconds = tokens * operations / gpu.peak
+    least, most = (seconds / share / 3600 for share in reversed(UTILISATION))
+    return Work(recipe.steps, tokens, tokens * operations, Hours(gpu.name, least, most))
