@@ -125,7 +125,7 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
         pictures.append(Picture("Loss and norm of the gradient by step", draw, "training.png"))
         name = directory.resolve().name
         # Another directory, because a command refuses one that holds a run.
-        words = ["rope-extend", "finetune", f"{name}/recipe.yaml", "--output-dir", f"{name}-again"]
+        words = ["rope-extend", "finetune", "recipe.yaml", "--output-dir", f"{name}-again"]
         made_by = Code("The command that made this report", shlex.join(words))
         parts: list[Part] = [_lead(recipe, trained_length), *pictures, *_sections(log), made_by]
         write_pages(files, f"Training report: {name}", parts)
