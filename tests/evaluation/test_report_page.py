@@ -79,6 +79,6 @@ def test_markdown_shows_every_text_as_it_is() -> None:
         [Section("[h](x)", [["", "a|b"], ["<c>", "\n# d"]], ["> e"]), Sentences("s", ["# f"]), "`g`"]
     )
     assert text == (
-        "\\[h\\](x):\n\n|      | a\\|b |\n| ---- | ---: |\n| \\<c\\> | \\# d |\n\n- \\> e\n\n"
+        "\\[h\\](x):\n\n|       | a\\|b |\n| ----- | ---: |\n| \\<c\\> | \\# d |\n\n- \\> e\n\n"
         "s:\n\n- \\# f\n\n\\`g\\`\n"
     )
