@@ -15,3 +15,13 @@ class UnsupportedModelError(RopeExtendError):
 
 class PatchError(RopeExtendError):
     """A patch cannot be applied, would change nothing, or is not removed in reverse order."""
+
+
+def refuse_if(wrong: bool, problem: str) -> None:
+    """Refuse what a user gave: `problem` says what is wrong, what was given, and what to do.
+
+    Raises:
+        RopeExtendError: `wrong` is true.
+    """
+    if wrong:
+        raise RopeExtendError(problem)

@@ -55,11 +55,6 @@ def _temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name[:40]}.{uuid4().hex[:8]}{PARTIAL}")
 
 
-def was_begun(path: Path) -> bool:
-    """Whether a process was killed while it first wrote a file: only its temporary file is there."""
-    return not path.exists() and any(path.parent.glob(f".{path.name[:40]}.*{PARTIAL}"))
-
-
 def check_creatable(directory: Path) -> None:
     """Check that a directory is there or can be made, and that files can be written to it; leaves nothing.
 

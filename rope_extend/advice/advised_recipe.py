@@ -5,6 +5,7 @@ Memory is that of a dry run of the recipe's step, and hours follow from its oper
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,14 +16,16 @@ import torch
 
 from rope_extend.advice.question import Question
 from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.flops import operations_of
 from rope_extend.memory.gpus import UTILISATION, Gpu
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import TrainingPlan
-from rope_extend.training.utilisation import training_operations
 from rope_extend.units import format_length
+
+logger = logging.getLogger(__name__)
 
 STEPS = 400
 """The YaRN paper's steps (2309.00071), there with 64 sequences each."""
@@ -183,17 +186,33 @@ def within_hours(
 
 
 def operations_per_token(fields: Mapping[str, Any], memory: TrainingPlan) -> float | None:
-    """Operations of a training step per token, with the recomputation of its plan; None if not countable."""
+    """Operations of a training step per token, with the recomputation of its plan; None if not countable.
+
+    Counted as in PaLM (2204.02311, appendix B): 6 for each trained weight, 2 in the forward pass, 2 for the
+    gradient of the activations and 2 for that of the weight. A frozen weight has no gradient, so it takes 4.
+    Attention takes three times its forward pass, of pairs within the causal mask. Experts that a token does
+    not use, norms, activations, rotations and the optimizer do not count.
+    """
     recipe = Recipe.from_dict({**fields, "quantize": None})  # without bitsandbytes
-    empty: Any = LoadOptions(dtype=torch.bfloat16).empty(recipe.model)
-    head = empty.get_output_embeddings().weight.numel()
-    counted = training_operations(adapted(empty, recipe))
-    if counted is None or counted.forward is None:
+    load_options = LoadOptions(dtype=torch.bfloat16)
+    empty: Any = load_options.empty(recipe.model)
+    empty.set_attn_implementation("eager")  # every family supports it, and the count is equal
+    try:
+        forward = operations_of(empty)
+    except Exception as error:  # any error: a family may need values, which the meta device does not have
+        logger.info("cannot count the operations of %s (%r)", recipe.model, error)
         return None
-    total = counted.per_token({recipe.length: 1})
+    model = adapted(load_options.empty(recipe.model), recipe)
+    head = model.get_output_embeddings().weight
+    lora = sum(
+        value.numel()
+        for name, value in model.named_parameters()
+        if "lora_" in name and value.requires_grad and value.dim() == 2
+    )
+    attention = forward.attention(recipe.length) / recipe.length
+    total = 2 * forward.linear + 2 * head.numel() * head.requires_grad + 6 * lora + 3 * attention
     if memory.chosen.memory_options.gradient_checkpointing:
-        layers = counted.forward.linear - 2 * head
-        total += layers + counted.forward.attention(recipe.length) / recipe.length
+        total += forward.linear - 2 * head.numel() + attention
     return total
 
 

@@ -32,13 +32,12 @@ KINDS = (
     ("accuracy", "results", "trials solved against length, from retrieval"),
     ("heat-map", "results", "trials solved by depth and length, from retrieval"),
     ("training", "run", "loss against step, from a fine-tuning run"),
-    ("distances", "run", "distances seen in training, from a run with sampled positions"),
     ("frequencies", "model", "wavelengths of each method, for a checkpoint"),
 )
 """Each picture, what it is drawn from, and what it shows."""
 SOURCES = {
     "results": "evaluation directories or results.jsonl files",
-    "run": "a run's directory, or its metrics.jsonl or positions.json",
+    "run": "a run's directory, or its metrics.jsonl",
     "model": "a checkpoint's directory or hub id; only its config is read",
 }
 
@@ -284,12 +283,10 @@ def _plot_results(arguments: argparse.Namespace, output: Path, options: dict[str
 
 
 def _plot_run(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
-    from rope_extend.plots.training_curves import plot_distances, plot_training
+    from rope_extend.plots.training_curves import plot_training
 
     run = Path(arguments.run)
-    training = arguments.kind == "training"
-    file = run / ("metrics.jsonl" if training else "positions.json") if run.is_dir() else run
-    (plot_training if training else plot_distances)(file, output, **options)
+    plot_training(run / "metrics.jsonl" if run.is_dir() else run, output, **options)
 
 
 def _plot_frequencies(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:

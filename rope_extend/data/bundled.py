@@ -3,8 +3,7 @@
 The standard library's source files are split by file into two disjoint parts: one to fine-tune on, one to
 evaluate on. The bundled model saw neither in pretraining.
 
-`passkey_document` writes short retrieval tasks. A few per cent of the pretraining tokens are such documents,
-and an evaluator can use the same function with longer filler.
+`passkey_document` writes short retrieval tasks, such as the bundled model saw in pretraining.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import random
 import sysconfig
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 MODEL_DIR: Path = Path(__file__).resolve().parents[1] / "demo" / "model"
 """Directory of the bundled Llama checkpoint; `AutoModelForCausalLM.from_pretrained(MODEL_DIR)` loads it."""
@@ -26,24 +25,10 @@ MIN_CHARACTERS = 10_000
 
 # Left out of both parts: tests, programs on top of the standard library, third-party code, and data.
 # distutils and lib2to3 left Python in 3.12 and 3.13 and hold variants of other modules, such as tokenize.
-_EXCLUDED_DIRECTORIES = frozenset(
-    {
-        "__phello__",
-        "__pycache__",
-        "dist-packages",
-        "distutils",
-        "encodings",
-        "ensurepip",
-        "idlelib",
-        "lib-dynload",
-        "lib2to3",
-        "pydoc_data",
-        "site-packages",
-        "test",
-        "tests",
-        "turtledemo",
-    }
-)
+_EXCLUDED_DIRECTORIES = frozenset({
+    "__phello__", "__pycache__", "dist-packages", "distutils", "encodings", "ensurepip", "idlelib",
+    "lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "turtledemo",
+})  # fmt: skip
 # Tables rather than code: predicting them says little about a language model of Python.
 _EXCLUDED_FILES = frozenset(
     {"_opcode_metadata.py", "html/entities.py", "keyword.py", "locale.py", "stringprep.py", "token.py"}
@@ -82,8 +67,8 @@ def held_out_files(min_characters: int = MIN_CHARACTERS) -> list[Path]:
 @cache  # reading the standard library takes seconds, and one process may need several parts of it
 def _held_out(root: Path) -> tuple[tuple[Path, int], ...]:
     """The files of both parts, with their numbers of characters."""
-    files = (path for path in python_files(root) if _is_held_out(path.relative_to(root)))
-    return tuple((path, len(read_text(path))) for path in files)
+    files = sorted(path for path in root.rglob("*.py") if path.is_file())
+    return tuple((path, len(read_text(path))) for path in files if _is_held_out(path.relative_to(root)))
 
 
 def finetuning_files(min_characters: int = MIN_CHARACTERS) -> list[Path]:
@@ -98,8 +83,7 @@ def evaluation_files(min_characters: int = MIN_CHARACTERS) -> list[Path]:
     return [p for p in held_out_files(min_characters) if not _for_finetuning(p.relative_to(root))]
 
 
-@dataclass(frozen=True)
-class RetrievalDocument:
+class RetrievalDocument(NamedTuple):
     """A document that ends in an answer which can only be known from an earlier part of it.
 
     Attributes:
@@ -110,51 +94,29 @@ class RetrievalDocument:
     prompt: str
     answer: str
 
-    @property
-    def text(self) -> str:
-        """The whole document, as used for training."""
-        return f"{self.prompt}{self.answer}\n"
-
 
 def passkey_document(
-    rng: random.Random, *, filler_lines: int = 16, depth: float | None = None, digits: int = 5
+    rng: random.Random, *, filler_lines: int = 16, depth: float | None = None
 ) -> RetrievalDocument:
-    """Write a page of code-like filler that contains one number, and asks for it at the end.
+    """Write a page of code-like filler that contains one number of 5 digits, and asks for it at the end.
 
     Args:
         rng: source of all random choices.
         filler_lines: length of the filler. With 16 lines, a document fits in 256 tokens of the bundled
             tokenizer.
         depth: where the number stands: 0 is before all filler, 1 after it; random if not given.
-        digits: length of the number.
-
-    Raises:
-        ValueError: a value outside its range.
     """
-    if filler_lines < 0 or digits < 1:
-        raise ValueError(f"filler_lines must be ≥ 0 and digits ≥ 1, got {filler_lines} and {digits}")
-    answer = random_digits(rng, digits)
+    answer = random_digits(rng, 5)
     position = rng.random() if depth is None else depth
-    if not 0.0 <= position <= 1.0:
-        raise ValueError(f"depth must be between 0 and 1, got {depth}")
     lines = [_filler_line(rng) for _ in range(filler_lines)]
     lines.insert(round(position * filler_lines), f"# Remember the pass key.\nPASS_KEY = {answer}")
     prompt = "\n".join([*lines, "# What is the pass key?", "PASS_KEY = "])
     return RetrievalDocument(prompt, answer)
 
 
-def python_files(root: Path) -> list[Path]:
-    """All Python files below a directory, sorted."""
-    return sorted(path for path in root.rglob("*.py") if path.is_file())
-
-
-def path_hash(relative: Path) -> str:
-    """SHA-256 of a relative path, in hexadecimal: an order and a split that are equal on all machines."""
-    return hashlib.sha256(relative.as_posix().encode()).hexdigest()
-
-
 def _for_finetuning(relative: Path) -> bool:
-    return int(path_hash(relative)[:13], 16) / 16**13 < FINETUNING_SHARE
+    """By the SHA-256 of the path, which is the same on all machines."""
+    return int(hashlib.sha256(relative.as_posix().encode()).hexdigest()[:13], 16) / 16**13 < FINETUNING_SHARE
 
 
 def _is_held_out(relative: Path) -> bool:

@@ -54,18 +54,18 @@ def load_documents(
     max_documents: int | None = None,
     max_tokens: int | None = None,
     distinct: bool = False,
-    cache_dir: str | Path | None = None,
+    streaming: bool = False,
 ) -> list[Document]:
     """Read documents from files or the hub and tokenise them; tokens are cached by the content of the texts.
 
-    A text file is one document, and so is each row of a table.
+    A text file is one document, and so is each row of a table. docs/training.md lists the forms of text.
 
     Args:
         source: one of these, or a list of them:
-            a directory (searched for text, source code, JSONL and Parquet; hidden files are skipped), a file,
-            a glob pattern; the id of a hub dataset, `"owner/name"` or `"owner/name:config"`;
-            `"demo:finetuning"` or `"demo:evaluation"`, two disjoint parts of the Python standard library,
-            which every user has.
+            a directory (searched for text, source code, JSON lines, Parquet and Arrow; hidden files are
+            skipped), a file, a glob pattern; the id of a hub dataset, `"owner/name"` or
+            `"owner/name:config"`; `"demo:finetuning"` or `"demo:evaluation"`, two disjoint parts of the
+            Python standard library, which every user has.
         tokenizer: a transformers tokenizer. It adds its default special tokens (BOS, if the model was trained
             with one), so positions count as they did in training.
         text_column: the column of a table that holds the text.
@@ -75,7 +75,7 @@ def load_documents(
         max_tokens: cut each document to its first `max_tokens` tokens.
         distinct: leave out documents whose tokens, cut to `max_tokens`, are those of an earlier one. A text
             that is measured twice says no more, but seems to.
-        cache_dir: directory for tokens and hub datasets; the cache of `datasets` if not given.
+        streaming: read a hub dataset over the network as far as `max_documents` needs, and keep no copy.
 
     Returns:
         Documents in a stable order: files by path, rows by number.
@@ -91,8 +91,8 @@ def load_documents(
     lengths: dict[str, int] = {}
     first_of: dict[str, Document] = {}
     too_short = 0
-    texts = read_texts(source, text_column, split, cache_dir)
-    for name, ids in tokenised(texts, tokenizer, TokenCache(cache_dir), first=max_documents):
+    texts = read_texts(source, text_column, split, streaming=streaming)
+    for name, ids in tokenised(texts, tokenizer, TokenCache(), first=max_documents):
         lengths[name] = len(ids)
         if not len(ids) or len(ids) < min_tokens:
             too_short += 1
@@ -154,26 +154,25 @@ def _start(document: Document) -> bytes:
 
 
 def tokenised(
-    texts: Iterable[tuple[str, str]], tokenizer: Any, cache: TokenCache | None, *, first: int | None = None
+    texts: Iterable[tuple[str, str]], tokenizer: Any, cache: TokenCache, *, first: int | None = None
 ) -> Iterator[tuple[str, Ids]]:
     """Yield the name and the token ids, int32 `[T]`, of each text. Texts are tokenised in small batches.
 
     Args:
-        texts: names and texts; read only as far as the caller iterates.
+        texts: names and texts, read only as far as the caller iterates.
         tokenizer: a transformers tokenizer.
-        cache: where tokens are kept; nowhere if None.
+        cache: where tokens are kept.
         first: size of the first batch. A caller who needs ten documents need not wait for a full batch.
     """
     content, pairs = tokenizer_content(tokenizer), iter(texts)
     size = min(first or _BATCH, _BATCH)
     while batch := list(itertools.islice(pairs, size)):
         size = min(2 * size, _BATCH)
-        key = cache_key([text for _, text in batch], content) if cache else ""
-        ids = cache.get(key) if cache else None
+        key = cache_key([text for _, text in batch], content)
+        ids = cache.get(key)
         if ids is None:
             ids = _encode([text for _, text in batch], tokenizer)
-            if cache:
-                cache.put(key, ids)
+            cache.put(key, ids)
         yield from zip((name for name, _ in batch), ids, strict=True)
 
 

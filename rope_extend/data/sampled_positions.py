@@ -8,14 +8,11 @@ by name.
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
 from statistics import NormalDist
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,7 +21,6 @@ from torch.utils.data import default_collate
 from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.encodings.core.checks import check_number
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import write_json
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -138,7 +134,6 @@ def check_meaning(sampler: PositionSampler, encoding: Encoding, shape: RopeShape
     Raises:
         RopeExtendError: names the encoding, the reason, and what to do instead.
     """
-    effects = encoding.effects(shape)
     if not isinstance(encoding, RopeEncoding):
         raise RopeExtendError(
             f"positions {sampler.name} cannot be combined with {encoding}: only rotary methods use sampled "
@@ -147,14 +142,14 @@ def check_meaning(sampler: PositionSampler, encoding: Encoding, shape: RopeShape
     ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length])
     rotates = any(encoding.inv_freq(shape, int(end) + 1).any() for end in ends)
     reason = None
-    if effects.per_row:
+    if encoding.per_row:
         reason = (
             "its table depends on the length of the whole row, and a short row with far positions is not a "
             "long one; with per='query' positions can be sampled"
         )
-    elif not rotates and not effects.decays:
+    elif not rotates and encoding.decay(shape) is None:
         reason = "it does not use positions; train it on long blocks, or leave positions out"
-    elif effects.scales_by_position:
+    elif encoding.scales_by_position(shape):
         reason = (
             "it scales attention by the number of tokens that a query can see, which sampled positions do "
             "not raise; train it on long blocks, or use the schedule inside it alone"
@@ -204,6 +199,11 @@ class PositionCollator:
         generator = np.random.default_rng([self.seed, _STREAM, number])
         return self.sampler.sample(length, self.target_length, generator)
 
+    def share_beyond(self, window: int, length: int, sequences: int) -> float:
+        """Share of the tokens of the first sequences whose position is `window` or above."""
+        beyond = (int((self.positions(length, number) >= window).sum()) for number in range(sequences))
+        return sum(beyond) / (sequences * length)
+
     def __call__(self, items: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Batch `input_ids`, `labels` and all else that items have, with `position_ids` and `attention_mask`.
 
@@ -216,91 +216,3 @@ class PositionCollator:
         batch["position_ids"] = torch.from_numpy(np.stack(rows))
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         return batch
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """How often each distance between a query and a key occurs in training.
-
-    Attributes:
-        sampler: name of the sampler.
-        block_length: tokens per sequence.
-        target_length: the window to reach, in tokens.
-        trained_length: the pretrained window, in tokens.
-        sequences: number of sequences that were counted.
-        pairs: int64 `[target_length]`: query-key pairs at each distance, 0 included.
-        tokens_beyond: share of the tokens whose position is beyond the pretrained window.
-    """
-
-    sampler: str
-    block_length: int
-    target_length: int
-    trained_length: int
-    sequences: int
-    pairs: Ints
-    tokens_beyond: float
-
-    @classmethod
-    def of(
-        cls, collator: PositionCollator, block_length: int, sequences: int, *, trained_length: int
-    ) -> Self:
-        """Count the distances in the first `sequences` sequences of a run.
-
-        The number of pairs at each distance is the autocorrelation of the positions, so it takes one Fourier
-        transform per sequence: exact after rounding, milliseconds at 128k.
-        """
-        window = collator.target_length
-        spectrum = np.zeros(window + 1)
-        beyond = 0
-        for number in range(sequences):
-            positions = collator.positions(block_length, number)
-            marks = np.zeros(2 * window)
-            marks[positions] = 1
-            spectrum += np.abs(np.fft.rfft(marks)) ** 2
-            beyond += int((positions >= trained_length).sum())
-        pairs = np.rint(np.fft.irfft(spectrum, 2 * window)[:window]).astype(np.int64)
-        share = beyond / (sequences * block_length)
-        return cls(collator.sampler.name, block_length, window, trained_length, sequences, pairs, share)
-
-    @cached_property
-    def pairs_beyond(self) -> float:
-        """Share of the pairs that are further apart than the pretrained window."""
-        return float(self.pairs[self.trained_length :].sum() / self.pairs.sum())
-
-    @cached_property
-    def seen_beyond(self) -> float:
-        """Share of the distances from the pretrained window to the target that occur; 0 if there are none."""
-        beyond = self.pairs[self.trained_length :]
-        return float((beyond > 0).mean()) if beyond.size else 0.0
-
-    def groups(self, count: int = 256) -> list[dict[str, Any]]:
-        """The distances in at most `count` groups of equal width, each from `from` to below `to`.
-
-        `pairs` is the number of query-key pairs in a group, `seen` the share of its distances that occur.
-        """
-        edges = np.linspace(0, self.target_length, min(count, self.target_length) + 1).astype(np.int64)
-        return [
-            {
-                "from": int(start),
-                "to": int(stop),
-                "pairs": int(self.pairs[start:stop].sum()),
-                "seen": float((self.pairs[start:stop] > 0).mean()),
-            }
-            for start, stop in itertools.pairwise(edges)
-        ]
-
-    def write(self, path: Path) -> None:
-        """Write the report as JSON."""
-        data = {
-            "sampler": self.sampler,
-            "paper": SAMPLERS[self.sampler].paper,
-            "block_length": self.block_length,
-            "target_length": self.target_length,
-            "trained_length": self.trained_length,
-            "sequences": self.sequences,
-            "tokens_beyond": self.tokens_beyond,
-            "pairs_beyond": self.pairs_beyond,
-            "seen_beyond": self.seen_beyond,
-            "distances": self.groups(),
-        }
-        write_json(path, data)

@@ -1,10 +1,23 @@
-"""Texts from files, globs and hub datasets, one at a time."""
+"""Texts from files, globs and hub datasets, one at a time.
+
+Plain text, CSV and JSON lines are decoded here, compressed or not, so that one rule holds for all: UTF-8, or
+UTF-16 with its mark, or an error that says what to do. `datasets` reads Parquet, Arrow and hub datasets.
+"""
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import csv
 import glob
+import gzip
+import io
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+import json
+import logging
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,15 +25,23 @@ from typing import Any
 from rope_extend.data.bundled import evaluation_files, finetuning_files
 from rope_extend.errors import RopeExtendError
 
+logger = logging.getLogger(__name__)
+
 _TEXT_SUFFIXES = frozenset({
     ".txt", ".text", ".md", ".rst", ".tex", ".log",
     ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sh",
 })  # fmt: skip
-_TABLE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# In a directory, a .json file is often metadata rather than text: it is read only if it is named itself.
-_BEGINNING = 2**16
-"""Characters of a file that show whether it is text."""
-_SUFFIXES = _TEXT_SUFFIXES | {".jsonl", ".parquet"}
+_TABLES = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+# In a directory these are often metadata, such as a list of the texts: they are read only if they are named.
+_NAMED_TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv"}
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_ARCHIVES = frozenset({".zip", ".tar", ".tgz", ".7z", ".rar", ".zst"})
+_SUFFIXES = _TEXT_SUFFIXES | _TABLES.keys()
+_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_CHATS = ("messages", "conversations")
+"""Usual names of the column of a chat."""
+_STRAY = 0.01
+"""A text file may have this share of bytes that are not UTF-8; they are replaced, with a warning."""
 _HEAD = 5
 """Number of rows that are read to detect the columns of a table."""
 _BUNDLED: dict[str | Path, Callable[[], list[Path]]] = {
@@ -58,43 +79,8 @@ def is_dataset(source: str) -> bool:
     return source not in _BUNDLED and not _is_path(source)
 
 
-def dataset_id(source: str) -> str:
-    """The id of a hub dataset without its config, `owner/name`."""
-    return source.partition(":")[0]
-
-
-_HELD_OUT = ("validation", "valid", "val", "dev", "test")
-"""Usual names of splits to evaluate on, the best first."""
-
-
-def held_out_split(source: str, known: Collection[str] = ()) -> str:
-    """The split of a hub dataset to evaluate on: that for validation, else test, else the only one left.
-
-    Args:
-        source: a hub dataset, as for `load_documents`.
-        known: splits of it that the model was trained on; `all` for every one.
-
-    Raises:
-        RopeExtendError: its splits cannot be listed, or it is not clear which one to use.
-    """
-    import datasets  # loads pandas and pyarrow
-
-    name, _, config = source.partition(":")
-    with _explained(source, name):
-        splits = list(datasets.get_dataset_split_names(name, config or None))
-    left = [split for split in splits if split not in known and "all" not in known]
-    usual = [split for split in _HELD_OUT if split in left]
-    if not usual and len(left) != 1:
-        trained = f" and trains on {', '.join(sorted(known))}" if known else ""
-        raise RopeExtendError(
-            f"eval_data {source!r} has the splits {', '.join(splits)}{trained}, so it is not clear which "
-            "one to evaluate on. Set eval_split, or give other documents as eval_data"
-        )
-    return (usual or left)[0]
-
-
-def source_files(source: Source) -> dict[Path, Path]:
-    """The files of a source in order, by the path without links; none for a hub dataset.
+def source_files(source: Source) -> dict[Path, str]:
+    """The files of a source in order, as absolute paths, with short names; none for a hub dataset.
 
     Raises:
         RopeExtendError: there is nothing to read.
@@ -103,11 +89,11 @@ def source_files(source: Source) -> dict[Path, Path]:
     if isinstance(source, str) and is_dataset(source):
         return {}
     entries = [source] if isinstance(source, str | Path) else source
-    return {path.resolve(): path for entry in entries for path, _ in _files(entry)}
+    return {path: name for entry in entries for path, name in _files(entry)}
 
 
 def read_texts(
-    source: Source, column: str, split: str, cache_dir: str | Path | None, *, streaming: bool = False
+    source: Source, column: str, split: str, *, streaming: bool = False
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each document of a source, one at a time, in a stable order.
 
@@ -117,53 +103,111 @@ def read_texts(
         source: as for `load_documents`.
         column: the column of a table that holds the text.
         split: the split of a hub dataset.
-        cache_dir: directory for hub datasets; the cache of `datasets` if None.
         streaming: read a hub dataset over the network as needed.
 
     Raises:
         RopeExtendError: there is nothing to read, the column does not exist, or a file does not hold what its
             suffix says.
     """
-    source = _with_bundled_files(source)
-    if isinstance(source, str) and not _is_path(source):
+    if isinstance(source, str) and is_dataset(source):
         dataset, _, config = source.partition(":")
         options = {"streaming": True} if streaming else {}
-        table = _load(source, dataset, config or None, split=split, cache_dir=cache_dir, **options)
-        for row, text in enumerate(_column(table, column, source, dataset)):
+        table = _load(source, dataset, config or None, split=split, **options)
+        for row, text in enumerate(_column(_rows(table, column, source, dataset), column, source)):
             yield f"{source}#{row}", text
         return
-    files: dict[str, dict[Path, str]] = {}
-    for entry in [source] if isinstance(source, str | Path) else source:
-        for path, name in _files(entry):
-            files.setdefault(_TABLE_BUILDERS.get(path.suffix.lower(), "text"), {})[path] = name
+    files = source_files(source)
     if not files:
         raise RopeExtendError("nothing to read: the list of sources is empty")
-    for path, name in files.pop("text", {}).items():  # plain text first
-        yield name, _read_file(path)
-    for builder, names in sorted(files.items(), reverse=True):
-        # `datasets` takes a data file for a glob pattern, so brackets in its name are escaped. It fails on
-        # empty files. Files are streamed, because its cache knows them by path and time, not by content.
-        paths = [glob.escape(str(path)) for path in names if path.stat().st_size]
-        if not paths:
+    for path in sorted(files, key=lambda path: _kind(path) != "text"):  # plain text first
+        if _kind(path) == "text":
+            yield files[path], _read_file(path)
             continue
-        table = _load(source, builder, split="train", cache_dir=cache_dir, data_files=paths, streaming=True)
-        label = next(iter(names.values())) if len(names) == 1 else builder
-        for row, text in enumerate(_column(table, column, source, builder)):
-            yield f"{label}#{row}", text
+        for row, text in enumerate(_column(_table(path, column), column, path)):
+            yield f"{files[path]}#{row}", text
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """The suffix of the contents, and that of the compression; empty if there is none."""
+    outer = path.suffix.lower()
+    return (Path(path.stem).suffix.lower(), outer) if outer in _OPENERS else (outer, "")
+
+
+def _kind(path: Path) -> str:
+    """How a file is read: as text, or as a table in one of the formats of `datasets`."""
+    return (_TABLES | _NAMED_TABLES).get(_suffixes(path)[0], "text")
+
+
+@contextmanager
+def _opened(path: Path, errors: str = "strict") -> Iterator[io.TextIOWrapper]:
+    """The decoded text of a file, compressed or not; line ends are kept as a table needs them.
+
+    Raises:
+        RopeExtendError: it cannot be read, it is an archive, or it is no text.
+    """
+    suffix, compression = _suffixes(path)
+    if suffix in _ARCHIVES:
+        raise RopeExtendError(f"{str(path)!r} is an archive; unpack it, and give the files in it")
+    try:
+        with _OPENERS.get(compression, open)(path, "rb") as file:
+            start = file.read(4)
+            file.seek(0)
+            encoding = next((name for mark, name in _MARKS.items() if start.startswith(mark)), "utf-8")
+            yield io.TextIOWrapper(file, encoding, errors, newline="")
+    except UnicodeDecodeError as error:
+        raise _no_text(path, f"byte {error.object[error.start]:#x} at position {error.start}") from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise RopeExtendError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def _no_text(path: Path, found: str) -> RopeExtendError:
+    return RopeExtendError(
+        f"{str(path)!r} is no text in UTF-8: it holds {found}. Convert text of another encoding, such as by "
+        f"iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}, and extract text from other formats"
+    )
 
 
 def _read_file(path: Path) -> str:
-    try:
-        # A stray byte in one file of a directory must not stop the run.
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise RopeExtendError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    if text[:_BEGINNING].count("\0") > len(text[:_BEGINNING]) / 100:
-        raise RopeExtendError(
-            f"{str(path)!r} is no text in UTF-8: it holds zero bytes, as binary files and UTF-16 do. Give "
-            "text files, or convert this one"
-        )
+    """The text of a file that is one document, with line ends as `\n`."""
+    with _opened(path, errors="replace") as file:
+        text = file.read().replace("\r\n", "\n").replace("\r", "\n")
+    limit = _STRAY * len(text)
+    if (zeros := text.count("\0")) > limit:
+        raise _no_text(path, f"{zeros:,} zero bytes")
+    if stray := text.count("\ufffd"):
+        if stray > limit:
+            raise _no_text(path, f"{stray:,} other bytes")
+        logger.warning("%s: %d bytes are not UTF-8, and each was replaced by U+FFFD", path, stray)
     return text
+
+
+def _table(path: Path, column: str) -> Iterator[Mapping[str, Any]]:
+    """The rows of a table."""
+    kind = _kind(path)
+    if kind in ("parquet", "arrow"):
+        # Streamed, because the cache of `datasets` knows files by path and time, not by content. It takes a
+        # data file for a glob pattern, so brackets in its name are escaped.
+        table = _load(path, kind, split="train", data_files=[glob.escape(str(path))], streaming=True)
+        yield from _rows(table, column, path, kind)
+        return
+    with _opened(path) as file:
+        try:
+            if kind == "csv":
+                csv.field_size_limit(2**31 - 1)  # a document is longer than the default limit
+                yield from csv.DictReader(file, dialect="excel-tab" if ".tsv" in path.suffixes else "excel")
+                return
+            lines: Iterable[str] = file
+            if _suffixes(path)[0] == ".json":
+                whole = file.read()
+                if whole.lstrip().startswith("["):
+                    yield from json.loads(whole)
+                    return
+                lines = whole.split("\n")
+            yield from map(json.loads, filter(str.strip, lines))
+        except (ValueError, csv.Error) as error:
+            if isinstance(error, UnicodeDecodeError):
+                raise
+            raise RopeExtendError(f"{str(path)!r} does not hold the rows of a table: {error}") from error
 
 
 def _files(source: str | Path) -> list[tuple[Path, str]]:
@@ -176,9 +220,12 @@ def _files(source: str | Path) -> list[tuple[Path, str]]:
         files = [
             ((path / name).absolute(), name.as_posix())
             for name in inside
-            if name.suffix.lower() in _SUFFIXES and not any(part.startswith(".") for part in name.parts)
+            if _suffixes(name)[0] in _SUFFIXES and not any(part.startswith(".") for part in name.parts)
         ]
-        problem = f"the directory {str(source)!r} holds no file that ends in {', '.join(sorted(_SUFFIXES))}"
+        problem = (
+            f"the directory {str(source)!r} holds no file that ends in {', '.join(sorted(_SUFFIXES))}, and "
+            f"{', '.join(_NAMED_TABLES)} are read only if they are named"
+        )
     else:
         matches = sorted(glob.glob(str(path), recursive=True))
         files = [(Path(match).absolute(), match) for match in matches if Path(match).is_file()]
@@ -203,16 +250,15 @@ def _is_path(source: str) -> bool:
         or source.count("/") > 1
         or not directory
         or Path(directory).is_dir()
-        or Path(source).suffix.lower() in _SUFFIXES | _TABLE_BUILDERS.keys()
+        or _suffixes(Path(source))[0] in _SUFFIXES | _NAMED_TABLES.keys() | _ARCHIVES
     )
 
 
-def _load(source: object, *args: Any, cache_dir: str | Path | None, **options: Any) -> Any:
+def _load(source: object, *args: Any, **options: Any) -> Any:
     import datasets  # loads pandas and pyarrow
 
-    cache = None if cache_dir is None else str(cache_dir)
     with _explained(source, args[0]):
-        return datasets.load_dataset(*args, cache_dir=cache, **options)
+        return datasets.load_dataset(*args, **options)
 
 
 @contextmanager
@@ -226,33 +272,49 @@ def _explained(source: object, name: str) -> Iterator[None]:
         raise RopeExtendError(
             f"cannot read {str(source)!r}: the datasets library, asked for {name!r}, says: "
             f"{error.__cause__ or error}. Give a directory, a file, a glob, or a hub dataset as 'owner/name' "
-            "or 'owner/name:config'"
+            "or 'owner/name:config', and the name of one of its splits"
         ) from error
 
 
-def _column(table: Any, column: str, source: object, kind: str) -> Iterator[str]:
-    """The texts of a column of a dataset, streamed or not; an empty text where the value is missing.
+def _rows(table: Any, column: str, source: object, kind: str) -> Iterator[Mapping[str, Any]]:
+    """The rows of a dataset, streamed or not; after the first ones, only a column of them is read."""
+    with _explained(source, kind):
+        head = list(table.take(_HEAD))
+    yield from head
+    if len(head) == _HEAD and any(column in row for row in head):
+        rows = iter(table.skip(_HEAD).select_columns([column]))
+        while True:
+            with _explained(source, kind):
+                row = next(rows, None)
+            if row is None:
+                return
+            yield row
+
+
+def _column(rows: Iterator[Mapping[str, Any]], column: str, source: object) -> Iterator[str]:
+    """The texts of a column of a table; an empty text where the value is missing.
 
     Raises:
         RopeExtendError: the column does not exist, or it holds something else than text.
     """
-    with _explained(source, kind):
-        head = list(table.take(_HEAD))
+    head = list(itertools.islice(rows, _HEAD))
+    if not all(isinstance(row, Mapping) for row in head):
+        raise RopeExtendError(f"{str(source)!r} holds {head[0]!r}, where a row with columns should be")
     names = list(dict.fromkeys(name for row in head for name in row))
     texts = [name for name in names if all(isinstance(row.get(name), str | None) for row in head)]
     if head and column not in texts:
         problem = "holds no text" if column in names else "does not exist"
+        advice = f"those with text are {texts}: name one of these as text_column"
+        if chat := next((name for name in (column, *_CHATS) if name in names and name not in texts), None):
+            advice += (
+                f". If {chat!r} holds a chat, write it as text first, with the model's own template: "
+                f'{{"text": tokenizer.apply_chat_template(row[{chat!r}], tokenize=False)}}'
+            )
         raise RopeExtendError(
-            f"the column {column!r} {problem} in {str(source)!r}; its columns are {names}, and "
-            f"those with text are {texts}: name one of these as text_column"
+            f"the column {column!r} {problem} in {str(source)!r}; its columns are {names}, and {advice}"
         )
-    rows = iter(table.select_columns([column]) if head else ())
-    for number in itertools.count():
-        with _explained(source, kind):
-            row = next(rows, None)
-        if row is None:
-            return
-        text = row[column]
+    for number, row in enumerate(itertools.chain(head, rows)):
+        text = row.get(column) if isinstance(row, Mapping) else row
         if not isinstance(text, str | None):
             raise RopeExtendError(f"row {number} of {str(source)!r} holds no text in {column!r}: {text!r}")
         yield text or ""

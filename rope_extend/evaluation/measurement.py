@@ -70,7 +70,7 @@ class Measurement:
     def __init__(
         self, config: ModelConfig, *, texts: bool = True, load_options: LoadOptions | None = None
     ) -> None:
-        expand_segments("auto")
+        expand_segments()
         self.config = config
         self.candidates = candidates = Candidates.of(config, load_options)
         for adapter, record in candidates.records.items():

@@ -48,24 +48,6 @@ GPUS = tuple(
 
 Figures with sparsity are halved, and those of RTX cards are with sums in float32.
 """
-_VARIANTS = {"MIG", "D", "Laptop", "Max-Q", "Ti", "SUPER"}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations per second of a device, by the name that its driver reports; None if unknown.
-
-    Parts of a GPU (MIG) and slower variants (RTX 4090 D, Laptop GPU) have one more word in the name, and are
-    unknown.
-    """
-    if _VARIANTS & set(device_name.split()):
-        return None
-    words = f" {device_name} "
-    found = {
-        name: gpu.peak
-        for gpu in GPUS
-        if f" {(name := re.sub(' [0-9]+GB$', '', gpu.name))} " in words or f" {name}-" in words
-    }
-    return found[max(found, key=len)] if found else None
 
 
 def find_gpu(text: str) -> Gpu:

@@ -1,4 +1,4 @@
-"""A fine-tuning run: loss, perplexity before and after, and distances seen; and the progress of a search."""
+"""A fine-tuning run: loss, and perplexity before and after; and the progress of a search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.plots.style import (
@@ -24,7 +24,6 @@ from rope_extend.plots.style import (
     mark_window,
     perplexity_axis,
 )
-from rope_extend.units import format_length
 
 
 def plot_training(metrics: str | Path, path: str | Path, *, title: str | None = None) -> Path:
@@ -111,60 +110,6 @@ def plot_course(
     perplexity_axis(axes)
     length_axis(axes, sorted({length for curve in curves.values() for length in curve}), "length, tokens")
     mark_window(axes, trained_length)
-    return canvas.save()
-
-
-def plot_distances(positions: str | Path, path: str | Path, *, title: str | None = None) -> Path:
-    """Draw how often a run with sampled positions saw each distance between a query and a key.
-
-    The dashed line shows the same for an equal number of blocks with consecutive positions; it ends at the
-    length of a block. A gap in the line means that no pair had that distance.
-
-    Args:
-        positions: the `positions.json` of a run.
-        path: the output file; the suffix gives the format: .png, .svg or .pdf.
-        title: the heading.
-
-    Raises:
-        RopeExtendError: the file is missing or is not such a report, or the format is unknown.
-    """
-    positions = Path(positions)
-    if not positions.is_file():
-        raise RopeExtendError(
-            f"no report on positions at {str(positions)!r}; a fine-tuning run with sampled positions writes "
-            "positions.json"
-        )
-    try:
-        data = json.loads(positions.read_text(encoding="utf-8"))
-        groups = [(g["from"], g["to"], g["pairs"] / (g["to"] - g["from"])) for g in data["distances"]]
-        starts, stops, pairs = np.array(groups, dtype=np.float64).T
-        block, sequences, trained = data["block_length"], data["sequences"], data["trained_length"]
-        name, share = data["sampler"], 100 * data["seen_beyond"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RopeExtendError(
-            f"{positions} is not a report on positions: {type(error).__name__}: {error}"
-        ) from error
-    subtitle = (
-        f"{sequences:,} blocks of {format_length(block)}; of the distances beyond the trained window "
-        f"{share:.3g} % were seen"
-    )
-    canvas = Canvas(path, title or f"Distances seen in training: {name}", subtitle, room=16)
-    axes = canvas.axes
-    pairs[pairs == 0] = np.nan
-    middles = (starts + stops - 1) / 2
-    axes.plot(middles, pairs, color=PALETTE[0], linewidth=1.8, zorder=3)
-    distances = np.arange(block)
-    straight = sequences * (block - distances)
-    axes.plot(distances, straight, color=PLAIN, linestyle=UNTRAINED, linewidth=1.4, label="consecutive")
-    axes.set_yscale("log")
-    axes.set_xlabel("distance between query and key, tokens", color=INK)
-    axes.set_ylabel("pairs at each distance", color=INK)
-    axes.set_xlim(0, stops[-1])
-    ticks = [stops[-1] * part / 4 for part in range(5)]
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
-    axes.yaxis.set_minor_locator(NullLocator())
-    mark_window(axes, trained)
     return canvas.save()
 
 

@@ -17,9 +17,8 @@ from rope_extend.units import format_bytes
 OPTIONAL = {
     "bitsandbytes": ("quantize: 4bit", "pip install 'rope_extend[quantize]'"),
     "flash_attn": ("--attn flash_attention_2", "pip install flash-attn"),
-    "deepspeed": ("sequences over several GPUs (sp_size)", "pip install 'rope_extend[ulysses]'"),
     "gguf": ("GGUF files as models, and export --to llama.cpp", "pip install 'rope_extend[gguf]'"),
-    "tensorboard": ("tensorboard: true", "pip install 'rope_extend[tensorboard]'"),
+    "tensorboard": ("trackers: [tensorboard]", "pip install 'rope_extend[tensorboard]'"),
 }
 """Optional packages: what needs each, and how to install it."""
 LITTLE_DISK = 20 * 10**9

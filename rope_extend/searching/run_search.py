@@ -102,7 +102,7 @@ def search(
         RopeExtendError: no such model or data, too few documents of the target length, a pass that does not
             fit into memory, or an output directory that holds a search.
     """
-    expand_segments("auto")
+    expand_segments()
     if config.data is None:
         raise RopeExtendError("search: data is not set; give documents of at least target_length tokens")
     if process_count() > 1:

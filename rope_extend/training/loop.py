@@ -24,11 +24,10 @@ from torch.utils.data import default_collate
 from tqdm.auto import tqdm
 
 from rope_extend.attention.packed import check_packed_attention, document_inputs, packed_attention
-from rope_extend.attention.shifted_sparse import shifted_sparse
 from rope_extend.checkpoint.record import Record
 from rope_extend.data.choices import CONSECUTIVE
-from rope_extend.data.curriculum import Curriculum
 from rope_extend.data.documents import Document, fingerprint
+from rope_extend.data.mixing import Mixture
 from rope_extend.data.packing import scored
 from rope_extend.data.sampled_positions import PositionCollator
 from rope_extend.errors import RopeExtendError
@@ -40,7 +39,7 @@ from rope_extend.loss import causal_lm
 from rope_extend.patching import current_patch, patch_model
 from rope_extend.report.versions import package_version
 from rope_extend.training.lora import adapted, lora_config
-from rope_extend.training.metrics import Metrics
+from rope_extend.training.metrics import Metrics, start_trackers
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import (
     VERSION,
@@ -50,17 +49,9 @@ from rope_extend.training.resume import (
     save_checkpoint,
     take_over,
 )
-from rope_extend.training.sharding import Clipping, Objective, Sharding, whole
+from rope_extend.training.sharding import Objective, Sharding, whole
 from rope_extend.training.text_reach import TextReach
-from rope_extend.training.tracking import start_trackers
 from rope_extend.training.training_data import source_names
-from rope_extend.training.utilisation import (
-    Spans,
-    device_peak,
-    document_spans,
-    group_spans,
-    training_operations,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +82,7 @@ class RunData:
         trained_on: how many of the documents to evaluate on are also training data.
     """
 
-    blocks: Curriculum
+    blocks: Mixture
     held_out: Sequence[Document]
     lengths: Sequence[int]
     chunk_size: int | None = None
@@ -131,44 +122,21 @@ class TrainingRun:
         self.model = adapted(model, recipe, reach)
         self.record = Record.of(self.model, model.config.name_or_path or recipe.model)
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
-        self.peak = recipe.peak_flops or device_peak(accelerator.device, self.dtype)
-        self.operations = training_operations(self.model, quadratic=_quadratic(model)) if self.peak else None
         optimizer = torch.optim.AdamW(
             self.parameters, lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
         # The loss is inside the wrapped module: DistributedDataParallel synchronises in its own forward only.
-        self.sharding.prepare(accelerator, batch_size=recipe.batch_size)
-        self.clipping = Clipping(optimizer, recipe.max_grad_norm) if self.sharding.ulysses > 1 else None
         self.objective, self.optimizer = accelerator.prepare(Objective(self.model), optimizer)
         # FSDP has replaced the parameters by shards.
         self.parameters = [value for value in self.model.parameters() if value.requires_grad]
         self.evaluated = {"fingerprint": fingerprint(data.held_out), "trained_on": data.trained_on}
         self.metrics = Metrics(self.directory / "metrics.jsonl", accelerator, state.step, self.evaluated)
-        start_trackers(accelerator, recipe.tracked_by, self.directory, recipe.to_dict(), state.step)
+        start_trackers(accelerator, recipe.trackers, self.directory, recipe.to_dict(), state.step)
 
     def _clip(self) -> float:
         """Clip the gradients, and return their norm before that."""
-        if self.clipping is not None:
-            return self.clipping.norm
         norm = self.accelerator.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm)
         return float(whole(norm))
-
-    def _utilisation(self, seconds: float) -> dict[str, float]:
-        """The share of the devices' peak in the current step; empty if the peak is unknown.
-
-        With packing, the documents of this process stand for those of all.
-        """
-        if not self.peak or not self.operations:
-            return {}
-        recipe, length = self.recipe, self.data.blocks.at(self.state.step).length
-        spans: Spans = {length: 1.0}
-        if recipe.packs:
-            passes = range(recipe.gradient_accumulation)
-            spans = document_spans(item for forward in passes for item in self._sequences(forward)[1])
-        elif recipe.shifted_sparse is not None:
-            spans = group_spans(length, recipe.shifted_sparse)
-        operations = self.tokens_per_step * self.operations.per_token(spans)
-        return {"mfu": round(operations / (seconds * self.peak * self.accelerator.num_processes), 4)}
 
     def _rate(self) -> float:
         """Learning rate of this step: linear from a tenth, then constant (2306.15595, section 3.1)."""
@@ -209,8 +177,7 @@ class TrainingRun:
             self._evaluate()
             set_seed(recipe.seed, device_specific=True)  # dropout differs between processes
         else:
-            load_checkpoint(checkpoint, self.model, self.optimizer, accelerator, self.reach)
-            self.data.blocks.restore(self.state.step * self.sequences_per_step, self.state.stream)
+            load_checkpoint(checkpoint, self.model, self.optimizer, accelerator)
             if accelerator.is_main_process:
                 take_over(self.directory, recipe, self.state.step)
             measured = set(self.data.lengths) <= self.metrics.perplexity.keys()
@@ -260,12 +227,10 @@ class TrainingRun:
 
     def _sequences(self, forward: int) -> tuple[int, list[dict[str, torch.Tensor]]]:
         """The sequences of this process in a forward pass of this step, and the number of the first."""
-        recipe, step = self.recipe, self.state.step
-        stage = self.data.blocks.at(step)
-        rows = recipe.batch_size * stage.rows
-        forwards = (step - stage.first_step) * recipe.gradient_accumulation + forward
+        rows = self.recipe.batch_size
+        forwards = self.state.step * self.recipe.gradient_accumulation + forward
         first = (forwards * self.sharding.replicas + self.sharding.replica) * rows
-        return first, [stage.blocks[position] for position in range(first, first + rows)]
+        return first, [self.data.blocks[position] for position in range(first, first + rows)]
 
     def _batch(self, forward: int) -> Mapping[str, Any]:
         """The inputs of the model in one forward pass of the current step, each `[rows, length]`."""
@@ -300,19 +265,12 @@ class TrainingRun:
 
     @contextmanager
     def _attention(self) -> Iterator[None]:
-        """Attention within documents, or within groups of tokens during training, if the recipe sets it.
-
-        Both are tested on a few tokens.
-        """
+        """Attention within documents if blocks are packed; tested on a few tokens."""
         with ExitStack() as stack:
             if self.recipe.packs:
                 with self._autocast():
                     stack.enter_context(packed_attention(self.model, self._with_weights))
                     self._with_weights(partial(check_packed_attention, restarts=self.recipe.restarts))
-            if self.recipe.shifted_sparse is not None:
-                with self._autocast():
-                    within = shifted_sparse(self.model, self.recipe.shifted_sparse, self._with_weights)
-                    stack.enter_context(within)
             yield
 
     def _with_weights(self, function: Callable[[Any], _Result]) -> _Result:
@@ -329,7 +287,6 @@ class TrainingRun:
         recipe, accelerator = self.recipe, self.accelerator
         started = time.perf_counter()
         rate = self._rate()
-        # Before the backward pass, in which DeepSpeed updates the weights.
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         total = torch.zeros((), device=accelerator.device)
@@ -339,8 +296,7 @@ class TrainingRun:
             with accelerator.accumulate(self.objective), self.sharding.cut(accelerator, batch) as part:
                 with self._autocast():
                     loss = self.objective(**{"num_items_in_batch": divisor, **part})
-                # DeepSpeed sums the gradients of sequence parts; all others average them.
-                accelerator.backward(loss / self.sharding.ulysses)
+                accelerator.backward(loss)
             total += loss.detach() / recipe.gradient_accumulation
         norm = self._clip()
         mean = float(accelerator.reduce(total, "mean"))
@@ -349,7 +305,6 @@ class TrainingRun:
             self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
-        utilisation = self._utilisation(seconds)
 
         before = self.state
         state = self.state = replace(
@@ -359,7 +314,6 @@ class TrainingRun:
             seconds=before.seconds + seconds,
             skipped=before.skipped + (not finite),
             skipped_in_a_row=0 if finite else before.skipped_in_a_row + 1,
-            stream=self.data.blocks.cursor((before.step + 1) * self.sequences_per_step),
         )
         bar.update()
         if not finite:
@@ -376,22 +330,16 @@ class TrainingRun:
                 grad_norm=norm,
                 tokens=state.tokens,
                 tokens_per_second=round(speed, 1),
-                **utilisation,
                 peak_memory_bytes=peak_memory_bytes(accelerator.device),
                 seconds=round(state.seconds, 3),
-                **self._data_metrics(state.step),
+                **self._epochs(),
             )
 
-    def _data_metrics(self, steps: int) -> dict[str, float]:
-        """Metrics of the data: the block length, and how often each of several sources was read."""
-        values: dict[str, float] = {}
-        if self.recipe.curriculum:
-            values["block_length"] = self.data.blocks.at(steps - 1).length
-        if names := source_names(self.recipe):
-            epochs = self.data.blocks.epochs(steps, self.sequences_per_step)
-            named = zip(names, epochs, strict=True)
-            values |= {f"epochs/{name}": round(times, 3) for name, times in named}
-        return values
+    def _epochs(self) -> dict[str, float]:
+        """How often each of several sources was read."""
+        times = self.data.blocks.epochs(self.state.step * self.sequences_per_step)
+        named = zip(source_names(self.recipe), times, strict=False)  # one source has no name
+        return {f"epochs/{name}": round(count, 3) for name, count in named}
 
     def _skipped(self, loss: float, norm: float) -> None:
         """Log a skipped step, and end the run if too many were skipped in a row."""
@@ -461,12 +409,6 @@ class TrainingRun:
         )  # fmt: skip
         self._close_trackers()
         raise FinetuneInterrupted(signum, checkpoint)
-
-
-def _quadratic(model: Any) -> bool:
-    """Whether attention compares all pairs of a query and a key."""
-    patch = current_patch(model)
-    return patch is None or not patch.encoding.effects(patch.shape).replaces_softmax
 
 
 def _due(step: int, every: int) -> bool:

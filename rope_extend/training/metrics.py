@@ -1,24 +1,46 @@
-"""The metrics of a run: `metrics.jsonl` and the trackers."""
+"""The metrics of a run: `metrics.jsonl`, and the trackers of `accelerate`, such as TensorBoard and MLflow."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers, get_available_trackers
+from accelerate.utils import LoggerType
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_text
+from rope_extend.models.loading import one_error
 from rope_extend.training.resume import checkpoints, step_of
+
+PROJECT = "rope_extend"
+"""The project or experiment of a run in its trackers."""
 
 
 def same_text(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
     """Whether two perplexities, by the `eval_data` of their lines, were measured on the same documents."""
     return (one or {}).get("fingerprint") == (other or {}).get("fingerprint")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, without a last one that a killed run did not finish.
+
+    Raises:
+        RopeExtendError: the file cannot be read.
+    """
+    lines = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(json.JSONDecodeError):
+                lines.append(json.loads(line))
+    except OSError as error:
+        raise RopeExtendError(f"cannot read the metrics of the run: {error}") from error
+    return lines
 
 
 class Metrics:
@@ -50,15 +72,12 @@ class Metrics:
         self._step = step
         self._kept: list[str] = []
         self._later: list[str] = []
-        for line in path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []:
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError:  # the last line of a run that was killed while it wrote
-                continue
+        for values in read_metrics(path) if step and path.exists() else []:
+            line = json.dumps(values) + "\n"
             if values["step"] > step:
-                self._later.append(line + "\n")
+                self._later.append(line)
                 continue
-            self._kept.append(line + "\n")
+            self._kept.append(line)
             self.loss = values.get("loss", self.loss)
             if "perplexity" in values and same_text(values.get("eval_data"), evaluated):
                 curve = {int(length): value for length, value in values["perplexity"].items()}
@@ -114,3 +133,56 @@ class Metrics:
             raise RopeExtendError(
                 f"cannot write {self.path}: {error}. Checkpoints are intact; make room, then resume the run"
             ) from error
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker whose package is not installed.
+
+    Raises:
+        RopeExtendError: says what to install; for an unknown name, lists the known ones.
+    """
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
+            raise RopeExtendError(f"no tracker is named {name!r}; use one of {known}")
+        # `filter_trackers` would log the absence, which fails before the accelerator exists.
+        if name in LoggerType and LoggerType(name) not in get_available_trackers():
+            package = name.replace("_", "-")
+            raise RopeExtendError(
+                f"recipe: the package of the tracker {name} is missing; pip install {package}"
+            )
+
+
+def start_trackers(
+    accelerator: Accelerator, names: Sequence[str], directory: Path, config: Mapping[str, Any], step: int
+) -> None:
+    """Start trackers, on the main process, so that `accelerator.log` reaches them.
+
+    TensorBoard writes to `directory/tensorboard`, and drops its entries after `step`. The others put the run
+    into the project `rope_extend`, under the name of the directory if they accept one.
+
+    Args:
+        accelerator: the accelerator of the run; its earlier trackers are dropped.
+        names: names of the trackers.
+        directory: directory of the run.
+        config: values that describe the run.
+        step: number of finished steps.
+
+    Raises:
+        RopeExtendError: a tracker does not start.
+    """
+    run = directory.resolve().name
+    options: dict[str, dict[str, Any]] = {
+        "tensorboard": {"purge_step": step + 1},
+        "wandb": {"name": run, "dir": str(directory)},
+        "mlflow": {"run_name": run},
+    }
+    values = {name: str(value) for name, value in config.items()}
+    started = []
+    for name in names:
+        # One at a time: `init_trackers` starts all of `log_with` again, and the project differs.
+        accelerator.trackers, accelerator.log_with = [], filter_trackers([name], str(directory))
+        with one_error(f"the tracker {name} does not start", "Set it up, or leave it out of the recipe"):
+            accelerator.init_trackers(name if name == "tensorboard" else PROJECT, values, options)
+        started += accelerator.trackers
+    accelerator.trackers = started

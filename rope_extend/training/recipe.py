@@ -6,10 +6,8 @@ The module imports neither torch nor transformers, so that `rope-extend finetune
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from rope_extend.config import (
@@ -34,28 +32,17 @@ from rope_extend.config import (
     number,
     optional,
     or_auto,
-    require,
     whole,
 )
 from rope_extend.data.choices import CONSECUTIVE, PACKINGS, RESTART, SAMPLED, UNPACKED
-from rope_extend.errors import RopeExtendError
+from rope_extend.errors import RopeExtendError, refuse_if
 from rope_extend.method_names import PRETRAINED, STARTS, check_method_name, check_start, method_names
-from rope_extend.report.tables import is_private
-from rope_extend.units import parse_length
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w][\w.-]*")
 
 
 def _betas(value: Any) -> tuple[float, float]:
     beta = number(0, below=1)
     first, second = items(value)  # ValueError if there are not two
     return beta.parse(first), beta.parse(second)
-
-
-def _stages(value: Any) -> tuple[tuple[int, int], ...]:
-    pairs = [(parse_length(length), POSITIVE_COUNT.parse(steps)) for length, steps in value]
-    require(bool(pairs))
-    return tuple(pairs)
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -71,7 +58,6 @@ def _targets(value: Any) -> str | tuple[str, ...]:
 
 
 _BETAS = Kind("two numbers, each at least 0 and below 1", _betas)
-_STAGES = Kind("a list of block lengths and steps, such as [[8k, 100], [16k, 100]]", _stages)
 _TARGETS = Kind("attention, all-linear, or a list of module names", _targets)
 _TRACKERS = Kind("a list of trackers, such as [wandb, mlflow]", _trackers)
 _WEIGHTS = list_of(number(0, above=True), "a list of numbers above 0, such as [0.7, 0.3]")
@@ -124,7 +110,7 @@ class Recipe(Config):
             "method", "method_parameters", "start", "current_length", "trained_length",
         ),
         "data and blocks": (
-            "block_length", "curriculum", "positions", "packing", "mixed_windows", "short_share",
+            "block_length", "positions", "packing", "mixed_windows", "short_share",
             "text_column", "split", "data_weights", "streaming", "max_documents", "max_tokens",
         ),
         "optimization": (
@@ -136,13 +122,11 @@ class Recipe(Config):
         ),
         "memory": (
             "dtype", "quantize", "gradient_checkpointing", "mlp_tiles", "offload_checkpoints",
-            "shifted_sparse", "expandable_segments",
         ),
         "evaluation": ("eval_data", "eval_lengths", "eval_every", "eval_documents", "eval_split"),
         "checkpoints and logs": (
-            "save_every", "keep_checkpoints", "log_every", "tensorboard", "trackers", "peak_flops",
+            "save_every", "keep_checkpoints", "log_every", "trackers",
         ),
-        "publishing": ("push_to_hub", "hub_model_id", "hub_private_repo"),
     }  # fmt: skip
 
     model: Annotated[str, MODEL, "pretrained model: a local directory or a hub id"]
@@ -181,12 +165,6 @@ class Recipe(Config):
     ] = None
     block_length: Annotated[
         int | None, optional(LENGTH), "tokens per training sequence; target_length if not given"
-    ] = None
-    curriculum: Annotated[
-        tuple[tuple[int, int], ...] | None,
-        optional(_STAGES),
-        "shorter blocks first: pairs of a block length and a number of steps, as in [[8k, 100], [16k, 100]]; "
-        "then block_length; every step has the same number of tokens",
     ] = None
     positions: Annotated[
         str,
@@ -236,13 +214,6 @@ class Recipe(Config):
     train_norm_embed: Annotated[
         bool, FLAG, "also train norms and embeddings, which helps beyond about 4x (2309.12307)"
     ] = BY_METHOD
-    shifted_sparse: Annotated[
-        int | None,
-        optional(LENGTH),
-        "train with attention within groups of N tokens, shifted in half of the heads (2309.12307, there a "
-        "quarter of block_length): cheaper, and an approximation; evaluations and the saved model use full "
-        "attention",
-    ] = None
     dtype: Annotated[
         str,
         choice("auto", "float32", "bfloat16"),
@@ -291,39 +262,14 @@ class Recipe(Config):
     quantize: Annotated[
         str | None, optional(choice("4bit")), "quantize the frozen weights on load (NF4, by bitsandbytes)"
     ] = None
-    expandable_segments: Annotated[
-        bool | str, or_auto(FLAG), "let the CUDA allocator grow its segments; auto does so on a GPU"
-    ] = AUTO
-    tensorboard: Annotated[bool, FLAG, "also log to output_dir/tensorboard"] = False
     trackers: Annotated[
         tuple[str, ...],
         _TRACKERS,
-        "trackers of accelerate that also receive the metrics, such as [wandb, mlflow]",
+        "trackers of accelerate that also receive the metrics, such as [tensorboard, wandb, mlflow]",
     ] = ()
-    peak_flops: Annotated[
-        float | None,
-        optional(number(0, above=True)),
-        "peak operations per second of one device, for the utilisation in the metrics; known for common GPUs "
-        "in bfloat16",
-    ] = None
-    push_to_hub: Annotated[
-        bool, FLAG, "after the run, upload the adapter, its record and card, as rope-extend push does"
-    ] = False
-    hub_model_id: Annotated[
-        str | None,
-        optional(TEXT),
-        "with push_to_hub, the hub id owner/name; created before the run",
-    ] = None
-    hub_private_repo: Annotated[
-        bool, FLAG, "with push_to_hub, make a new repository private; a public one is refused"
-    ] = False
     text_column: Annotated[str, TEXT, "column of the text, for tabular data"] = "text"
     split: Annotated[str, TEXT, "split of a hub dataset to train on"] = "train"
-    eval_split: Annotated[
-        str | None,
-        optional(TEXT),
-        "split of a hub dataset to evaluate on; if not given, its validation split, or else its test split",
-    ] = None
+    eval_split: Annotated[str, TEXT, "split of a hub dataset to evaluate on"] = "validation"
     data_weights: Annotated[
         tuple[float, ...] | None,
         optional(_WEIGHTS),
@@ -332,8 +278,7 @@ class Recipe(Config):
     streaming: Annotated[
         bool,
         FLAG,
-        "read data during training, in its own order, instead of all before: for more text than fits into "
-        "memory",
+        "read a hub dataset over the network as far as max_documents needs, instead of downloading all of it",
     ] = False
     max_documents: Annotated[
         int | None,
@@ -346,9 +291,7 @@ class Recipe(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_method()
-        self._check_trackers()
-        self._check_positions()
+        self._check_imported()
 
     def check_early(self) -> None:
         """Check the name of the method, and fields that belong together; imports nothing.
@@ -358,161 +301,68 @@ class Recipe(Config):
         """
         check_method_name(self.method)
         check_start("recipe", self.start, self.current_length)
-        self._check_lengths()
-        self._check_mixed()
-        self._check_publishing()
-        self._check_groups()
-        self._check_stream()
-        self._check_weights()
-        if self.offload_checkpoints is True and self.gradient_checkpointing is False:
-            raise RopeExtendError(
-                "recipe: offload_checkpoints keeps the inputs of recomputed layers in host memory, but "
-                "gradient_checkpointing is false; set it to true or auto"
-            )
-        if self.eval_data is None and (self.eval_every or self.eval_lengths):
-            name = "eval_every" if self.eval_every else "eval_lengths"
-            raise RopeExtendError(f"recipe: {name} needs eval_data; name documents to evaluate on")
+        entries = 1 if isinstance(self.data, str) else len(self.data)
+        weights, mixed = self.data_weights, self.mixed_windows
+        sampled, packs = self.positions != CONSECUTIVE, self.packing != UNPACKED
+        either = "leave one of the two out"
+        contradictions = {
+            f"block_length {self.length} is greater than target_length {self.target_length}; raise "
+            "target_length, or leave block_length out": self.length > self.target_length,
+            f"short_share {self.short_share:g} needs mixed_windows; set mixed_windows, or leave short_share "
+            "out": self.short_share != type(self).short_share and not mixed,
+            f"positions {self.positions} and packing {self.packing} cannot be combined: sampled positions "
+            f"stand for one long document; {either}": sampled and packs,
+            f"mixed_windows and packing {self.packing} cannot be combined: mixed windows pack short "
+            f"documents themselves; {either}": mixed and packs,
+            f"mixed_windows and positions {self.positions} cannot be combined: sampled positions stand for "
+            f"one long document; {either}": mixed and sampled,
+            "mixed_windows and data_weights cannot be combined: short_share says how often each kind comes; "
+            f"{either}": mixed and weights is not None,
+            f"data_weights has {len(weights or ())} numbers and data has {entries} entries; give a list of "
+            "two sources or more as data, and one weight for each": (
+                weights is not None and (entries == 1 or len(weights) != entries)
+            ),
+            "streaming reads as far as max_documents needs; set max_documents, or leave streaming out": (
+                self.streaming and self.max_documents is None
+            ),
+            "offload_checkpoints keeps the inputs of recomputed layers in host memory, but "
+            "gradient_checkpointing is false; set it to true or auto": (
+                self.offload_checkpoints is True and self.gradient_checkpointing is False
+            ),
+            "eval_every needs eval_data; name documents to evaluate on": (
+                self.eval_data is None and self.eval_every > 0
+            ),
+            "eval_lengths needs eval_data; name documents to evaluate on": (
+                self.eval_data is None and self.eval_lengths is not None
+            ),
+        }
+        for problem, given in contradictions.items():
+            refuse_if(given, f"{self.label}: {problem}")
 
-    def _check_method(self) -> None:
-        from rope_extend.encodings import method_named  # imports torch
+    def _check_imported(self) -> None:
+        """Check the names and limits that other libraries and modules know; imports those that it needs."""
+        from rope_extend.encodings import method_named
 
         method_named(self.method).split_parameters(self.method_parameters)
+        if self.trackers:
+            from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    def _check_trackers(self) -> None:
-        if not self.trackers:
-            return
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        unknown = [name for name in self.trackers if name not in LOGGER_TYPE_TO_CLASS]
-        if unknown:
-            raise RopeExtendError(
+            unknown = sorted(set(self.trackers) - set(LOGGER_TYPE_TO_CLASS))
+            refuse_if(
+                bool(unknown),
                 f"recipe: trackers must be a list of {', '.join(sorted(LOGGER_TYPE_TO_CLASS))}; got "
-                f"{', '.join(map(repr, unknown))}"
+                f"{', '.join(map(repr, unknown))}",
             )
+        if self.positions != CONSECUTIVE:
+            from rope_extend.data.sampled_positions import SAMPLERS
 
-    def _check_lengths(self) -> None:
-        if self.length > self.target_length:
-            raise RopeExtendError(
-                f"recipe: block_length {self.length} is greater than target_length {self.target_length}; "
-                "raise target_length, or leave block_length out"
-            )
-        for length, _ in self.curriculum or ():
-            if not 2 <= length < self.length or self.length % length:
-                raise RopeExtendError(
-                    f"recipe: curriculum has blocks of {length} tokens, and block_length is {self.length}. "
-                    "Every step has the same number of tokens: use lengths from 2 that are shorter than "
-                    "block_length and divide it"
-                )
-
-    def _check_positions(self) -> None:
-        if self.positions == CONSECUTIVE:
-            return
-        from rope_extend.data.sampled_positions import SAMPLERS  # imports torch
-
-        shortest = SAMPLERS[self.positions].shortest
-        if not shortest <= self.length < self.target_length:
-            raise RopeExtendError(
+            shortest = SAMPLERS[self.positions].shortest
+            refuse_if(
+                not shortest <= self.length < self.target_length,
                 f"recipe: positions {self.positions} spreads short blocks over target_length "
                 f"{self.target_length}, but block_length is {self.length}; set block_length to less than "
-                f"target_length, such as the pretrained window, and to {shortest} tokens or more"
+                f"target_length, such as the pretrained window, and to {shortest} tokens or more",
             )
-        if self.packing != UNPACKED:
-            raise RopeExtendError(
-                f"recipe: positions {self.positions} and packing {self.packing} cannot be combined: sampled "
-                "positions stand for one document that fills the window; leave one of the two out"
-            )
-        if self.curriculum:
-            raise RopeExtendError(
-                f"recipe: positions {self.positions} and curriculum cannot be combined: every sampled block "
-                "already covers all of target_length; leave one of the two out"
-            )
-
-    def _check_mixed(self) -> None:
-        if not self.mixed_windows:
-            if self.short_share != type(self).short_share:
-                raise RopeExtendError(
-                    "recipe: short_share is the share of short blocks in mixed windows, and mixed_windows is "
-                    f"off, got {self.short_share:g}; set mixed_windows, or leave short_share out"
-                )
-            return
-        reasons = {
-            "packing": (self.packing != UNPACKED, "mixed windows pack short documents themselves"),
-            "positions": (self.positions != CONSECUTIVE, "sampled positions stand for one long document"),
-            "curriculum": (self.curriculum is not None, "its shorter blocks are neither of the two windows"),
-            "shifted_sparse": (self.shifted_sparse is not None, "its groups ignore where documents end"),
-            "streaming": (self.streaming, "a stream is one source in its own order"),
-            "data_weights": (self.data_weights is not None, "short_share says how often each kind comes"),
-        }
-        for name, (given, reason) in reasons.items():
-            if given:
-                raise RopeExtendError(
-                    f"recipe: mixed_windows and {name} cannot be combined: {reason}; leave one of the two out"
-                )
-
-    def _check_publishing(self) -> None:
-        if self.push_to_hub != (self.hub_model_id is not None) or (
-            self.hub_private_repo and not self.push_to_hub
-        ):
-            raise RopeExtendError(
-                "recipe: push_to_hub and hub_model_id belong together, and hub_private_repo needs them; got "
-                f"push_to_hub {self.push_to_hub}, hub_model_id {self.hub_model_id!r}, hub_private_repo "
-                f"{self.hub_private_repo}; set push_to_hub and a hub_model_id, owner/name, or leave all out"
-            )
-        if self.hub_model_id is None:
-            return
-        if not _HUB_ID.fullmatch(self.hub_model_id):
-            raise RopeExtendError(
-                f"recipe: hub_model_id must be owner/name, of letters, digits, '-', '_' and '.', got "
-                f"{self.hub_model_id!r}"
-            )
-        if is_private(self.model) or Path(self.model).exists():
-            raise RopeExtendError(
-                f"recipe: push_to_hub needs a base model that others can load, and {self.model!r} is a local "
-                "path; name the base model by its hub id, or leave push_to_hub out"
-            )
-
-    def _check_groups(self) -> None:
-        group = self.shifted_sparse
-        if group is None:
-            return
-        if self.packing != UNPACKED:
-            raise RopeExtendError(
-                f"recipe: shifted_sparse and packing {self.packing} cannot be combined: the groups of tokens "
-                "ignore where documents end; leave one of the two out"
-            )
-        for length in [length for length, _ in self.curriculum or ()] + [self.length]:
-            if group % 2 or length % group or group == length:
-                raise RopeExtendError(
-                    f"recipe: shifted_sparse has groups of {group} tokens for blocks of {length}; use an "
-                    "even number that is less than every block length and divides it, such as a quarter"
-                )
-
-    def _check_stream(self) -> None:
-        reasons = {
-            "data_weights": "a stream is one source in its own order",
-            "curriculum": "a stream cannot cut text that it has read again into longer blocks",
-            "max_documents": "a stream is read as far as the steps need",
-        }
-        for name, reason in reasons.items():
-            if self.streaming and getattr(self, name) is not None:
-                raise RopeExtendError(
-                    f"recipe: streaming and {name} cannot be combined: {reason}; leave one of the two out"
-                )
-
-    def _check_weights(self) -> None:
-        if self.data_weights is None:
-            return
-        count = 1 if isinstance(self.data, str) else len(self.data)
-        if len(self.data_weights) != count or count == 1:
-            raise RopeExtendError(
-                f"recipe: data_weights has {len(self.data_weights)} numbers and data has {count} entries; "
-                "give a list of two sources or more as data, and one weight for each"
-            )
-
-    @property
-    def tracked_by(self) -> tuple[str, ...]:
-        """All trackers: `trackers`, and TensorBoard if `tensorboard` is true."""
-        return tuple(dict.fromkeys((*(["tensorboard"] if self.tensorboard else []), *self.trackers)))
 
     @property
     def length(self) -> int:
@@ -575,6 +425,4 @@ def recipe_from_arguments(arguments: argparse.Namespace) -> Recipe:
         RopeExtendError: as `Recipe.from_yaml`.
     """
     defaults = _UNUSED_BY_PLAN if getattr(arguments, "plan", False) else None
-    # Where a file pushes, --no-push-to-hub alone turns that off, with what belongs to it.
-    off = {"hub_model_id": None, "hub_private_repo": False} if arguments.push_to_hub is False else None
-    return from_arguments(Recipe, arguments, defaults, off)
+    return from_arguments(Recipe, arguments, defaults)

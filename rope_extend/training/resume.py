@@ -14,13 +14,16 @@ damage, by a disk or in a copy, is found by its manifest; then the checkpoint be
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import random
 import re
 import shutil
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +36,28 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import publish_directory, sha256, write_text
+from rope_extend.files import expand_home, publish_directory, sha256, write_text
 from rope_extend.journal import Identity, differences
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.sharding import fill, spread_state, whole
-from rope_extend.training.text_reach import TextReach
+from rope_extend.training.sharding import Sharding, fill, spread_state, whole
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
-
-_OLD_OPTIONS = "levers"
-"""The key of the memory options in `state.json` of early runs."""
+_RUN_FILES = (
+    "recipe.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "adapter_model.safetensors", "report",
+)  # fmt: skip
+"""The files of a run; `overwrite` removes these and nothing else."""
 
 MAY_CHANGE = frozenset({
     "steps", "log_every", "save_every", "keep_checkpoints", "max_skipped", "eval_every", "eval_data",
-    "eval_lengths", "eval_documents", "eval_split", "tensorboard", "trackers", "peak_flops",
-    "output_dir", "gradient_checkpointing", "offload_checkpoints", "expandable_segments", "push_to_hub",
-    "hub_model_id", "hub_private_repo",
+    "eval_lengths", "eval_documents", "eval_split", "trackers", "output_dir", "gradient_checkpointing",
+    "offload_checkpoints", "dtype", "model",
 })  # fmt: skip
-"""Fields of the recipe that do not change what a step computes, so they may change when a run resumes."""
+"""Fields of the recipe that may change when a run resumes: they do not change what a step computes.
+
+A base model may have moved: `check_model` compares its weights and dtype.
+"""
 VERSION = "transformers"
 """The name of transformers' version in `RunState.model`."""
 
@@ -71,10 +76,9 @@ class RunState:
         skipped: steps that changed no weight, because loss or gradient was not finite.
         skipped_in_a_row: number of consecutive skipped steps at the end.
         parts: number of processes that share each sequence.
-        stream: cursor in streamed data; None if all data were loaded before.
-        memory_options: the memory options of the run; None in a checkpoint from before they were chosen.
+        memory_options: the memory options of the run.
         model: identity of the base model with the encoding, see `evaluation.identity.model_identity`, and
-            under `VERSION` that of transformers; None in a checkpoint from before it was kept.
+            under `VERSION` that of transformers.
     """
 
     step: int
@@ -86,9 +90,8 @@ class RunState:
     skipped: int = 0
     skipped_in_a_row: int = 0
     parts: int = 1
-    stream: dict[str, Any] | None = None
-    memory_options: dict[str, Any] | None = None
-    model: dict[str, Any] | None = None
+    memory_options: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -156,6 +159,90 @@ def newest_intact(directory: Path) -> Path | None:
     return None
 
 
+def starting_point(
+    directory: Path, recipe: Recipe, resume: bool | str | PathLike[str], overwrite: bool
+) -> Path | None:
+    """The checkpoint to resume from; None for a run that starts at step 0.
+
+    Raises:
+        RopeExtendError: there is a run in the directory that shall neither be resumed nor replaced, the
+            checkpoint is damaged or belongs to another run, or the recipe describes another run.
+    """
+    present = [name for name in _RUN_FILES if (directory / name).exists()]
+    held = f"{directory} already holds a run ({', '.join(present[:1])})"
+    if resume is not False and overwrite:
+        raise RopeExtendError("resume and overwrite contradict each other; choose one of them")
+    if resume is False:
+        if present and not overwrite:
+            raise RopeExtendError(
+                f"{held}; resume=True continues it, overwrite=True replaces it, or choose another output_dir"
+            )
+        return None
+    if resume is True:
+        newest = newest_intact(directory)
+        if newest is None:  # killed before its first checkpoint, or before its directory was there
+            logger.warning("there is no checkpoint in %s to resume from; the run starts at step 0", directory)
+            return None
+        checkpoint = newest
+    else:
+        checkpoint = Path(expand_home(resume))
+        if present and checkpoint.resolve().parent.parent != directory.resolve():
+            raise RopeExtendError(f"{held}, and {checkpoint} belongs to another; choose another output_dir")
+        read_state(checkpoint)  # refuses what is not a checkpoint
+        if reason := damage(checkpoint):
+            raise RopeExtendError(
+                f"the checkpoint {checkpoint} is damaged: {reason}. To resume from the newest intact one, "
+                "use resume=True (--resume)"
+            )
+    check_continues(read_state(checkpoint), recipe)
+    return checkpoint
+
+
+def first_state(recipe: Recipe, content: str, sharding: Sharding, checkpoint: Path | None) -> RunState:
+    """The state at the start: step 0, or that of the checkpoint, if data and processes are the same.
+
+    Args:
+        recipe: the run.
+        content: fingerprint of its documents.
+        sharding: the share of the run that each process has.
+        checkpoint: from which the run is resumed, or None.
+
+    Raises:
+        RopeExtendError: the checkpoint was written with other documents, processes or parts of sequences.
+    """
+    state = RunState(0, 0, 0.0, content, sharding.ranks, recipe.to_dict(), parts=sharding.parts)
+    if checkpoint is None:
+        return state
+    saved = read_state(checkpoint)
+    differences_of = {
+        f"the documents of {recipe.data!r} are not those of {checkpoint}; restore them, or start a new run "
+        "in another output_dir": saved.data != state.data,
+        f"{checkpoint} was written by {saved.processes} processes, and this run has {state.processes}; "
+        f"launch {saved.processes}": saved.processes != state.processes,
+        f"{checkpoint} was written with sequences in {saved.parts} parts, and this run has {state.parts}; "
+        "launch it with the same cp_size": saved.parts != state.parts,
+    }
+    for text, differs in differences_of.items():
+        if differs:
+            raise RopeExtendError(f"cannot resume: {text}")
+    return replace(saved, recipe=state.recipe)
+
+
+def prepare_directory(directory: Path, recipe: Recipe, *, fresh: bool) -> None:
+    """Write the recipe of a run that starts at step 0; if it is fresh, first remove an earlier run."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in _RUN_FILES if fresh else ():
+            path = directory / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        write_text(directory / "recipe.yaml", recipe.to_yaml())
+    except OSError as error:
+        raise RopeExtendError(f"cannot write to the output_dir {directory}: {error}") from error
+
+
 def save_checkpoint(
     directory: Path,
     state: RunState,
@@ -180,10 +267,10 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             save_file(weights, partial / "trainable.safetensors")
-            torch.save(moments, partial / "optimizer.pt")
+            _torch_save(moments, partial / "optimizer.pt")
             (partial / "state.json").write_text(json.dumps(asdict(state), indent=2))
         accelerator.wait_for_everyone()
-        torch.save(_random_state(accelerator.device), partial / f"rng-{accelerator.process_index}.pt")
+        _torch_save(_random_state(accelerator.device), partial / f"rng-{accelerator.process_index}.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             files = {
@@ -197,15 +284,25 @@ def save_checkpoint(
                 if step_of(later) > state.step:
                     shutil.rmtree(later)
             prune(directory, keep, state.step)
-    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save, for a full disk
+    except (OSError, SafetensorError) as error:
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
+        full = "the disk is full: " if os.strerror(errno.ENOSPC) in str(error) else ""
         raise RopeExtendError(
-            f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are intact; make room, then "
-            "resume the run"
+            f"cannot write the checkpoint {final}: {full}{error}. Earlier checkpoints are intact; make room, "
+            "then resume the run"
         ) from error
     accelerator.wait_for_everyone()
     return final
+
+
+def _torch_save(values: Any, path: Path) -> None:
+    """`torch.save`, with the error of the disk in place of "enforce fail at inline_container.cc"."""
+    with path.open("wb") as file:
+        try:
+            torch.save(values, file)
+        except RuntimeError as error:
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def prune(directory: Path, keep: int, step: int) -> None:
@@ -237,10 +334,7 @@ def read_state(checkpoint: Path) -> RunState:
         RopeExtendError: not a checkpoint of a run.
     """
     try:
-        values = json.loads((checkpoint / "state.json").read_text())
-        if _OLD_OPTIONS in values:
-            values["memory_options"] = values.pop(_OLD_OPTIONS)
-        return RunState(**values)
+        return RunState(**json.loads((checkpoint / "state.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise RopeExtendError(
             f"{checkpoint} is not a checkpoint of a run ({error}); give a directory such as "
@@ -254,16 +348,13 @@ def check_continues(state: RunState, recipe: Recipe) -> None:
     Raises:
         RopeExtendError: names every field that differs, with both values.
     """
-    # A checkpoint from before a field existed was made with today's default of that field.
-    now, then = recipe.to_dict(), Recipe.from_dict(state.recipe).to_dict()
-    # See `check_model`: a base model may have moved.
-    may_change = MAY_CHANGE if state.model is None else MAY_CHANGE | {"dtype", "model"}
-    changed = [name for name in now if name not in may_change and now[name] != then[name]]
+    now, then = json.loads(json.dumps(recipe.to_dict())), state.recipe  # with lists, as in the file
+    changed = [name for name in now if name not in MAY_CHANGE and now[name] != then.get(name)]
     if changed:
-        listed = "; ".join(f"{name} was {then[name]!r} and is {now[name]!r}" for name in changed)
+        listed = "; ".join(f"{name} was {then.get(name)!r} and is {now[name]!r}" for name in changed)
         raise RopeExtendError(
             f"cannot resume: {listed}. Restore these fields, or start a new run in another output_dir; only "
-            f"these fields may change: {', '.join(sorted(may_change))}"
+            f"these fields may change: {', '.join(sorted(MAY_CHANGE))}"
         )
     if recipe.steps < state.step:
         raise RopeExtendError(
@@ -280,7 +371,7 @@ def check_model(state: RunState, identity: Identity) -> None:
     Raises:
         RopeExtendError: names what differs, such as the weights, the config or the dtype.
     """
-    if state.model is None:
+    if not state.model:  # a run that begins
         return
     before = dict(state.model)
     if before.get(VERSION) != identity.get(VERSION):
@@ -293,17 +384,12 @@ def check_model(state: RunState, identity: Identity) -> None:
 
 
 def load_checkpoint(
-    checkpoint: Path,
-    module: nn.Module,
-    optimizer: Optimizer,
-    accelerator: Accelerator,
-    reach: TextReach,
+    checkpoint: Path, module: nn.Module, optimizer: Optimizer, accelerator: Accelerator
 ) -> None:
     """Restore weights, optimizer and random generators from a checkpoint.
 
     Raises:
-        RopeExtendError: a file is missing or damaged, the weights belong to another model, or some belong to
-            parts of the model that are no longer trained, because text does not reach them.
+        RopeExtendError: a file is missing or damaged, or the weights belong to another model.
     """
     try:
         weights = load_file(checkpoint / "trainable.safetensors")
@@ -313,39 +399,16 @@ def load_checkpoint(
         )
         parameters = _trainable(module)
         if different := sorted(parameters.keys() ^ weights.keys()):
-            raise _other_weights(checkpoint, different, weights.keys() - parameters.keys(), reach)
+            raise ValueError(f"its weights belong to another model: {different[0]} is only in one of the two")
         for name, parameter in parameters.items():
             fill(parameter, weights[name])
         optimizer.load_state_dict(state)
         spread_state(optimizer)
-    except RopeExtendError:
-        raise
     except Exception as error:  # each library raises other errors for a damaged file
         raise RopeExtendError(
             f"cannot read the checkpoint {checkpoint}: {error}. Resume from an earlier one, by its path"
         ) from error
     _restore_random_state(generators, accelerator.device)
-
-
-def _other_weights(
-    checkpoint: Path, different: Sequence[str], surplus: Set[str], reach: TextReach
-) -> RopeExtendError:
-    """The error for a checkpoint whose names differ from those of the model; `surplus` are its own."""
-    parts = reach.unreached | reach.unsupported
-    trained = {name.removeprefix("base_model.model.") for name in surplus}
-    part_of = {name: next((part for part in parts if name.startswith(f"{part}.")), None) for name in trained}
-    if surplus == set(different) and None not in part_of.values():
-        first, *more = sorted({str(part) for part in part_of.values()})
-        listed = f"{first} and {len(more)} more" if more else first
-        return RopeExtendError(
-            f"cannot resume: {checkpoint} has trained weights of {listed}, which text does not reach. Such "
-            "parts are no longer trained: start a new run in another output_dir, or load the adapter that "
-            "the run has saved"
-        )
-    return RopeExtendError(
-        f"cannot read the checkpoint {checkpoint}: its weights belong to another model: {different[0]} is "
-        "only in one of the two. Resume from an earlier one, by its path"
-    )
 
 
 def _trainable(module: nn.Module) -> Mapping[str, nn.Parameter]:
@@ -369,7 +432,5 @@ def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> Non
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     cuda = state["cuda"]
-    if isinstance(cuda, list):  # an early checkpoint, with the state of every GPU that its process could see
-        cuda = cuda[min(device.index or 0, len(cuda) - 1)] if cuda else None
     if cuda is not None and device.type == "cuda":
         torch.cuda.set_rng_state(cuda, device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shlex
@@ -17,7 +16,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing_directory
 from rope_extend.report.page import Part, Picture, write_pages
 from rope_extend.report.tables import Code, Line, Section, number, public_name
-from rope_extend.training.metrics import same_text
+from rope_extend.training.metrics import read_metrics, same_text
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length
 
@@ -39,7 +38,6 @@ class RunLog:
             Those on other text than the last one are left out.
         skipped: number of steps that changed no weight.
         other_text: number of evaluations that are left out because they were on other text.
-        unrecorded: number of evaluations that are left out because their text was not recorded.
         trained_on: number of documents of the evaluations that are also training data.
     """
 
@@ -47,48 +45,30 @@ class RunLog:
     curves: Mapping[int, Curve]
     skipped: int
     other_text: int = 0
-    unrecorded: int = 0
     trained_on: int = 0
 
     @classmethod
     def read(cls, path: Path, last: int | None = None) -> RunLog:
-        """Read a `metrics.jsonl` up to the step `last`; an incomplete last line is ignored.
+        """Read a `metrics.jsonl` up to the step `last`: a rewind may not have replaced later ones yet.
 
         Raises:
             RopeExtendError: the file does not exist, or it has no line of a step.
         """
-        steps: list[dict[str, Any]] = []
-        measured: list[dict[str, Any]] = []
-        skipped = 0
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise RopeExtendError(f"cannot read the metrics of the run: {error}") from error
-        for text in lines:
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            if last is not None and line["step"] > last:  # of checkpoints that a rewind has not replaced yet
-                continue
-            if "loss" in line:
-                steps.append(line)
-            if "perplexity" in line:
-                measured.append(line)
-            skipped = max(skipped, line.get("skipped", 0))
+        lines = [line for line in read_metrics(path) if last is None or line["step"] <= last]
+        steps = [line for line in lines if "loss" in line]
+        measured = [line for line in lines if "perplexity" in line]
         if not steps:
             raise RopeExtendError(
                 f"{path} has no line of a step; give the directory of a run that has trained"
             )
         evaluated: dict[str, Any] = (measured[-1].get("eval_data") if measured else None) or {}
         same = [line for line in measured if same_text(line.get("eval_data"), evaluated)]
-        unrecorded = sum("eval_data" not in line for line in measured) if evaluated else 0
         curves: dict[int, dict[int, float]] = {}
         for line in same:  # several of one step, if its perplexity was also measured at other lengths
             curve = {int(length): value for length, value in line["perplexity"].items()}
             curves.setdefault(line["step"], {}).update(curve)
-        other = len(measured) - len(same) - unrecorded
-        return cls(steps, curves, skipped, other, unrecorded, evaluated.get("trained_on", 0))
+        skipped = max(line.get("skipped", 0) for line in lines)
+        return cls(steps, curves, skipped, len(measured) - len(same), evaluated.get("trained_on", 0))
 
     def values(self, name: str) -> list[float]:
         """The values of one metric, in all steps that have it."""
@@ -98,9 +78,8 @@ class RunLog:
 def write_training_report(directory: Path, *, trained_length: int) -> Path:
     """Write `report/` into a run's directory: `report.md`, `report.html` and two figures; returns its path.
 
-    The report has the perplexity at every length and evaluation, the loss, the norm of the gradient, speed,
-    memory and, if it is known, the share of the device's peak. `report.html` needs no other file. The
-    directory replaces an earlier report as a whole.
+    The report has the perplexity at every length and evaluation, the loss, the norm of the gradient, speed
+    and memory. `report.html` needs no other file. The directory replaces an earlier report as a whole.
 
     Args:
         directory: directory of the run, with `metrics.jsonl` and `recipe.yaml`.
@@ -173,11 +152,6 @@ def _perplexity(log: RunLog) -> Section:
             f"{log.other_text} earlier evaluations on other text are left out, because they cannot be "
             "compared; metrics.jsonl has them."
         )
-    if log.unrecorded:
-        notes.append(
-            f"{log.unrecorded} earlier evaluations are left out, because their text was not recorded, so "
-            "they may not be comparable; metrics.jsonl has them."
-        )
     if not log.trained_on:
         return Section("Perplexity by length, on held-out text", lines, notes)
     notes.append(f"{log.trained_on} of the documents are also training data, so the text is not held out.")
@@ -201,15 +175,7 @@ def _course(log: RunLog) -> Section:
         ["learning rate at the end", f"{last['lr']:.3g}"],
         ["tokens per second, median", f"{median(log.values('tokens_per_second')):,.0f}"],
     ]
-    if shares := log.values("mfu"):
-        lines.append(["share of the devices' peak operations (MFU), median", f"{100 * median(shares):.1f} %"])
     if peaks := log.values("peak_memory_bytes"):
         lines.append(["peak memory of the first process", f"{max(peaks) / 2**20:,.0f} MiB"])
     notes = ["Memory: allocated by tensors on a GPU; elsewhere the resident size of the process."]
-    if shares:
-        notes.append(
-            "MFU: 4 operations per token and frozen weight, 6 per trained weight, and attention within the "
-            "causal mask, documents and groups, divided by the peak of dense products; recomputation does "
-            "not count."
-        )
     return Section("The run", lines, notes)

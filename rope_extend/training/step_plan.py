@@ -12,18 +12,25 @@ from typing import Any
 
 import torch
 
+from rope_extend.config import AUTO
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.forward_plan import ForwardEstimator, Window
 from rope_extend.memory.budget import available_memory, weight_bytes
 from rope_extend.memory.meta_device import quiet_patching, try_estimate
-from rope_extend.memory.plan import GRAIN, Budget, Row, longest, table
+from rope_extend.memory.plan import GRAIN, Budget, Need, Row, longest, table
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.models.parameters import learned_parameters
 from rope_extend.training.lora import adapted, extended
-from rope_extend.training.memory_options import MemoryOptions, apply_memory_options
-from rope_extend.training.option_choice import candidate_options
+from rope_extend.training.memory_options import (
+    MemoryOptions,
+    apply_memory_options,
+    default_tile,
+    recomputes,
+    tileable,
+)
 from rope_extend.training.recipe import Recipe
+from rope_extend.training.resume import RunState
 from rope_extend.training.step_estimator import Step, StepEstimator, casting_as_autocast
 from rope_extend.training.text_reach import TextReach, text_reach
 
@@ -117,25 +124,22 @@ class TrainingPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: bytes, tokens and texts."""
-        rows = [*self.steps, *([self.quantized] if self.quantized else [])]
-        steps = [
-            {
-                **asdict(step), "memory_options": str(step.memory_options), "total": step.total,
-                "fits": self.budget.fits(step), "chosen": step is self.chosen,
-            }
-            for step in rows
-        ]  # fmt: skip
-        evaluation = None
-        if self.evaluation is not None:
-            evaluation = {**asdict(self.evaluation), "total": self.evaluation.total, "fits": self.evaluates}
+
+        def plain(need: Need) -> dict[str, Any]:
+            return {**asdict(need), "total": need.total, "fits": self.budget.fits(need)}
+
+        steps = [*self.steps, *([self.quantized] if self.quantized else [])]
         return {
             "length": self.length,
             "batch": self.batch,
             "device": str(self.budget.device),
             "available": self.budget.available,
             "host": self.budget.host,
-            "steps": steps,
-            "evaluation": evaluation,
+            "steps": [
+                {**plain(step), "memory_options": str(step.memory_options), "chosen": step is self.chosen}
+                for step in steps
+            ],
+            "evaluation": plain(self.evaluation) if self.evaluation else None,
             "longest_block": self.longest_block,
             "longest_evaluation": self.longest_evaluation,
             "remarks": list(self.remarks),
@@ -213,6 +217,64 @@ def plan_training(
     fresh = _without_weights(recipe, load_options, model)
     estimate_evaluation = partial(_with_evaluation, plan, recipe, fresh, max(evaluation_lengths), reach)
     return try_estimate(estimate_evaluation, fresh, "an evaluation") or plan
+
+
+def candidate_options(
+    recipe: Recipe, model: Any, device: torch.device
+) -> tuple[list[MemoryOptions], list[str]]:
+    """The combinations of memory options that a run may use, each with one more than the one before.
+
+    The cheapest option comes first. Weights of 4 bits are not among them: they change what is trained.
+
+    Returns:
+        The combinations, and remarks on options that the model does not support.
+    """
+    remarks = []
+    memory_options = MemoryOptions(
+        gradient_checkpointing=recipe.gradient_checkpointing is True or recipe.offload_checkpoints is True,
+        mlp_tiles=0 if recipe.mlp_tiles == AUTO else int(recipe.mlp_tiles),
+        offload_checkpoints=recipe.offload_checkpoints is True,
+    )
+    candidates = [memory_options]
+    if recipe.gradient_checkpointing == AUTO and not memory_options.gradient_checkpointing:
+        if recomputes(model):
+            memory_options = replace(memory_options, gradient_checkpointing=True)
+            candidates.append(memory_options)
+        else:
+            remarks.append(f"{type(model).__name__} does not support gradient checkpointing")
+    if recipe.mlp_tiles != 0:
+        mlps = tileable(model)
+        if mlps.reasons:
+            which = "some MLPs do not" if mlps.modules else "no MLP can"
+            remarks.append(f"{which} run in tiles: {'; '.join(mlps.reasons)}")
+        tokens = recipe.length * recipe.batch_size
+        tile = default_tile(tokens, device)
+        if recipe.mlp_tiles == AUTO and mlps.modules and tokens > tile:
+            memory_options = replace(memory_options, mlp_tiles=tile)
+            candidates.append(memory_options)
+    offloads = recipe.offload_checkpoints == AUTO and device.type == "cuda"
+    if offloads and memory_options.gradient_checkpointing:
+        candidates.append(replace(memory_options, offload_checkpoints=True))
+    return candidates, remarks
+
+
+def default_memory_options(recipe: Recipe, model: Any, device: torch.device) -> MemoryOptions:
+    """The options of a run whose memory cannot be estimated: the recipe's, with gradient checkpointing."""
+    candidates, _ = candidate_options(recipe, model, device)
+    return next((options for options in candidates if options.gradient_checkpointing), candidates[0])
+
+
+def resumed_options(recipe: Recipe, state: RunState) -> MemoryOptions:
+    """The options of a resumed run: those it had, except those set by the recipe that change no result."""
+    recomputes, offloads = recipe.gradient_checkpointing, recipe.offload_checkpoints
+    changes: dict[str, Any] = {}
+    if recomputes != AUTO:
+        changes["gradient_checkpointing"] = recomputes
+    if offloads != AUTO or recomputes is False:
+        changes["offload_checkpoints"] = offloads is True
+    if offloads is True:
+        changes["gradient_checkpointing"] = True
+    return replace(MemoryOptions(**state.memory_options), **changes)
 
 
 def _without_weights(recipe: Recipe, load_options: LoadOptions, model: Any | None) -> Any:

@@ -34,7 +34,7 @@ def test_every_recipe_has_a_model_and_its_memory() -> None:
         assert tuple(recipe.memory) == SIZES, recipe.name
         loaded = Recipe.from_yaml(shipped_path(recipe.name))
         assert loaded.output_dir == f"runs/{recipe.name}"
-        assert loaded.tracked_by == (), "its package is optional"
+        assert loaded.trackers == (), "its package is optional"
 
 
 def figures(name: str, directory: Path, sizes: tuple[int, ...]) -> None:

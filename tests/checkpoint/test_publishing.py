@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,12 +10,10 @@ from typing import Any, ClassVar
 import huggingface_hub
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
-from rope_extend.patching import current_patch
 
 
 class Hub:
@@ -155,93 +152,8 @@ def test_without_a_network_the_error_says_so(directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.HfApi", lambda token: HfApi("http://127.0.0.1:9", token="hf_none"))
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        with pytest.raises(RopeExtendError, match=r"the hub cannot be reached: .*refused"):
+        with pytest.raises(RopeExtendError, match=r"the hub did not take .*refused"):
             rx.push_to_hub(directory, "owner/name")
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        with pytest.raises(RopeExtendError, match=r"the hub cannot be reached: .*offline"):
+        with pytest.raises(RopeExtendError, match=r"the hub did not take .*offline"):
             rx.push_to_hub(directory, "owner/name")
-
-
-def recipe_of(work: Path, tmp_path: Path, **settings: Any) -> rx.Recipe:
-    return rx.Recipe(
-        model="owner/base", data=str(work / "data"), output_dir=str(tmp_path / "run"), target_length=64,
-        steps=1, batch_size=1, gradient_accumulation=1, lora_rank=2, **settings,
-    )  # fmt: skip
-
-
-@pytest.mark.usefixtures("private_cache")
-def test_a_finished_run_is_uploaded(work: Path, hub: Path, tmp_path: Path) -> None:
-    """The repository exists before the first step, and the adapter is there after the last one."""
-    recipe = recipe_of(work, tmp_path, push_to_hub=True, hub_model_id="owner/name", hub_private_repo=True)
-    model = AutoModelForCausalLM.from_pretrained(work / "model")
-    model.config._name_or_path = model.name_or_path = "owner/base"
-    tokenizer = AutoTokenizer.from_pretrained(work / "model")
-    steps: list[list[Any]] = []
-    hook = model.model.register_forward_pre_hook(lambda *_: steps.append(list(Hub.calls)))
-    rx.finetune(recipe, model=model, tokenizer=tokenizer).patch.remove()
-    hook.remove()
-    assert ("owner/name", {"private": True, "exist_ok": True}) in steps[0]
-    assert not any("commit_message" in options for _, options in steps[-1] if isinstance(options, dict))
-    assert "commit_message" in Hub.calls[-1][1]
-    names = {path.name for path in hub.iterdir()}
-    assert {"adapter_model.safetensors", "rope_extend.json", "README.md"} <= names
-    assert not names & {"recipe.yaml", "metrics.jsonl", "checkpoints"}
-
-
-@pytest.mark.usefixtures("private_cache")
-def test_a_run_that_cannot_be_uploaded_stays_on_disk(
-    work: Path,
-    hub: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The model is as it was before, and the message is the command that uploads the run."""
-
-    def refuses(self: Hub, **_: Any) -> None:
-        raise ConnectionError("no network")
-
-    def interrupted(self: Hub, **_: Any) -> None:
-        raise KeyboardInterrupt
-
-    settings = {"push_to_hub": True, "hub_model_id": "owner/name", "hub_private_repo": True}
-    recipe = recipe_of(work, tmp_path / "my runs", **settings)
-    model = AutoModelForCausalLM.from_pretrained(work / "model")
-    tokenizer = AutoTokenizer.from_pretrained(work / "model")
-    with pytest.raises(RopeExtendError, match=r"this model was loaded from .*, a local path; load it by its"):
-        rx.finetune(recipe, model=model, tokenizer=tokenizer)
-    assert not Hub.calls
-    model.config._name_or_path = model.name_or_path = "owner/base"
-    weights = {*model.state_dict()}
-    monkeypatch.setattr(Hub, "upload_folder", refuses)
-    push = f"rope-extend push '{tmp_path / 'my runs' / 'run'}' owner/name --private"
-    with pytest.raises(RopeExtendError, match=rf"is finished and saved in .*Push it: {re.escape(push)}$"):
-        rx.finetune(recipe, model=model, tokenizer=tokenizer)
-    assert current_patch(model) is None
-    assert {*model.state_dict()} == weights
-    monkeypatch.setattr(Hub, "upload_folder", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        rx.finetune(recipe, model=model, tokenizer=tokenizer, resume=True)
-    assert f"the upload was interrupted. Push it: {push}" in caplog.text
-    assert (tmp_path / "my runs" / "run" / "adapter_model.safetensors").exists()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"push_to_hub": True}, "push_to_hub and hub_model_id belong together"),
-        ({"hub_model_id": "owner/name"}, "push_to_hub and hub_model_id belong together"),
-        ({"hub_private_repo": True}, "hub_private_repo needs them"),
-        ({"push_to_hub": True, "hub_model_id": "name"}, "must be owner/name"),
-        ({"push_to_hub": True, "hub_model_id": "owner/a name"}, "must be owner/name"),
-        ({"push_to_hub": True, "hub_model_id": "a/b/c"}, "must be owner/name"),
-        ({"push_to_hub": True, "hub_model_id": "a/b", "model": "/there/model"}, "is a local path"),
-    ],
-)
-def test_where_a_run_goes_is_checked_before_any_work(
-    work: Path, hub: Path, tmp_path: Path, settings: dict[str, Any], message: str
-) -> None:
-    values = {**recipe_of(work, tmp_path).to_dict(), **settings}
-    with pytest.raises(RopeExtendError, match=message):
-        rx.Recipe.from_dict(values)
-    assert not Hub.calls

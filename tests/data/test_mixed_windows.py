@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, TRAINED, llama, tiny_config, tiny_llama
+from cases import TRAINED, llama, tiny_llama
 from safetensors.torch import load_file
-from tolerances import assert_same_but_rounding
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
@@ -25,10 +24,9 @@ import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.attention.packed import document_inputs
 from rope_extend.data.documents import Document
-from rope_extend.data.mixed_windows import check_mixed_windows, mixed_windows, short_blocks
+from rope_extend.data.mixed_windows import check_mixed_windows, mixed_windows
 from rope_extend.data.packing import PackedBlocks
-from rope_extend.loss import IGNORED, next_token_loss
-from rope_extend.training import run_log
+from rope_extend.loss import IGNORED
 from rope_extend.training.finetune import Recipe, finetune
 
 BLOCK = 96
@@ -104,45 +102,6 @@ def test_loss_and_gradients_are_those_of_the_rows_alone(name: str, exact: PreTra
         torch.testing.assert_close(ours[1][key], gradient, rtol=0, atol=1e-11 * scale, msg=key)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", TWO_TABLES)
-def test_the_loss_of_training_is_the_mean_over_the_documents(name: str, implementation: str) -> None:
-    """The function that the training loop calls, in float32, against transformers' own loss."""
-    model = llama()
-    model.set_attn_implementation(implementation)
-    batch, alone = mixed_batch()
-    with rx.patch_model(model, made(name), target_length=BLOCK), torch.no_grad():
-        inputs = document_inputs(model, batch["document_positions"], restarts=True)
-        ours = next_token_loss(model, batch["input_ids"], batch["labels"], **inputs)
-        losses = [model(text[None], labels=text[None]).loss * (len(text) - 1) for text in alone]
-    assert_same_but_rounding(ours, torch.stack(losses).sum() / sum(len(text) - 1 for text in alone))
-
-
-def test_short_rows_use_the_original_table_and_long_ones_the_extended(exact: PreTrainedModel) -> None:
-    """The short row gives plain RoPE's logits; in the long row, queries beyond the window give YaRN's."""
-    short, long = texts(20, 32, 30, 14), texts(BLOCK)[0].input_ids
-    row = short_blocks(short, BLOCK, TRAINED)[0]
-    positions = torch.stack([row["document_positions"], torch.arange(BLOCK)])
-    ids = torch.stack([row["input_ids"], long])
-    with torch.no_grad():
-        plain = torch.cat([exact(text.input_ids[None]).logits[0] for text in short])
-        plain_long = exact(long[None]).logits[0]
-        two_layers = exact.model.layers
-        exact.model.layers = two_layers[:1]  # the second layer reads states of both tables
-        with rx.patch_model(exact, rx.encoding("yarn", factor=3.0)):
-            extended = exact(long[None]).logits[0]
-        with rx.patch_model(exact, made("short_original"), target_length=BLOCK):
-            beyond = exact(ids, **document_inputs(exact, positions, restarts=True)).logits[1, TRAINED:]
-        exact.model.layers = two_layers
-        with rx.patch_model(exact, made("short_original"), target_length=BLOCK):
-            logits = exact(ids, **document_inputs(exact, positions, restarts=True)).logits
-    torch.testing.assert_close(logits[0], plain, rtol=0, atol=1e-11)
-    torch.testing.assert_close(logits[1, :TRAINED], plain_long[:TRAINED], rtol=0, atol=1e-11)
-    # The factor on cos and sin is a float32 inside attention.
-    torch.testing.assert_close(beyond, extended[TRAINED:], rtol=0, atol=1e-6)
-    assert float((logits[1, TRAINED:] - plain_long[TRAINED:]).abs().max()) > 1e-2
-
-
 def test_blocks_are_of_two_kinds_in_their_shares() -> None:
     documents = texts(300, 50, 20, 70, 33, 40, 95)
     blocks = mixed_windows(documents, BLOCK, TRAINED, 0.25, seed=3)
@@ -205,13 +164,6 @@ def test_what_cannot_be_mixed_is_refused_by_name(encoding: Any, length: int, rea
         check_mixed_windows(length, encoding, shape, tiny_llama().config)
 
 
-def test_layers_with_a_state_cannot_be_mixed() -> None:
-    shape = rx.RopeShape(16, 1e4, TRAINED)
-    config = tiny_config(next(case for case in FAMILIES if case.model_type == "lfm2"))
-    with pytest.raises(RopeExtendError, match=r"mixed_windows cannot be combined.*carry a state"):
-        check_mixed_windows(BLOCK, made("short_original"), shape, config)
-
-
 @pytest.fixture
 def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
     texts_of = tmp_path / "texts"
@@ -230,7 +182,7 @@ def recipe(work: Path, tmp_path: Path, private_cache: None) -> Recipe:
 def test_a_run_with_mixed_windows_trains_and_resumes(
     recipe: Recipe, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_log, "_MANY_EPOCHS", 0.5)
+    monkeypatch.setattr("rope_extend.training.finetune._MANY_EPOCHS", 0.5)
     with caplog.at_level(logging.INFO):
         result = finetune(recipe)
     assert "50 % PackedBlocks" in caplog.text
@@ -250,27 +202,7 @@ def test_a_run_with_mixed_windows_trains_and_resumes(
         load_file(Path(each.output_dir) / "adapter_model.safetensors") for each in (recipe, other)
     )
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    assert "mixed windows" in (Path(recipe.output_dir) / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"packing": "restart"}, "mixed_windows and packing cannot be combined"),
-        ({"positions": "pose", "block_length": 64}, "mixed_windows and positions cannot be combined"),
-        ({"curriculum": [[64, 2]]}, "mixed_windows and curriculum cannot be combined"),
-        ({"shifted_sparse": 32}, "mixed_windows and shifted_sparse cannot be combined"),
-        ({"streaming": True}, "mixed_windows and streaming cannot be combined"),
-        ({"data": ["a", "b"], "data_weights": [1, 2]}, "mixed_windows and data_weights cannot be combined"),
-        ({"short_share": 1}, "short_share must be"),
-        ({"mixed_windows": False, "short_share": 0.5}, "mixed_windows is off, got 0.5; set mixed_windows"),
-    ],
-)
-def test_fields_that_contradict_mixed_windows_are_refused(
-    recipe: Recipe, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(RopeExtendError, match=message):
-        Recipe.from_dict({**recipe.to_dict(), **changes})
+    assert "mixed_windows True, short_share 0.5" in (Path(recipe.output_dir) / "README.md").read_text()
 
 
 def test_a_method_with_one_table_is_refused_before_the_data_is_read(recipe: Recipe) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from rope_extend import RopeExtendError
 from rope_extend.data.blocks import Blocks, cut_blocks
 from rope_extend.data.documents import Document
-from rope_extend.data.mixing import Mixture, block_index
+from rope_extend.data.mixing import Mixture
 from rope_extend.training.finetune import Recipe, finetune
 
 
@@ -96,16 +96,6 @@ def test_the_order_does_not_depend_on_who_asks_first() -> None:
     assert firsts(Mixture(sources, (0.6, 0.4), seed=3), range(9000)) != whole
 
 
-def test_a_block_index_is_a_permutation_each_epoch_for_each_source() -> None:
-    orders = {
-        (number, epoch): tuple(block_index(20 * epoch + i, 7, 20, number) for i in range(20))
-        for number in range(3)
-        for epoch in range(3)
-    }
-    assert all(sorted(order) == list(range(20)) for order in orders.values())
-    assert len(set(orders.values())) == 9
-
-
 def test_share_beyond_is_weighted() -> None:
     made = Mixture([source(0, 5, 8), source(1, 5, 8)], (3, 1))
     assert made.share_beyond(6) == pytest.approx(0.25)
@@ -176,24 +166,6 @@ def test_text_that_moves_from_one_source_to_the_other_is_another_run(recipe: Rec
     finally:
         a.write_text(was[0])
         b.write_text(was[1])
-
-
-@pytest.mark.parametrize(
-    ("data", "weights", "message"),
-    [
-        (("a", "b"), (1,), "data_weights has 1 numbers and data has 2 entries"),
-        (("a", "b"), (1, 2, 3), "data_weights has 3 numbers and data has 2 entries"),
-        ("a", (1,), "a list of two sources or more"),
-        (("a", "b"), (1, 0), "data_weights must be a list of numbers above 0"),
-        (("a", "b"), (1, math.nan), "data_weights must be a list of numbers above 0"),
-        (("a", "b"), "much", "data_weights must be a list of numbers above 0"),
-    ],
-)
-def test_weights_that_do_not_fit_are_refused(
-    recipe: Recipe, data: str | tuple[str, ...], weights: tuple[float, ...], message: str
-) -> None:
-    with pytest.raises(RopeExtendError, match=message):
-        replace(recipe, data=data, data_weights=weights)
 
 
 def test_a_source_without_one_block_is_named(recipe: Recipe, tmp_path: Path) -> None:

@@ -36,7 +36,6 @@ from rope_extend.loss import IGNORED, next_token_loss
 from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.meta_device import DirectKernelCalls, MetaBytes
 from rope_extend.training.finetune import Recipe, finetune
-from rope_extend.training.memory_options import set_gradient_checkpointing
 
 BY_TYPE = {case.model_type: case for case in FAMILIES}
 SIZES = (13, 1, 9, 40, 17)
@@ -199,19 +198,6 @@ def test_rows_of_a_batch_have_different_borders() -> None:
     for mask in (True, False):
         ours = together(model, *rows, restarts=True, mask=mask)
         torch.testing.assert_close(ours, apart(model, rows[0] + rows[1]), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", [RESTART, CONTINUE])
-def test_gradient_checkpointing_changes_nothing(mode: str) -> None:
-    model = tiny_model(BY_TYPE["llama"]).train()
-    with rx.patch_model(model, rx.encoding("dynamic_ntk", factor=8.0, per="query")):
-
-        def loss(enabled: bool) -> Tensor:
-            if enabled:
-                set_gradient_checkpointing(model, True)
-            return together(model, documents(), restarts=mode == RESTART)
-
-        assert_equal_losses_and_gradients(model, lambda: loss(False), lambda: loss(True))
 
 
 def test_flash_attention_gets_the_borders_of_documents() -> None:
@@ -377,7 +363,7 @@ def test_a_packed_run_trains_resumes_and_logs_its_data(
     assert "PackedBlocks(9 of 128 tokens, from 5 documents" in caplog.text
     assert 0 < result.share_beyond < 1
     card = (Path(recipe.output_dir) / "README.md").read_text()
-    assert f"several short documents in a block, with no attention between them; positions {mode}" in card
+    assert f"packing {mode}" in card
     other = replace(recipe, output_dir=str(tmp_path / "other"))
     finetune(replace(other, steps=2))
     finetune(other, resume=True)
@@ -406,8 +392,3 @@ def test_a_run_without_positions_beyond_the_window_logs_a_warning(
     result = finetune(replace(recipe, steps=1))
     assert result.share_beyond == 0
     assert "no document is longer than the pretrained window" in caplog.text
-
-
-def test_sampled_positions_and_packing_are_refused_by_name(recipe: Recipe) -> None:
-    with pytest.raises(RopeExtendError, match="positions pose and packing restart cannot be combined"):
-        replace(recipe, positions="pose", block_length=64)

@@ -1,8 +1,7 @@
-"""Sampled positions follow their papers, reach the model, and cover the distances."""
+"""Sampled positions follow their papers and reach the model."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -24,16 +23,13 @@ from rope_extend.data.documents import Document
 from rope_extend.data.sampled_positions import (
     CREAM,
     SAMPLERS,
-    Coverage,
     PoSE,
     PositionCollator,
-    RandomPositions,
     check_meaning,
 )
 from rope_extend.encodings import RopeShape
 from rope_extend.loss import next_token_loss
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
-from rope_extend.plots.training_curves import plot_distances
 from rope_extend.training.finetune import Recipe, finetune
 
 SHAPE = RopeShape(dim=8, theta=10_000.0, trained_length=32)
@@ -151,21 +147,6 @@ def test_cream_dwells_on_the_middle_and_draws_its_truncated_normal() -> None:
     assert 0.4 < len(ends) / 20_000 < 0.6  # the other half has short edges
 
 
-@given(window=windows(), seed=st.integers(0, 2**31))
-def test_random_positions_are_all_different(window: tuple[int, int], seed: int) -> None:
-    length, target = window
-    positions = RandomPositions().sample(length, target, np.random.default_rng(seed))
-    assert len(set(positions.tolist())) == length
-
-
-def test_random_positions_come_evenly_from_the_whole_window() -> None:
-    generator = np.random.default_rng(0)
-    counts = np.zeros(24)
-    for _ in range(6000):
-        counts[RandomPositions().sample(6, 24, generator)] += 1
-    assert ((counts - 1500) ** 2 / 1500).sum() < 60
-
-
 def test_a_collator_works_in_a_loader_and_resumes_at_a_number() -> None:
     made = cut_blocks([Document("a", torch.arange(320))], 16)
     whole = list(DataLoader(made, batch_size=4, collate_fn=PositionCollator("pose", 64, seed=5)))
@@ -255,63 +236,13 @@ def test_methods_for_which_sampled_positions_mean_nothing_are_refused(
         check_meaning(PoSE(), encoding, SHAPE)
 
 
-def test_a_table_for_the_whole_row_is_refused_and_one_for_each_query_is_exact() -> None:
+def test_a_table_for_the_whole_row_is_refused() -> None:
+    """Tables for each query are exact: `tests/training/test_positions_of_families.py`."""
     from rope_extend.encodings import rotary_method
 
     per_row = rotary_method("dynamic_ntk").for_target(SHAPE, 256, per="row")
     with pytest.raises(RopeExtendError, match="with per='query' positions can be sampled"):
         check_meaning(PoSE(), per_row, SHAPE)
-    # Each query of a block with far positions behaves as at that position of a long text. Compared with the
-    # long text itself, in which a mask hides all but the tokens of the block.
-    model = tiny_llama().eval()
-    rx.extend(model, 128, "dynamic_ntk")
-    positions = torch.from_numpy(PositionCollator("pose", 128, seed=3).positions(24, 1))
-    assert positions[-1] > 2 * TRAINED
-    ids = torch.arange(24)[None]
-    text = torch.zeros(1, 128, dtype=torch.int64)
-    text[0, positions] = ids[0]
-    seen = torch.zeros(1, 128, dtype=torch.int64)
-    seen[0, positions] = 1
-    with torch.no_grad():
-        short = model(ids, position_ids=positions[None], attention_mask=torch.ones_like(ids)).logits
-        whole = torch.arange(128)[None]
-        long = model(text, attention_mask=seen, position_ids=whole).logits[:, positions]
-    torch.testing.assert_close(short, long, rtol=0, atol=1e-4)
-
-
-@given(
-    name=st.sampled_from(sorted(SAMPLERS)), length=st.integers(3, 20), factor=st.integers(1, 6),
-    seed=st.integers(0, 99), sequences=st.integers(1, 4), trained=st.integers(1, 40),
-)  # fmt: skip
-def test_coverage_counts_every_pair(
-    name: str, length: int, factor: int, seed: int, sequences: int, trained: int
-) -> None:
-    target = length * factor
-    collator = PositionCollator(name, target, seed=seed)
-    found = Coverage.of(collator, length, sequences, trained_length=trained)
-    pairs, beyond = np.zeros(target, dtype=np.int64), 0
-    for number in range(sequences):
-        rows = collator.positions(length, number).tolist()
-        beyond += sum(position >= trained for position in rows)
-        for query in range(length):
-            for key in range(query + 1):
-                pairs[rows[query] - rows[key]] += 1
-    assert found.pairs.tolist() == pairs.tolist()
-    assert found.tokens_beyond == beyond / (sequences * length)
-    assert found.pairs_beyond == pytest.approx(pairs[trained:].sum() / pairs.sum())
-    expected = [count > 0 for count in pairs[trained:].tolist()]
-    assert found.seen_beyond == pytest.approx(sum(expected) / max(1, len(expected)))
-    groups = found.groups(7)
-    assert sum(group["pairs"] for group in groups) == pairs.sum()
-    assert [group["from"] for group in groups[1:]] == [group["to"] for group in groups[:-1]]
-    assert groups[-1]["to"] == target
-
-
-def test_each_sampler_reaches_nearly_every_distance() -> None:
-    for name, least in (("pose", 0.95), ("cream", 0.8), ("random", 0.99)):
-        found = Coverage.of(PositionCollator(name, 1024), 64, 400, trained_length=64)
-        assert found.seen_beyond > least, name
-        assert found.pairs_beyond > 0.2, name
 
 
 @pytest.fixture
@@ -336,62 +267,12 @@ def test_a_run_with_short_blocks_uses_positions_up_to_the_target(
         assert positions[0].tolist() == expected.positions(TRAINED, number).tolist()
     flat = torch.cat(seen)
     assert flat.max() > 200
-    assert result.share_beyond == pytest.approx((flat >= TRAINED).float().mean().item())
-
-    report = json.loads(Path(recipe.output_dir, "positions.json").read_text())
-    assert (report["sampler"], report["sequences"]) == (name, 12)
-    assert (report["block_length"], report["target_length"], report["trained_length"]) == (32, 256, 32)
-    total = sum(group["pairs"] for group in report["distances"])
-    assert total == 12 * TRAINED * (TRAINED + 1) // 2
-    far = sum(group["pairs"] for group in report["distances"] if group["from"] >= TRAINED)
-    assert report["pairs_beyond"] == pytest.approx(far / total)
-    assert Path(recipe.output_dir, "positions.png").stat().st_size > 10_000
-    assert "training used no text as long as the window" in Path(recipe.output_dir, "README.md").read_text()
-
-
-@pytest.mark.slow
-def test_a_resumed_run_gets_the_same_positions(recipe: Recipe, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    finetune(recipe)
-    other = replace(recipe, output_dir=str(tmp_path / "other"))
-    finetune(replace(other, steps=3))
-    finetune(other, resume=True)
-    ours, theirs = (load_file(Path(one.output_dir, "adapter_model.safetensors")) for one in (recipe, other))
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    report = [Path(one.output_dir, "positions.json").read_text() for one in (recipe, other)]
-    assert report[0] == report[1]
-    with pytest.raises(RopeExtendError, match="positions was 'pose' and is 'random'"):
-        finetune(replace(other, positions="random"), resume=True)
+    assert result.share_beyond == expected.share_beyond(TRAINED, TRAINED, 8192)
+    assert expected.share_beyond(TRAINED, TRAINED, 12) == (flat >= TRAINED).double().mean().item()
+    assert "it used no text as long as the window" in Path(recipe.output_dir, "README.md").read_text()
 
 
 def test_a_meaningless_run_is_refused_before_the_weights_are_loaded(recipe: Recipe) -> None:
     with pytest.raises(RopeExtendError, match=r"positions pose cannot be combined with logn\(yarn"):
         finetune(replace(recipe, method="logn(yarn)"))
     assert not Path(recipe.output_dir).exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"block_length": None}, "block_length is 256; set block_length to less"),
-        ({"block_length": 256}, "spreads short blocks over target_length 256"),
-        ({"positions": "cream", "block_length": 2}, "3 tokens or more"),
-        ({"positions": "posey"}, "consecutive, pose, cream, random"),
-    ],
-)
-def test_a_recipe_that_samples_nothing_is_refused(
-    recipe: Recipe, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(RopeExtendError, match=message):
-        replace(recipe, **changes)
-
-
-def test_a_file_that_is_not_a_report_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RopeExtendError, match="no report on positions"):
-        plot_distances(tmp_path / "positions.json", tmp_path / "a.png")
-    for content in (b'{"distances": [{}]}', b'{"distances": []}', b"[]", b"{", b"GGUF\xc0" * 1000):
-        (tmp_path / "positions.json").write_bytes(content)
-        with pytest.raises(RopeExtendError, match="is not a report on positions") as refused:
-            plot_distances(tmp_path / "positions.json", tmp_path / "a.png")
-        assert len(str(refused.value)) < 1000  # without the file itself

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from rope_extend import RopeExtendError
 from rope_extend.data.documents import Document, load_documents
 from rope_extend.data.token_cache import TokenCache, cache_key, tokenizer_content
 
@@ -51,9 +48,11 @@ Load = Callable[..., list[list[int]]]
 
 
 @pytest.fixture
-def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Load:
+def load(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
     def run(source: Path, **options: Any) -> list[list[int]]:
-        found: list[Document] = load_documents(source, tokenizer, cache_dir=tmp_path / "cache", **options)
+        found: list[Document] = load_documents(source, tokenizer, **options)
         return [document.input_ids.tolist() for document in found]
 
     return run
@@ -130,19 +129,6 @@ def test_a_damaged_cache_is_noticed_and_written_again(
     assert not encoded
 
 
-def test_only_what_changed_is_tokenised_again(load: Load, tmp_path: Path, encoded: list[str]) -> None:
-    rows = [{"text": f"text number {i}"} for i in range(200)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    load(path)
-    encoded.clear()
-    rows[150]["text"] = "another"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    assert load(path)[150] == load_bytes("another")
-    assert "another" in encoded
-    assert len(encoded) <= 64
-
-
 def load_bytes(text: str) -> list[int]:
     order = sorted(pre_tokenizers.ByteLevel.alphabet())
     return [order.index(letter) for letter in text]
@@ -156,37 +142,6 @@ def test_without_a_writable_cache_there_is_a_warning(
     assert load(tmp_path / "a.txt") == load(tmp_path / "a.txt") == [load_bytes("someĠtext")]
     assert encoded == ["some text"] * 2
     assert "cannot write the token cache" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
-    """A real failing write: a limit on the file size of the process."""
-    script = """
-import resource, signal, sys
-import numpy as np
-from rope_extend.data.token_cache import TokenCache
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-TokenCache(sys.argv[1]).put("ab" * 32, [np.zeros(10_000, dtype=np.int32)])
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert "cannot write the token cache" in run.stderr
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-
-
-def test_nothing_is_kept_where_caching_is_off(load: Load, tmp_path: Path, encoded: list[str]) -> None:
-    write(tmp_path / "a.txt", "some text", 1)
-    datasets.disable_caching()
-    try:
-        load(tmp_path / "a.txt")
-        load(tmp_path / "a.txt")
-    finally:
-        datasets.enable_caching()
-    assert encoded == ["some text"] * 2
-    assert not (tmp_path / "cache").exists()
 
 
 def test_files_leave_no_copy_of_their_text(load: Load, tmp_path: Path) -> None:
@@ -215,31 +170,6 @@ def test_cached_tokens_come_back(texts: list[list[int]]) -> None:
 def test_keys_differ_where_texts_or_their_division_do(one: list[str], other: list[str]) -> None:
     assert (cache_key(one, "t") == cache_key(other, "t")) == (one == other)
     assert cache_key(one, "t") != cache_key(one, "u")
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", '{"text": "x"}\n{"text": ', "cannot read .*asked for 'json', .*JSON parse error"),
-        ("a.jsonl", '{"text": "x"}\n{"text": 3}', "the column 'text' holds no text"),
-        ("a.jsonl", '{"text": "x"}\n' * 7 + '{"text": 3}', "row 7 of .* holds no text in 'text': 3"),
-        ("a.parquet", "no parquet", "cannot read .*asked for 'parquet'"),
-        ("a.json", "[1, 2]", "the column 'text' holds no text"),
-        ("a.jsonl", "", r"every document in .* is empty \(0 read\)"),
-    ],
-)
-def test_a_file_that_is_not_what_its_name_says_is_one_clear_error(
-    load: Load, tmp_path: Path, name: str, content: str, message: str
-) -> None:
-    (tmp_path / name).write_text(content)
-    with pytest.raises(RopeExtendError, match=message):
-        load(tmp_path / name)
-
-
-def test_rows_without_a_text_are_empty_ones(load: Load, tmp_path: Path) -> None:
-    rows = [{"text": None, "n": 1}, {"n": 2}, {"text": "abc", "n": 3}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert load(tmp_path / "a.jsonl") == [load_bytes("abc")]
 
 
 def test_a_slow_tokenizer_is_known_by_how_it_splits_text(

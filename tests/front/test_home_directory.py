@@ -91,7 +91,7 @@ def test_functions_write_and_read_there(home: Path) -> None:
     assert rx.export("~/merged", "~/exported", verify=False) == home / "exported"
     write_card("~/run")
     (home / "a.txt").write_text("a text")
-    assert list(source_files("~/*.txt").values()) == [home / "a.txt"]
+    assert list(source_files("~/*.txt")) == [home / "a.txt"]
     (home / "x" / ENCODING_FILE).write_text("{}")
     assert encoding_file("~/x") == home / "x" / ENCODING_FILE
     ids = torch.arange(40)[None]

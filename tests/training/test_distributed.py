@@ -6,8 +6,6 @@ one line tells it that these are some, and all that follows is real.
 
 from __future__ import annotations
 
-import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,15 +17,15 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from cases import tiny_llama
+from runs import assert_same, metrics, settings, tokenizer_of, weights
 from several_processes import launch
-from test_finetune import assert_same, metrics, settings, tokenizer_of, weights
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.record import read_record
 from rope_extend.training.finetune import Recipe, finetune
-from rope_extend.training.sharding import Clipping, Sharding
+from rope_extend.training.sharding import Sharding
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -250,100 +248,7 @@ def test_ring_attention_trains_as_one_process(
         assert_close(two, one)
 
 
-ULYSSES = {
-    "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0", "DS_ACCELERATOR": "cpu",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2",
-    "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",  # as accelerate launch sets it; the recipe overrides it
-}  # fmt: skip
-
-NOTE_LENGTHS = """
-import atexit
-from rope_extend.training.sharding import Objective
-seen, forward = [], Objective.forward
-def noted(self, *args, **inputs):
-    seen.append(inputs["input_ids"].shape[1])
-    return forward(self, *args, **inputs)
-Objective.forward = noted
-atexit.register(lambda: print("read", *set(seen), len(seen)))
-"""
-
-
-@pytest.mark.slow
-def test_ulysses_in_two_groups_trains_as_one_process(
-    in_one_process: Callable[..., Recipe], tmp_path: Path
-) -> None:
-    pytest.importorskip("deepspeed")
-    one = in_one_process("lora")
-    two = in_several(one, tmp_path)
-    launch(
-        AS_IF_GPUS + TRAIN, written(two, tmp_path), where=tmp_path, processes=4,
-        environment={**ULYSSES, "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"},
-    )  # fmt: skip
-    assert_close(two, one)
-
-
-@pytest.mark.slow
-def test_ulysses_trains_as_one_process(in_one_process: Callable[..., Recipe], tmp_path: Path) -> None:
-    """With DeepSpeed's accelerator for CPUs; also if the run is interrupted."""
-    pytest.importorskip("deepspeed")
-    ones = [in_one_process("lora"), in_one_process("all", batch_size=2)]
-    twos = [in_several(one, tmp_path, processes=1) for one in ones]
-    half = replace(twos[0], steps=2, output_dir=str(tmp_path / "half"))
-    again = replace(twos[0], output_dir=half.output_dir)
-    (tmp_path / "again.yaml").write_text(again.to_yaml())
-    for run in (*(written(one, tmp_path) for one in (*twos, half)), f"{tmp_path / 'again.yaml'}+"):
-        # One run in each process: DeepSpeed makes its groups once.
-        said = launch(AS_IF_GPUS + NOTE_LENGTHS + TRAIN, run, where=tmp_path, environment=ULYSSES)
-        assert [length for length, _ in re.findall(r"read (\d+) (\d+)", said)] == ["64"] * 2
-    for one, two in zip(ones, twos, strict=True):
-        assert_close(two, one)
-    assert_same(weights(again.output_dir), weights(twos[0].output_dir))
-
-
-PARTS = """
-import torch
-import torch.distributed as dist
-from cases import TRAINED, tiny_llama
-import rope_extend as rx
-from rope_extend.training.sharding import Sharding
-
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-sharding = Sharding(ulysses=size, ranks=size, rank=rank)
-ids = torch.arange(4 * TRAINED).remainder(61).repeat(2, 1)
-for method in ("linear", "yarn", "ntk", "llama3", "abf"):
-    model = tiny_llama()
-    with rx.extend(model, 4 * TRAINED, method), torch.no_grad():
-        rotary, states = model.model.rotary_emb, torch.zeros(2, 4 * TRAINED, 1)
-        full = rotary(states, torch.arange(4 * TRAINED)[None])
-        with sharding.cut(None, {"input_ids": ids, "labels": ids}) as part:
-            assert part["input_ids"].shape == (2, 4 * TRAINED // size)
-            ours = rotary(states[:, : 4 * TRAINED // size], part["position_ids"][:1])
-        for mine, all_rows in zip(ours, full):
-            halves = [torch.empty_like(mine) for _ in range(size)]
-            dist.all_gather(halves, mine.contiguous())
-            assert torch.equal(torch.cat(halves, 1), all_rows), method
-            assert not torch.equal(halves[1], all_rows[:, : mine.shape[1]]), method
-        # and the targets of the whole sequence, whose last token predicts nothing
-        targets = [torch.empty_like(part["shift_labels"]) for _ in range(size)]
-        dist.all_gather(targets, part["shift_labels"])
-        assert torch.equal(torch.cat(targets, 1), torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100))
-        assert part["num_items_in_batch"] * size == 2 * (4 * TRAINED - 1)
-dist.destroy_process_group()  # a thread of gloo that still runs at exit would abort the process
-print("done")
-"""
-
-
-@pytest.mark.slow
-def test_parts_have_the_positions_of_the_whole(tmp_path: Path) -> None:
-    """Two processes have half of a text each: joined, their tables and targets are those of the text."""
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join([tests, str(Path(tests).parent)])
-    assert launch(PARTS, where=tmp_path, environment={"PYTHONPATH": path}).count("done") == 2
-
-
-CUT = [Sharding(weights=True, context=2, ranks=2), Sharding(ulysses=2, ranks=2)]
+CUT = Sharding(weights=True, parts=2, ranks=2)
 REASONS = {
     "dynamic_ntk": "its table depends on the length of the text",
     "dynamic_yarn": "its table depends on the length of the text",
@@ -357,49 +262,43 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("sharding", CUT, ids=["context", "ulysses"])
 @pytest.mark.parametrize("method", REASONS)
 def test_encodings_that_need_the_whole_text_are_refused_before_weights_are_loaded(
-    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, sharding: Sharding, method: str
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     def loading(*_: Any, **__: Any) -> None:
         raise AssertionError("the weights were loaded")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loading)
-    monkeypatch.setattr(Sharding, "of", lambda _: sharding)
-    with pytest.raises(
-        RopeExtendError, match=rf"parts of a sequence \([cs]p_size 2\).*{REASONS[method]}.*yarn"
-    ):
+    monkeypatch.setattr(Sharding, "of", lambda _: CUT)
+    with pytest.raises(RopeExtendError, match=rf"parts of a sequence \(cp_size 2\).*{REASONS[method]}.*yarn"):
         finetune(replace(recipe, method=method))
     assert not Path(recipe.output_dir).exists()
 
 
 def check(sharding: Sharding, method: str, model: Any = None, **changes: Any) -> None:
     model = model or tiny_llama()
+    run = Recipe(**{"model": "m", "data": "d", "output_dir": "o", "target_length": 128, **changes})
     with rx.extend(model, 128, method) as patch:
-        sharding.check(patch, model, **{"length": 128, "sampled": False, **changes})
+        sharding.check(patch, model, run)
 
 
-@pytest.mark.parametrize("sharding", CUT, ids=["context", "ulysses"])
-def test_rotary_methods_with_one_table_pass(sharding: Sharding) -> None:
+def test_rotary_methods_with_one_table_pass() -> None:
     for method in ("linear", "ntk", "yarn", "llama3", "clipped", "nope", "resonance(yarn)"):
-        check(sharding, method)
+        check(CUT, method)
 
 
 def test_other_settings_that_cannot_be_cut_are_refused() -> None:
-    context, ulysses = CUT
-    for sharding in CUT:
-        with pytest.raises(RopeExtendError, match=r"short blocks stand for long ones.*p_size 2 or positions"):
-            check(sharding, "yarn", sampled=True)
+    with pytest.raises(RopeExtendError, match=r"short blocks stand for long ones.*cp_size 2 or positions"):
+        check(CUT, "yarn", positions="pose", block_length=32)
+    with pytest.raises(RopeExtendError, match=r"packing uses its own attention.*cp_size 2 or packing"):
+        check(CUT, "yarn", packing="restart")
     with pytest.raises(RopeExtendError, match=r"126 tokens cannot be cut into 4 .*such as 124"):
-        check(context, "yarn", length=126)
-    check(ulysses, "yarn", length=126)
-    with pytest.raises(RopeExtendError, match="127 tokens cannot be cut into 2"):
-        check(ulysses, "yarn", length=127)
+        check(CUT, "yarn", block_length=126)
     eager = tiny_llama()
     eager.set_attn_implementation("eager")
     with pytest.raises(RopeExtendError, match=r"replaces sdpa.*eager"):
-        check(context, "yarn", eager)
+        check(CUT, "yarn", eager)
     sliding = MistralForCausalLM(
         MistralConfig(
             vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
@@ -407,26 +306,16 @@ def test_other_settings_that_cannot_be_cut_are_refused() -> None:
         )
     )  # fmt: skip
     with pytest.raises(RopeExtendError, match="layers of type sliding_attention"):
-        check(context, "yarn", sliding)
-    with pytest.raises(RopeExtendError, match="layers of type sliding_attention"):
-        check(ulysses, "yarn", sliding)
-    with pytest.raises(RopeExtendError, match=r"2 heads with 1 key-value heads are not .* sp_size 4"):
-        check(Sharding(ulysses=4, ranks=4), "yarn")
+        check(CUT, "yarn", sliding)
     once = Sharding(weights=True, loaded_once=True, ranks=2)
     check(once, "yarn")
     with pytest.raises(RopeExtendError, match=r"train_norm_embed .*ram_efficient_loading"):
-        check(once, "yarn", trains_base=True)
+        check(once, "yarn", train_norm_embed=True)
 
 
-SIZES = ("cp_size", "sp_size", "tp_size", "dp_replicate_size", "dp_shard_size")
-
-
-def accelerator(kind: str = "NO", *, fsdp2: bool = False, stage: int = 0, **sizes: int) -> Any:
-    config = SimpleNamespace(**(dict.fromkeys(SIZES, 1) | sizes)) if sizes else None
-    state = SimpleNamespace(
-        fsdp_plugin=SimpleNamespace(cpu_ram_efficient_loading=False),
-        deepspeed_plugin=SimpleNamespace(zero_stage=stage),
-    )
+def accelerator(kind: str = "NO", *, fsdp2: bool = False, **sizes: int) -> Any:
+    config = SimpleNamespace(**({"cp_size": 1, "tp_size": 1} | sizes)) if sizes else None
+    state = SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_ram_efficient_loading=False))
     return SimpleNamespace(
         distributed_type=DistributedType(kind), parallelism_config=config, is_fsdp2=fsdp2, num_processes=4,
         process_index=3, state=state,
@@ -437,16 +326,11 @@ def test_sharding_follows_the_configuration_of_accelerate(monkeypatch: pytest.Mo
     one = Sharding.of(accelerator())
     assert (one.parts, one.replicas, one.replica) == (1, 4, 3)
     two = Sharding.of(accelerator("FSDP", fsdp2=True, cp_size=2))
-    assert (two.weights, two.context, two.parts, two.replicas, two.replica) == (True, 2, 2, 2, 1)
-    four = Sharding.of(accelerator("DEEPSPEED", sp_size=4))
-    assert (four.weights, four.ulysses, four.parts, four.replicas, four.replica) == (False, 4, 4, 1, 0)
+    assert (two.weights, two.parts, two.replicas, two.replica) == (True, 2, 2, 1)
     for wrong, message in (
         (accelerator("MULTI_GPU", cp_size=2), "cp_size needs FSDP2"),
-        (accelerator("MULTI_GPU", sp_size=2), "sp_size needs DeepSpeed"),
         (accelerator("MULTI_GPU", tp_size=2), "tensor parallelism"),
-        (accelerator("DEEPSPEED", stage=3, sp_size=2), "zero_stage: 0"),
-        (accelerator("DEEPSPEED", sp_size=2), r"dp_replicate_size 1 times sp_size 2 is not .* 4;"),
-        (accelerator("DEEPSPEED"), "DeepSpeed is supported only for sequences"),
+        (accelerator("DEEPSPEED"), "does not support DEEPSPEED; use DDP or FSDP2"),
         (accelerator("MEGATRON_LM"), "does not support MEGATRON_LM"),
     ):
         with pytest.raises(RopeExtendError, match=message):
@@ -460,24 +344,6 @@ def test_sharding_follows_the_configuration_of_accelerate(monkeypatch: pytest.Mo
 
 def test_a_run_resumes_only_with_the_same_parts(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     finetune(replace(recipe, steps=2))
-    monkeypatch.setattr(Sharding, "of", lambda _: Sharding(ulysses=2))
+    monkeypatch.setattr(Sharding, "of", lambda _: Sharding(parts=2))
     with pytest.raises(RopeExtendError, match=r"in 1 parts, and this run has 2.*same cp_size"):
         finetune(recipe, resume=True)
-
-
-def test_clipping_in_the_optimizer_equals_that_of_the_loop() -> None:
-    """Compared with torch's clipping; a gradient that is not finite changes nothing."""
-    ours, theirs = (torch.nn.Parameter(torch.arange(4.0)) for _ in range(2))
-    one, two = (torch.optim.AdamW([parameter], lr=0.1) for parameter in (ours, theirs))
-    clipping = Clipping(one, 0.5)
-    for scale in (1.0, 100.0, math.nan, math.inf, 3.0):
-        ours.grad, theirs.grad = (torch.tensor([1.0, 2, -3, 4]) * scale for _ in range(2))
-        one.step()
-        norm = float(torch.nn.utils.clip_grad_norm_([theirs], 0.5))
-        if math.isfinite(norm):
-            two.step()
-            assert clipping.norm == norm
-        else:
-            assert not math.isfinite(clipping.norm)
-        assert torch.equal(ours, theirs)
-        assert ours.isfinite().all()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import ON_A_CPU, Commands
-from test_finetune import assert_same, settings, weights
+from runs import assert_same, settings, weights
 
 from rope_extend import RopeExtendError
 from rope_extend.cli.main import main
@@ -134,7 +134,7 @@ def test_an_evaluation_whose_processes_do_not_find_each_other_is_refused(
 def test_gradient_accumulation_of_the_recipe_overrides_that_of_the_launcher(
     work: Path, tmp_path: Path, private_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`accelerate launch` with DeepSpeed sets it to 1, which accelerate prefers to the argument."""
+    """accelerate prefers the variable of its launcher to its argument."""
     recipe = Recipe(**{**settings(work), "steps": 2}, output_dir=str(tmp_path / "one"))
     finetune(recipe)
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")

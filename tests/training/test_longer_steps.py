@@ -66,26 +66,6 @@ def test_norms_in_tiles_give_the_same_bits(name: str, checkpointing: bool, ids: 
     assert all(torch.equal(value, expected[key]) for key, value in found.items())
 
 
-def test_tiles_hold_less_of_the_norms(ids: torch.Tensor) -> None:
-    """At the peak, the backward pass of a norm holds ten times a hidden state in bfloat16."""
-    adapter = in_bfloat16(tiny_llama(intermediate_size=8, vocab_size=64), target_modules=["o_proj"])
-    base, tokens, peaks = adapter.get_base_model(), torch.randint(3, 60, (1, 1024)), []
-    for norms in (False, True):
-        if norms:
-            for norm in _norms(base):
-                norm.forward = partial(_in_tiles, norm, norm.forward, 256)
-        with (
-            apply_memory_options(base, MemoryOptions(True)),
-            LiveBytes() as memory,
-            torch.autocast("cpu", torch.bfloat16),
-        ):
-            next_token_loss(adapter, tokens).backward()
-        peaks.append(memory.peak)
-        adapter.zero_grad()
-    state = tokens.numel() * base.config.hidden_size * 2
-    assert peaks[0] - peaks[1] > 2 * state
-
-
 @pytest.mark.parametrize("options", [MemoryOptions(), MemoryOptions(True), MemoryOptions(True, 6)], ids=str)
 @torch.autocast("cpu", torch.bfloat16)
 def test_lora_with_one_copy_of_its_input_gives_the_same_bits(
@@ -113,13 +93,6 @@ def test_queries_keys_and_values_save_one_input(monkeypatch: pytest.MonkeyPatch)
         del loss
     state = ids.numel() * base.config.hidden_size * 2
     assert kept[1] - kept[0] >= 2 * state * base.config.num_hidden_layers
-
-
-def test_dropout_and_variants_are_left_to_peft(ids: torch.Tensor) -> None:
-    for how in ({"lora_dropout": 0.3}, {"use_dora": True}):
-        adapter = in_bfloat16(**how)
-        with apply_memory_options(adapter.get_base_model(), MemoryOptions()):
-            assert not any("_cast_input_dtype" in vars(module) for module in adapter.modules())
 
 
 def planned(tmp_path: Path, tokens: int) -> Step:

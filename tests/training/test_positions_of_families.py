@@ -17,7 +17,7 @@ from rope_extend import RopeExtendError
 from rope_extend.data.sampled_positions import SAMPLERS, PositionCollator
 from rope_extend.loss import NextTokenLoss
 from rope_extend.models.families import adapter_for
-from rope_extend.training.finetune import _check_model
+from rope_extend.training.model_checks import check_recipe
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.sharding import Sharding
 
@@ -50,9 +50,9 @@ def as_refused_or_not(case: FamilyCase, model: nn.Module, recipe: Recipe) -> Non
     if case.model_type in REFUSED:
         match = rf"positions {recipe.positions} cannot be combined with .*{REFUSED[case.model_type]}"
         with pytest.raises(RopeExtendError, match=match):
-            _check_model(recipe, model, torch.float32, Sharding())
+            check_recipe(recipe, model, torch.float32, Sharding())
     else:
-        _check_model(recipe, model, torch.float32, Sharding())
+        check_recipe(recipe, model, torch.float32, Sharding())
 
 
 def in_the_long_text(model: Any, ids: Tensor, positions: Tensor) -> Tensor:

@@ -79,8 +79,8 @@ def test_round_trip_through_dict_and_yaml(recipe: Recipe) -> None:
         ("lora_dropout", 1, "below 1"),
         ("betas", [0.9], "two numbers"),
         ("betas", [0.9, 1.0], "two numbers"),
-        ("tensorboard", "yes", "true or false"),
-        ("tensorboard", 1, "true or false"),
+        ("dora", "yes", "true or false"),
+        ("dora", 1, "true or false"),
         ("dtype", "float16", "auto, float32, bfloat16"),
         ("target_length", "32 kb", "such as 32768 or 32k"),
         ("target_length", 0, "such as 32768 or 32k"),
@@ -113,12 +113,41 @@ def test_missing_keys_are_all_named() -> None:
     [
         ({"method": "yran"}, "Did you mean 'yarn'"),
         ({"method_parameters": {"betafast": 3}}, "unknown parameter 'betafast'.*beta_fast"),
-        ({"block_length": "64k"}, "block_length 65536 is greater than target_length 32768"),
+        ({"block_length": "64k"}, "block_length 65536 is greater than target_length 32768; raise"),
+        ({"short_share": 0.5}, "short_share 0.5 needs mixed_windows"),
+        (
+            {"positions": "pose", "packing": "restart"},
+            "positions pose and packing restart cannot be combined",
+        ),
+        ({"mixed_windows": True, "packing": "continue"}, "mixed_windows and packing continue cannot be"),
+        ({"mixed_windows": True, "positions": "pose"}, "mixed_windows and positions pose cannot be combined"),
+        (
+            {"mixed_windows": True, "data": ["a", "b"], "data_weights": [1, 2]},
+            "mixed_windows and data_weights",
+        ),
+        ({"data": ["a", "b"], "data_weights": [1]}, "data_weights has 1 numbers and data has 2 entries"),
+        (
+            {"data": ["a", "b"], "data_weights": [1, 2, 3]},
+            "data_weights has 3 numbers and data has 2 entries",
+        ),
+        ({"data_weights": [1]}, "data_weights has 1 numbers and data has 1 entries.*two sources or more"),
+        ({"data_weights": [1, 0]}, "data_weights must be a list of numbers above 0"),
+        ({"data_weights": "much"}, "data_weights must be a list of numbers above 0"),
+        ({"streaming": True}, "streaming reads as far as max_documents needs; set max_documents"),
+        ({"offload_checkpoints": True, "gradient_checkpointing": False}, "gradient_checkpointing is false"),
         ({"eval_every": 10}, "eval_every needs eval_data"),
         ({"eval_lengths": ["4k"]}, "eval_lengths needs eval_data"),
+        ({"positions": "pose"}, "block_length is 32768; set block_length to less than target_length"),
+        ({"positions": "cream", "block_length": 2}, "3 tokens or more"),
+        ({"positions": "posey"}, "consecutive, pose, cream, random"),
+        ({"short_share": 1}, "short_share must be"),
+        ({"trackers": ["wandbb"]}, r"trackers must be .*mlflow.*wandb.*; got 'wandbb'"),
+        ({"mlp_tiles": -1}, "mlp_tiles must be"),
+        ({"quantize": "3bit"}, "quantize must be"),
     ],
 )
 def test_contradictions_are_refused(values: dict[str, object], message: str) -> None:
+    """One row for each entry of the table in `Recipe.check_early`, and for each check after it."""
     with pytest.raises(RopeExtendError, match=message):
         Recipe.from_dict({**REQUIRED, **values})
 
@@ -165,30 +194,20 @@ def parse(*arguments: str) -> Recipe:
 
 
 def test_flags_replace_the_file_and_nothing_else(tmp_path: Path) -> None:
-    base = Recipe.from_dict({**REQUIRED, "steps": 5, "tensorboard": True, "eval_data": "held-out"})
+    base = Recipe.from_dict({**REQUIRED, "steps": 5, "dora": True, "eval_data": "held-out"})
     file = tmp_path / "recipe.yaml"
     file.write_text(base.to_yaml())
     assert parse(str(file)) == base
     recipe = parse(
-        str(file), "--target-length", "64k", "--learning-rate", "1e-4", "--no-tensorboard",
+        str(file), "--target-length", "64k", "--learning-rate", "1e-4", "--no-dora",
         "--betas", "0.9,0.99", "--eval-lengths", "4k,64k", "--lora-targets", "q_proj,k_proj",
         "--method-parameters", "beta_fast=16,truncate=false",
     )  # fmt: skip
     assert recipe == Recipe.from_dict({
-        **base.to_dict(), "target_length": 65536, "learning_rate": 1e-4, "tensorboard": False,
+        **base.to_dict(), "target_length": 65536, "learning_rate": 1e-4, "dora": False,
         "betas": [0.9, 0.99], "eval_lengths": [4096, 65536], "lora_targets": ["q_proj", "k_proj"],
         "method_parameters": {"beta_fast": 16, "truncate": False},
     })  # fmt: skip
-
-
-def test_a_flag_turns_off_the_upload_of_a_file(tmp_path: Path) -> None:
-    pushes = {"model": "owner/base", "push_to_hub": True, "hub_model_id": "owner/a", "hub_private_repo": True}
-    file = tmp_path / "recipe.yaml"
-    file.write_text(Recipe.from_dict({**REQUIRED, **pushes}).to_yaml())
-    assert parse(str(file)).hub_model_id == "owner/a"
-    assert parse(str(file), "--no-push-to-hub") == Recipe.from_dict({**REQUIRED, "model": "owner/base"})
-    with pytest.raises(RopeExtendError, match="push_to_hub and hub_model_id belong together"):
-        parse(str(file), "--no-push-to-hub", "--hub-model-id", "owner/b")
 
 
 def test_flags_alone_make_a_recipe() -> None:
@@ -228,7 +247,3 @@ def test_the_configs_are_valid_and_every_line_is_commented(path: Path) -> None:
     Recipe.from_yaml(path)
     for line in path.read_text().splitlines():
         assert not line.strip() or "#" in line, f"{path.name}: no comment on {line!r}"
-
-
-def test_there_are_configs() -> None:
-    assert {"llama_7b_32k_linear.yaml", "llama_7b_32k_yarn.yaml"} <= {path.name for path in CONFIGS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import shlex
 from dataclasses import asdict, replace
@@ -13,10 +12,9 @@ import pytest
 import torch
 from cases import FAMILIES, tiny_config
 from covering import few
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from rope_extend import RopeExtendError, finetune
-from rope_extend.advice.shipped import FOLDER
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR as MODEL
 from rope_extend.data.documents import Document
@@ -26,19 +24,20 @@ from rope_extend.memory.live_bytes import LiveBytes
 from rope_extend.memory.plan import longest
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.training import memory_options as options_module
-from rope_extend.training import step_estimator
 from rope_extend.training import step_plan as planning
 from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted, extended
 from rope_extend.training.memory_options import TILE, MemoryOptions, apply_memory_options
-from rope_extend.training.option_choice import resumed_options
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.resume import RunState, read_state
-from rope_extend.training.step_estimator import Step
-from rope_extend.training.step_plan import TrainingPlan, plan_training
+from rope_extend.training.step_plan import TrainingPlan, plan_training, resumed_options
 
 CPU = LoadOptions(device="cpu", dtype=torch.float32)
-CONFIGS = sorted([*(Path(__file__).parents[2] / "configs").glob("*.yaml"), *FOLDER.glob("*.yaml")])
+CONFIGS = [
+    path
+    for path in sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+    if "A step needs" in path.read_text()
+]
 CANDIDATES = [MemoryOptions(), MemoryOptions(True), MemoryOptions(True, TILE)]
 
 
@@ -55,12 +54,9 @@ def planned(run: Recipe, **options: Any) -> TrainingPlan:
     return plan
 
 
-def measured(run: Recipe, memory_options: MemoryOptions, dtype: torch.dtype, config: Any = None) -> int:
+def measured(run: Recipe, memory_options: MemoryOptions, dtype: torch.dtype) -> int:
     """Peak bytes of tensors in the second step."""
-    if config is None:
-        model = AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype)
-    else:
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype)
     extended(model, run)
     adapter = adapted(model, run).train()
     parameters = [value for value in adapter.parameters() if value.requires_grad]
@@ -93,8 +89,9 @@ def measured(run: Recipe, memory_options: MemoryOptions, dtype: torch.dtype, con
             (MemoryOptions(True, 64, True), torch.bfloat16, {"train_norm_embed": True}),
             (MemoryOptions(True), torch.float32, {"method": "alibi"}),
             (MemoryOptions(), torch.float32, {"method": "linear_attention"}),
+            (MemoryOptions(True), torch.float32, {"method": "fire", "method_parameters": {"width": 8}}),
         ],
-        7,
+        8,
         4,
     ),
     ids=str,
@@ -121,21 +118,6 @@ def test_packed_documents_take_a_mask_where_the_encoding_acts_inside_attention(
         planned(each, memory_options=MemoryOptions(True)).chosen.total for each in (run, packed)
     )
     assert together - alone == (pytest.approx(1024**2, rel=0.01) if masked else 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("memory_options", [MemoryOptions(), MemoryOptions(True, 128)], ids=str)
-def test_the_memory_of_a_longer_block_is_estimated(memory_options: MemoryOptions) -> None:
-    run = recipe(MODEL, block_length=1024)
-    total = planned(run, memory_options=memory_options).chosen.total
-    assert total == pytest.approx(measured(run, memory_options, torch.float32), rel=0.02)
-
-
-@pytest.mark.slow
-def test_learned_biases_are_trained_in_the_dry_run_too() -> None:
-    run = recipe(MODEL, block_length=128, method="fire", method_parameters={"width": 8})
-    step = planned(run, memory_options=MemoryOptions(True)).chosen
-    assert step.total == pytest.approx(measured(run, MemoryOptions(True), torch.float32), rel=0.1)
 
 
 @pytest.mark.slow
@@ -198,43 +180,10 @@ def test_evaluations_of_a_run_need_the_estimated_memory(
     assert estimate.strategy == strategy
 
 
-SHAPES: dict[str, PretrainedConfig] = {
-    "large vocabulary": LlamaConfig(
-        vocab_size=32_768, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        tie_word_embeddings=True, max_position_embeddings=256,
-    ),
-    "small": LlamaConfig(
-        vocab_size=500, hidden_size=32, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=256,
-    ),
-    "sliding window": Qwen2Config(
-        vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=2,
-        num_key_value_heads=2, use_sliding_window=True, sliding_window=100, max_position_embeddings=256,
-        layer_types=["full_attention", "sliding_attention"] * 3,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("memory_options", [MemoryOptions(), MemoryOptions(True, 128)], ids=str)
-def test_other_shapes_are_estimated_too(name: str, memory_options: MemoryOptions, tmp_path: Path) -> None:
-    SHAPES[name].save_pretrained(tmp_path)
-    run = recipe(tmp_path, target_length=1024)
-    step = planned(run, memory_options=memory_options).chosen
-    assert step.total == pytest.approx(measured(run, memory_options, torch.float32, SHAPES[name]), rel=0.05)
-
-
-@pytest.mark.slow
-def test_layers_left_out_of_the_dry_run_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for memory_options in CANDIDATES:
-        monkeypatch.setattr(step_estimator, "DEPTH", 2)
-        few = asdict(planned(recipe(MODEL), memory_options=memory_options).chosen)
-        monkeypatch.setattr(step_estimator, "DEPTH", 100)
-        for key, value in asdict(planned(recipe(MODEL), memory_options=memory_options).chosen).items():
-            assert few[key] == (pytest.approx(value, rel=0.02) if key != "memory_options" else value), key
+SMALL = LlamaConfig(
+    vocab_size=500, hidden_size=32, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+    max_position_embeddings=256,
+)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -272,36 +221,12 @@ def test_four_bits_and_offloading_are_estimated_without_a_gpu() -> None:
     assert offloaded.weights - result.quantized.weights == pytest.approx(small, rel=1e-3)
 
 
-def test_the_plan_of_a_loaded_model_uses_its_weights() -> None:
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    run = recipe(MODEL)
-    assert planned(run, model=model).chosen == planned(run).chosen
-
-
 def limited(limit: float) -> LoadOptions:
     return replace(CPU, limit_memory=int(limit))
 
 
-@pytest.fixture
-def steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same step of the same run is counted once: what is chosen changes with the limit, no step does."""
-    known: dict[str, Step] = {}
-    count = planning.StepEstimator.step
-
-    def step(self: Any, memory_options: MemoryOptions, tokens: int) -> Step:
-        key = repr(
-            (self.recipe, self.dtype, self.weights, self.processes, self.device, memory_options, tokens)
-        )
-        if key not in known:
-            known[key] = count(self, memory_options, tokens)
-        return known[key]
-
-    monkeypatch.setattr(planning.StepEstimator, "step", step)
-
-
-@pytest.mark.usefixtures("steps_once")
 def test_as_few_memory_options_as_are_needed_the_cheapest_first(tmp_path: Path) -> None:
-    SHAPES["small"].save_pretrained(tmp_path)
+    SMALL.save_pretrained(tmp_path)
     run = recipe(tmp_path, target_length=8192)
     totals = [planned(run, memory_options=memory_options).chosen.total for memory_options in CANDIDATES]
     assert totals == sorted(totals, reverse=True)
@@ -328,9 +253,8 @@ def test_what_the_recipe_says_is_not_changed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("steps_once")
 def test_a_block_that_does_not_fit_is_refused_with_the_longest_that_does(tmp_path: Path) -> None:
-    SHAPES["small"].save_pretrained(tmp_path)
+    SMALL.save_pretrained(tmp_path)
     run = recipe(tmp_path, target_length=8192, batch_size=2)
     need = planned(run, memory_options=CANDIDATES[-1]).chosen.total
     result = planned(run, load_options=limited(need / 2))
@@ -418,31 +342,11 @@ def test_a_resumed_run_keeps_its_memory_options(
         assert torch.equal(value, other), name
 
 
-@pytest.mark.slow
-def test_memory_options_do_not_change_the_training(tiny: Recipe) -> None:
-    undropped = replace(tiny, lora_dropout=0.0)
-    runs = [
-        finetune(replace(undropped, output_dir=f"{tiny.output_dir}-{number}", **memory_options))
-        for number, memory_options in enumerate(
-            (
-                {"gradient_checkpointing": False},
-                {"gradient_checkpointing": True, "mlp_tiles": 16, "offload_checkpoints": True},
-            )
-        )
-    ]
-    assert runs[0].loss == pytest.approx(runs[1].loss, rel=1e-6)
-    assert not any("forward" in vars(module) for module in runs[1].model.modules())
-
-
 def test_the_recipe_may_change_some_options_of_a_resumed_run(tiny: Recipe) -> None:
     state = RunState(1, 0, 0.0, "", 1, tiny.to_dict(), memory_options=asdict(MemoryOptions(True, 16, True)))
     assert resumed_options(tiny, state) == MemoryOptions(True, 16, True)
     assert resumed_options(replace(tiny, gradient_checkpointing=False), state) == MemoryOptions(False, 16)
     assert resumed_options(replace(tiny, offload_checkpoints=False), state) == MemoryOptions(True, 16)
-    before = {**tiny.to_dict(), "gradient_checkpointing": False}
-    assert resumed_options(tiny, replace(state, memory_options=None, recipe=before)) == MemoryOptions()
-    del before["gradient_checkpointing"]
-    assert resumed_options(tiny, replace(state, memory_options=None, recipe=before)) == MemoryOptions(True)
     off = replace(state, memory_options=asdict(MemoryOptions()))
     assert resumed_options(replace(tiny, offload_checkpoints=True), off) == MemoryOptions(True, 0, True)
 
@@ -537,15 +441,6 @@ def test_four_bits_train_with_every_memory_option(tiny: Recipe, monkeypatch: pyt
     assert held <= small.weights < plain.weights / 2
 
 
-def test_contradictions_in_a_recipe_are_refused() -> None:
-    with pytest.raises(RopeExtendError, match="gradient_checkpointing is false"):
-        recipe(MODEL, gradient_checkpointing=False, offload_checkpoints=True)
-    for name, value in (("mlp_tiles", -1), ("mlp_tiles", True), ("offload_checkpoints", "yes"),
-                        ("quantize", "3bit"), ("expandable_segments", 1)):  # fmt: skip
-        with pytest.raises(RopeExtendError, match=f"recipe: {name} must be"):
-            recipe(MODEL, **{name: value})
-
-
 def test_the_command_prints_the_plan_and_does_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -567,49 +462,16 @@ def test_the_command_prints_the_plan_and_does_nothing(
 
 
 @pytest.mark.slow
-def test_the_command_refuses_a_window_that_does_not_fit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_memory_in_the_comments_of_configs_is_the_estimate(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = f"finetune --plan --model {MODEL} --data nowhere --output-dir {tmp_path} --target-length 1024k"
-    with pytest.raises(SystemExit):
-        main(shlex.split(f"{command} --limit-memory 300MB"))
-    captured = capsys.readouterr()
-    assert "does not fit" in captured.out
-    assert "1 x 1,048,576 tokens needs about" in captured.err
-    assert "tokens fit" in captured.err
-
-
-SHAPES_OF_CONFIGS = {
-    "llama3_8b": LlamaConfig(
-        vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
-    ),
-    "llama_7b": LlamaConfig(max_position_embeddings=4096),  # the defaults are those of the first Llama
-    "tinyllama_1b": LlamaConfig(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32,
-        num_key_value_heads=4, max_position_embeddings=2048,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if "A step needs" in path.read_text()], ids=lambda path: path.stem
-)
-def test_the_memory_in_the_comments_of_recipes_is_the_estimate(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Those of the bundled model; `tests/advice/test_shipped.py` has the others."""
     monkeypatch.chdir(Path(__file__).parents[2])
     comment = re.search(r"^# A step needs ([\d.]+) GB", path.read_text(), re.MULTILINE)
     assert comment is not None
-    shape = next((shape for name, shape in SHAPES_OF_CONFIGS.items() if path.stem.startswith(name)), None)
-    changes = {}
-    if shape is None and torch.cuda.is_available():
-        pytest.skip("the estimate of the bundled model is for a CPU")
-    if shape is not None:
-        shape.save_pretrained(tmp_path)
-        changes["model"] = str(tmp_path)
-    limit = None if shape is None else (24 if "1b" in path.stem else 80) * 10**9
-    result = plan(Recipe.from_yaml(path, changes), limit_memory=limit)
+    if torch.cuda.is_available():
+        pytest.skip("the estimate is for a CPU")
+    result = plan(Recipe.from_yaml(path))
     assert result.fits
     assert result.chosen.total / 1e9 == pytest.approx(float(comment[1]), abs=0.051, rel=0.01)

@@ -13,9 +13,8 @@ from rope_extend.models import load_options
 from rope_extend.models.processes import PATIENCE
 from rope_extend.training import finetune as tuning
 from rope_extend.training.memory_options import MemoryOptions, apply_memory_options, tiled
-from rope_extend.training.option_choice import candidate_options
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.step_plan import plan_training
+from rope_extend.training.step_plan import candidate_options, plan_training
 
 
 @pytest.mark.parametrize(

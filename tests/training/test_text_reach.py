@@ -10,19 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from cases import FAMILIES, FamilyCase, tiny_llama, tiny_model
 from peft import PeftModel
+from runs import settings, tokenizer_of
 from several_processes import launch
-from test_finetune import settings, tokenizer_of
 from torch import nn
 
 from rope_extend import RopeExtendError
 from rope_extend.loss import NextTokenLoss
-from rope_extend.training.finetune import finetune
 from rope_extend.training.lora import adapted, left_out, lora_config
 from rope_extend.training.recipe import Recipe
-from rope_extend.training.resume import RunState, load_checkpoint, save_checkpoint
 from rope_extend.training.text_reach import TextReach, text_reach
 
 NOT_ALL = {
@@ -116,28 +113,6 @@ def test_an_adapter_without_these_parts_loads_again(tmp_path: Path) -> None:
     assert {name for name, _ in loaded.named_modules()} == {name for name, _ in adapter.named_modules()}
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_checkpoint_with_parts_that_text_does_not_reach_says_so(tmp_path: Path, mixed: bool) -> None:
-    """Such checkpoints are from before these parts were left out."""
-    run, accelerator = recipe(train_norm_embed=True), Accelerator(cpu=True)
-    everything = TextReach(frozenset(), frozenset(), ())
-    older = adapted(tiny_llama(), run, everything)
-    optimizer = torch.optim.AdamW(older.parameters())
-    state = RunState(3, 0, 0.0, "", 1, run.to_dict())
-    checkpoint = save_checkpoint(tmp_path, state, older, optimizer, accelerator, keep=1)
-    reach = replace(
-        everything, unreached=frozenset({"model.layers.1.self_attn.k_proj", "model.layers.0.input_layernorm"})
-    )
-    module = adapted(tiny_llama(), replace(run, train_norm_embed=False) if mixed else run, reach)
-    expected = "its weights belong to another model" if mixed else (
-        r"has trained weights of model\.layers\.0\.input_layernorm and 1 more, which text does not reach.*"
-        r"no longer trained.*start a new run.*or load the adapter"
-    )  # fmt: skip
-    with pytest.raises(RopeExtendError, match=expected) as raised:
-        load_checkpoint(checkpoint, module, torch.optim.AdamW(module.parameters()), accelerator, reach)
-    assert ("Resume from an earlier one" in str(raised.value)) == mixed
-
-
 def test_a_named_layer_that_cannot_be_trained_is_refused() -> None:
     for name, layer in (
         ("fuyu", "vision_embed_tokens"),
@@ -155,18 +130,6 @@ def test_a_named_layer_that_cannot_be_trained_is_refused() -> None:
     trained = {name for name, value in adapter.named_parameters() if value.requires_grad}
     assert trained
     assert all("self_attn.q_proj" in name for name in trained)
-
-
-@pytest.mark.slow
-def test_a_run_says_in_one_line_what_it_leaves_out(
-    work: Path, tmp_path: Path, private_cache: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = _gemma3(work, tmp_path)
-    with caplog.at_level("INFO", "rope_extend"):
-        finetune(run)
-    lines = [line for line in caplog.messages if "cannot be trained on text" in line]
-    assert len(lines) == 1
-    assert "model.multi_modal_projector.mm_soft_emb_norm, model.vision_tower" in lines[0]
 
 
 def _gemma3(work: Path, tmp_path: Path) -> Recipe:

@@ -1,0 +1,111 @@
+"""Tries a recipe on its model without weights: refusals come before anything is loaded."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from rope_extend.data.choices import CONSECUTIVE, UNPACKED
+from rope_extend.data.mixed_windows import check_mixed_windows
+from rope_extend.data.packing import check_packing
+from rope_extend.data.sampled_positions import SAMPLERS, check_meaning
+from rope_extend.encodings import RopeShape
+from rope_extend.errors import RopeExtendError
+from rope_extend.loss import causal_lm
+from rope_extend.models.families import adapter_for
+from rope_extend.models.loading import default_dtype, empty_model
+from rope_extend.models.view import layer_types_except_full_attention, window_of
+from rope_extend.patching import current_patch
+from rope_extend.training.lora import extended, left_out, lora_config
+from rope_extend.training.recipe import Recipe
+from rope_extend.training.sharding import Sharding
+from rope_extend.training.text_reach import TextReach, text_reach
+
+logger = logging.getLogger(__name__)
+
+
+def weights_dtype(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """The dtype of the frozen weights on a device."""
+    if recipe.dtype == "auto":
+        return default_dtype(device)
+    return torch.bfloat16 if recipe.dtype == "bfloat16" else torch.float32
+
+
+def check_recipe(
+    recipe: Recipe, model: Any | None, dtype: torch.dtype, sharding: Sharding
+) -> tuple[RopeShape, TextReach]:
+    """Try the recipe on the model, or on `recipe.model` without weights.
+
+    Returns:
+        The rotary shape of the model, and which of its parts text reaches.
+
+    Raises:
+        RopeExtendError: the model, the encoding, the data and the sharding do not go together.
+    """
+    if model is None:
+        model = empty_model(recipe.model)
+    elif isinstance(model, PeftModel) or current_patch(model) is not None:
+        raise RopeExtendError(
+            "the model has a patch or an adapter already, but finetune applies those of the recipe; leave "
+            "model out, so that the recipe's is loaded. To train on from an adapter, merge it first "
+            "(rope-extend merge), and name the merged checkpoint in the recipe"
+        )
+    elif recipe.quantize is not None:
+        raise RopeExtendError(
+            "recipe: quantize is applied while weights are loaded, but this model is loaded already; leave "
+            "the model out, or load it with a quantization_config and leave quantize out"
+        )
+    elif model.dtype != dtype and (recipe.dtype != "auto" or model.dtype == torch.float16):
+        raise RopeExtendError(f"the model is in {model.dtype}; load it with dtype={dtype}")
+    reach = text_reach(model)
+    lora_config(model, recipe, reach)
+    if sharding.rank == 0 and (paths := left_out(model, recipe, reach)):
+        logger.info("left out of the adapter, because it cannot be trained on text: %s", ", ".join(paths))
+    with extended(model, recipe) as patch:
+        if recipe.positions != CONSECUTIVE:
+            check_meaning(SAMPLERS[recipe.positions], patch.encoding, patch.shape)
+            _check_sampled(recipe, model)
+        if recipe.packing != UNPACKED:
+            check_packing(recipe.packing, patch.encoding, patch.shape, model.config)
+        if recipe.mixed_windows:
+            check_mixed_windows(recipe.length, patch.encoding, patch.shape, model.config)
+        sharding.check(patch, model, recipe)
+        return patch.shape, reach
+
+
+def _check_sampled(recipe: Recipe, model: Any) -> None:
+    """Refuse sampled positions for a model that counts tokens instead, as windows of attention do.
+
+    Raises:
+        RopeExtendError: some layers attend to fewer tokens than `target_length`, or ignore the positions.
+    """
+    config = causal_lm(model).config.get_text_config(decoder=True)
+    for kind in sorted(layer_types_except_full_attention(config)):
+        size = window_of(config, kind)
+        if size is not None and size < recipe.target_length:
+            raise RopeExtendError(
+                f"positions {recipe.positions} cannot be combined with {config.model_type}: its layers of "
+                f"type {kind} attend to {size} tokens, whatever their positions. So in training they would "
+                f"see distances that never occur in use; leave positions out, train on long blocks"
+            )
+    model_type = causal_lm(model).config.model_type
+    if counts := adapter_for(model_type).counts:
+        raise RopeExtendError(
+            f"positions {recipe.positions} cannot be combined with {model_type}: {counts}, whatever their "
+            "positions; leave positions out, train on long blocks"
+        )
+
+
+def evaluation_lengths(recipe: Recipe, shape: RopeShape) -> Sequence[int]:
+    """The windows that the run evaluates at, in tokens; empty without `eval_data`."""
+    if recipe.eval_data is None:
+        return ()
+    if recipe.eval_lengths is not None:
+        return recipe.eval_lengths
+    doublings = math.ceil(math.log2(recipe.target_length / shape.trained_length))
+    return (*(shape.trained_length * 2**i for i in range(doublings)), recipe.target_length)

@@ -1,0 +1,354 @@
+"""A run that stops resumes exactly, from what is intact, and never as another run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from covering import few
+from runs import AtStep, assert_same, files_below, metrics, weights
+from transformers import (
+    AutoModelForCausalLM,
+)
+
+from rope_extend import RopeExtendError
+from rope_extend.journal import only_writer
+from rope_extend.training import resume as resume_module
+from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"resume": True}, {"overwrite": True}], ids=["new", "resume", "overwrite"]
+)
+def test_a_second_process_in_the_directory_of_a_run_is_refused(how: dict[str, bool], recipe: Recipe) -> None:
+    """Before it removes or changes a file of the run that is going on."""
+    directory = Path(recipe.output_dir)
+    if how:
+        finetune(replace(recipe, steps=2, save_every=1))
+    before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+    with only_writer(directory, "run"), pytest.raises(RopeExtendError, match="another run is writing to"):
+        finetune(replace(recipe, steps=2, save_every=1), **how)
+    assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
+    assert directory.exists() == bool(how)
+
+
+def test_a_run_interrupted_by_a_signal_ends_bit_for_bit_the_same(
+    recipe: Recipe, tmp_path: Path, at_step: AtStep, work: Path
+) -> None:
+    recipe = replace(recipe, eval_data=str(work / "data" / "a.txt"), eval_every=3)
+    finetune(recipe)
+    whole = weights(recipe.output_dir)
+    expected = metrics(recipe.output_dir)
+
+    recipe = replace(recipe, output_dir=str(tmp_path / "interrupted"))
+    before = signal.getsignal(signal.SIGINT)
+    at_step(5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(FinetuneInterrupted) as stopped:
+        finetune(recipe)
+    assert stopped.value.code == 128 + signal.SIGINT
+    assert stopped.value.checkpoint.name == "step-5"
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not Path(recipe.output_dir, "adapter_model.safetensors").exists()
+
+    torch.manual_seed(999)  # what the process did in between does not matter
+    np.random.seed(999)
+    computed = at_step(0, lambda: None)
+    finetune(recipe, resume=True)
+    assert computed == [6, 7, 8]
+    assert_same(weights(recipe.output_dir), whole)
+    timeless = [
+        [{k: v for k, v in line.items() if not re.search("second|memory", k)} for line in lines]
+        for lines in (expected, metrics(recipe.output_dir))
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_run_that_died_resumes_from_its_last_checkpoint(
+    recipe: Recipe, finished: Path, at_step: AtStep
+) -> None:
+
+    class PowerCut(BaseException):
+        pass
+
+    def die() -> None:
+        raise PowerCut
+
+    at_step(8, die)
+    with pytest.raises(PowerCut):
+        finetune(recipe)
+    assert [line["step"] for line in metrics(recipe.output_dir)][-1] == 7
+    half_written = Path(recipe.output_dir, "checkpoints", ".step-7.partial")
+    half_written.mkdir()
+    (half_written / "state.json").write_text("{")
+    computed = at_step(0, lambda: None)
+    finetune(recipe, resume=True)
+    assert computed == [7, 8]
+    assert not half_written.exists()
+    assert_same(weights(recipe.output_dir), weights(finished))
+    assert [line["step"] for line in metrics(recipe.output_dir)] == list(range(1, 9))
+
+
+def test_the_checkpoint_of_another_run_resumes_in_a_new_directory(recipe: Recipe, finished: Path) -> None:
+    finetune(recipe, resume=finished / "checkpoints" / "step-6")
+    assert_same(weights(recipe.output_dir), weights(finished))
+    assert Recipe.from_yaml(Path(recipe.output_dir, "recipe.yaml")) == recipe
+
+
+@pytest.mark.slow
+def test_a_finished_run_can_be_extended_but_not_with_a_changed_recipe(recipe: Recipe, finished: Path) -> None:
+    finetune(replace(recipe, steps=3))
+    with pytest.raises(
+        RopeExtendError, match=r"learning_rate was 0\.01 and is 0\.001; seed was 0 and is 1\."
+    ):
+        finetune(replace(recipe, learning_rate=1e-3, seed=1), resume=True)
+    with pytest.raises(RopeExtendError, match="3 steps are done, and the recipe has steps 2"):
+        finetune(replace(recipe, steps=2), resume=True)
+    finetune(recipe, resume=True)
+    assert_same(weights(recipe.output_dir), weights(finished))
+
+
+def test_newer_checkpoints_stay_until_the_first_new_one_is_saved(
+    recipe: Recipe, tmp_path: Path, finished: Path, at_step: AtStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished, recipe.output_dir)
+    checkpoints = Path(recipe.output_dir, "checkpoints")
+    before = files_below(checkpoints)
+    recipe = replace(recipe, save_every=1, keep_checkpoints=1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("the weights cannot be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+        with pytest.raises(RopeExtendError, match="the weights cannot be read"):
+            finetune(recipe, resume=checkpoints / "step-6")
+    assert files_below(checkpoints) == before
+
+    at_step(7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(FinetuneInterrupted):
+        finetune(recipe, resume=checkpoints / "step-6")
+    assert [path.name for path in checkpoints.iterdir()] == ["step-7"]
+    assert_same(weights(finetune(recipe, resume=True).output_dir), weights(finished))
+
+
+@pytest.mark.slow
+def test_metrics_belong_to_the_checkpoints_that_are_there(
+    recipe: Recipe, work: Path, at_step: AtStep
+) -> None:
+    """A rewind that dies before its first checkpoint changes nothing; its first checkpoint cuts the file."""
+    recipe = replace(
+        recipe, steps=6, save_every=2, keep_checkpoints=5, eval_data=str(work / "data"), eval_every=2
+    )
+    first = finetune(recipe)
+    checkpoints = Path(recipe.output_dir, "checkpoints")
+    before = metrics(recipe.output_dir)
+
+    class PowerCut(BaseException):
+        pass
+
+    def die() -> None:
+        raise PowerCut
+
+    at_step(4, die)
+    with pytest.raises(PowerCut):
+        finetune(recipe, resume=checkpoints / "step-2")
+    assert metrics(recipe.output_dir) == before
+    again = finetune(recipe, resume=True)
+    assert (again.loss, again.perplexity) == (first.loss, first.perplexity)
+    assert metrics(recipe.output_dir) == before
+
+    at_step(5, die)
+    with pytest.raises(PowerCut):
+        finetune(recipe, resume=checkpoints / "step-2")
+    assert [line["step"] for line in metrics(recipe.output_dir)] == [0, 1, 2, 2, 3, 4, 4]
+    assert [path.name for path in sorted(checkpoints.iterdir())] == ["step-2", "step-4"]
+
+
+@pytest.mark.parametrize("rewound", few([False, True], 2, 1))
+def test_a_finished_run_reports_the_perplexity_of_its_own_step(
+    recipe: Recipe, work: Path, rewound: bool
+) -> None:
+    recipe = replace(recipe, save_every=3, steps=6, eval_data=str(work / "data"))
+    path = Path(finetune(recipe).output_dir)
+    lines = metrics(path)
+    step = 3 if rewound else 6
+    if not rewound:  # as after a crash between a checkpoint and its evaluation
+        kept = [line for line in lines if "perplexity" not in line or not line["step"]]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    result = finetune(replace(recipe, steps=step), resume=path / "checkpoints" / f"step-{step}")
+    measured = {line["step"]: line["perplexity"] for line in metrics(path) if "perplexity" in line}
+    assert list(measured) == [0, 3, 6] if rewound else [0, 6]
+    assert measured[6] == next(line["perplexity"] for line in reversed(lines) if "perplexity" in line)
+    assert {str(length): value for length, value in result.perplexity.items()} == measured[step]
+    assert measured[step] != measured[0]
+    report = (path / "report" / "report.md").read_text()
+    assert ("after step 6" in report) == (not rewound)
+    assert f"after step {step}" in report
+
+
+@pytest.mark.parametrize("resumed", ["the newest", "by path"])
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_taken_for_damaged(
+    recipe: Recipe, finished: Path, monkeypatch: pytest.MonkeyPatch, resumed: str
+) -> None:
+    shutil.copytree(finished, recipe.output_dir)
+    before = files_below(recipe.output_dir)
+    newest = Path(recipe.output_dir, "checkpoints", "step-8")
+    sha256 = resume_module.sha256
+
+    def stale(path: Path) -> str:
+        if path.parent == newest:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return sha256(path)
+
+    monkeypatch.setattr(resume_module, "sha256", stale)
+    with pytest.raises(
+        RopeExtendError, match=r"cannot read the checkpoint .*step-8.*may be intact: try again"
+    ):
+        finetune(replace(recipe, steps=9), resume=True if resumed == "the newest" else newest)
+    assert files_below(recipe.output_dir) == before
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "name"),
+    few(
+        product(
+            (cut_short, flip_a_bit, Path.unlink),
+            ("trainable.safetensors", "optimizer.pt", "rng-0.pt", "state.json", "manifest.json"),
+        ),
+        4,
+    ),
+)
+def test_a_damaged_checkpoint_is_found_and_the_one_before_it_is_used(
+    recipe: Recipe, finished: Path, harm: Callable[[Path], None], name: str, at_step: AtStep,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    shutil.copytree(finished, recipe.output_dir)
+    whole = weights(finished)
+    newest = Path(recipe.output_dir, "checkpoints", "step-8")
+    harm(newest / name)
+    if name != "state.json":
+        with pytest.raises(RopeExtendError, match=r"step-8 is damaged.*the newest intact one"):
+            finetune(recipe, resume=newest)
+    computed = at_step(0, lambda: None)
+    finetune(recipe, resume=True)
+    assert "step-8 is damaged" in caplog.text
+    assert "resuming from step-6 instead" in caplog.text
+    assert computed == [7, 8]
+    assert_same(weights(recipe.output_dir), whole)
+
+
+def test_without_an_intact_checkpoint_nothing_is_resumed(recipe: Recipe, finished: Path) -> None:
+    shutil.copytree(finished, recipe.output_dir)
+    for checkpoint in Path(recipe.output_dir, "checkpoints").iterdir():
+        cut_short(checkpoint / "optimizer.pt")
+    with pytest.raises(RopeExtendError, match=r"nothing to resume.*step-8.*optimizer\.pt has.*step-6"):
+        finetune(replace(recipe, steps=9), resume=True)
+
+
+def test_the_requested_number_of_checkpoints_is_kept(recipe: Recipe) -> None:
+    finetune(replace(recipe, save_every=1, keep_checkpoints=3))
+    kept = sorted(path.name for path in Path(recipe.output_dir, "checkpoints").iterdir())
+    assert kept == ["step-6", "step-7", "step-8"]
+
+
+def test_a_resume_ends_what_a_killed_save_had_begun(recipe: Recipe) -> None:
+    directory = Path(recipe.output_dir)
+    directory.mkdir()
+    (directory / ".recipe.yaml.0123abcd.partial").touch()  # killed before it wrote its first file
+    finetune(replace(recipe, steps=3, save_every=1), resume=True)
+    checkpoints = directory / "checkpoints"
+    shutil.copytree(checkpoints / "step-2", checkpoints / "step-1")  # killed before it removed this one
+    finetune(replace(recipe, steps=3, save_every=1), resume=True)
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize(("step", "file"), [(1, "trainable.safetensors"), (5, "optimizer.pt")])
+def test_a_full_disk_is_one_clear_error_and_loses_no_checkpoint(
+    recipe: Recipe, tmp_path: Path, step: int, file: str, at_step: AtStep
+) -> None:
+    """A real failing write: a limit on the file size of the process. Python ignores the signal of it."""
+    resource = pytest.importorskip("resource")
+    recipe = replace(recipe, save_every=1, steps=5, keep_checkpoints=9)
+    finetune(recipe)
+    whole = weights(recipe.output_dir)
+    most = Path(recipe.output_dir, "checkpoints", "step-5", file).stat().st_size - 1
+    other = replace(recipe, output_dir=str(tmp_path / "full"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    at_step(step, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1])))
+    try:
+        with pytest.raises(RopeExtendError) as refused:
+            finetune(other)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = str(refused.value)
+    assert said.startswith(f"cannot write the checkpoint {other.output_dir}/checkpoints/step-{step}:")
+    assert "File too large" in said
+    assert "enforce fail" not in said
+    assert "Earlier checkpoints are intact" in said
+    names = sorted(path.name for path in Path(other.output_dir, "checkpoints").iterdir())
+    assert names == [f"step-{number}" for number in range(1, step)]
+    at_step(0, lambda: None)
+    finetune(other, resume=True)
+    assert_same(weights(other.output_dir), whole)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is always full")
+def test_a_disk_without_space_is_called_full(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = resume_module._torch_save
+    monkeypatch.setattr(resume_module, "_torch_save", lambda values, _: write(values, Path("/dev/full")))
+    with pytest.raises(RopeExtendError, match=r"the disk is full: .*No space left on device.*make room"):
+        finetune(replace(recipe, steps=1))
+
+
+def test_an_output_directory_with_a_run_is_refused_and_left_alone(recipe: Recipe, finished: Path) -> None:
+    shutil.copytree(finished, recipe.output_dir)
+    files = files_below(recipe.output_dir)
+    with pytest.raises(
+        RopeExtendError, match=r"already holds a run \(recipe\.yaml\); resume=True continues it, overwrite="
+    ):
+        finetune(recipe)
+    assert files == files_below(recipe.output_dir)
+    with pytest.raises(RopeExtendError, match="contradict"):
+        finetune(recipe, resume=True, overwrite=True)
+    notes = Path(recipe.output_dir, "notes.txt")
+    notes.write_text("mine")
+    finetune(replace(recipe, steps=1), overwrite=True)
+    assert [line["step"] for line in metrics(recipe.output_dir)] == [1]
+    assert notes.read_text() == "mine"
+
+
+def test_a_job_that_is_queued_again_always_passes_resume(
+    recipe: Recipe, finished: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Killed before its directory was there, it starts at step 0 and says so."""
+    finetune(recipe, resume=True)
+    assert f"there is no checkpoint in {recipe.output_dir} to resume from; the run" in caplog.text
+    assert_same(weights(recipe.output_dir), weights(finished))
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_what_is_no_checkpoint_is_not_resumed(recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(RopeExtendError, match="not a checkpoint of a run"):
+        finetune(recipe, resume=tmp_path)
