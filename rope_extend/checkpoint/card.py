@@ -24,7 +24,6 @@ from transformers import AutoConfig
 from rope_extend.checkpoint.card_mark import CARD_NAME, is_our_card, marked
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS, commands
-from rope_extend.checkpoint.guard import has_stock_config
 from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import Record, read_record
@@ -34,6 +33,7 @@ from rope_extend.files import expand_home, write_text
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.models.locating import GGUF
+from rope_extend.models.stock_config import has_stock_config
 from rope_extend.models.view import rotary_part
 from rope_extend.patching import patch_model
 from rope_extend.report.tables import (
@@ -52,7 +52,7 @@ PICTURE_NAME = "perplexity.png"
 _PICTURE = f"![Perplexity against length]({PICTURE_NAME})"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _RECIPE = (
     "steps", "batch_size", "block_length", "lora_rank", "positions", "packing", "mixed_windows",
     "short_share",
@@ -169,7 +169,7 @@ def _front_matter(record: Record, adapter: bool) -> Markup:
         "tags": ["rope_extend", "long-context", record.encoding.name, *(["lora"] if adapter else [])],
     }
     name = record.base_model or ""
-    if _HUB_ID.fullmatch(name) and not (_is_gguf(name) or Path(name).exists()):
+    if _HUB_ID.fullmatch(name) and not (_is_gguf(name) or os.path.exists(name)):
         data = {"base_model": name, **data}
     return Markup(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 

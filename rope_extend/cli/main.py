@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from rope_extend import __version__
-from rope_extend.advice.shipped import find_recipe, shipped_names
+from rope_extend.advice.shipped import shipped_names
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli import advise, discover, measure, ship, train
 from rope_extend.cli.arguments import add_json, export_target, flag_table, in_flags, methods, one_method
@@ -72,9 +72,10 @@ def completion(arguments: argparse.Namespace) -> None:
 
 def _add_values(parser: argparse.ArgumentParser, files: object) -> None:
     """Give the arguments of a parser, and of those below it, the values that a shell completes."""
+    named, recipe_names = method_names(), shipped_names()
     known = {
-        methods: method_names(), one_method: method_names(), "--method": method_names(),
-        "--methods": method_names(), advise.recipe_name: shipped_names(), find_recipe: shipped_names(),
+        methods: named, one_method: named, "--method": named, "--methods": named,
+        advise.recipe_name: recipe_names, train.recipe_or_model: recipe_names,
         export_target: tuple(TARGETS), advise.gpu: gpu_words(),
     }  # fmt: skip
     for action in parser._actions:

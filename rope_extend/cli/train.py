@@ -9,16 +9,19 @@ from pathlib import Path
 from shlex import quote
 
 from rope_extend.advice.shipped import find_recipe
-from rope_extend.cli.arguments import add_existing, add_json, add_settings, path, size
+from rope_extend.cli.arguments import add_existing, add_json, add_settings, argument, path, size
 from rope_extend.config import from_arguments
 from rope_extend.errors import RopeExtendError
 from rope_extend.searching.search_config import LOAD_FIELDS, SearchConfig
 from rope_extend.training.recipe import add_recipe_arguments, recipe_from_arguments
 
+recipe_or_model = argument(find_recipe)
+"""The file of a recipe, also by the name of one of the package, or a model."""
+
 
 def finetune_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a recipe, and those of the command."""
-    add_recipe_arguments(parser, find_recipe)
+    add_recipe_arguments(parser, recipe_or_model)
     text = "resume from this checkpoint; --resume takes the newest that is intact"
     add_existing(parser, "a run").add_argument("--resume-from", type=path, metavar="CHECKPOINT", help=text)
     text = (
@@ -37,9 +40,9 @@ def finetune(arguments: argparse.Namespace) -> None:
     The output directory holds the adapter, and rope_extend.json with its position encoding. Runs on the
     devices that accelerate finds. For several GPUs: torchrun --nproc-per-node N -m rope_extend finetune ...
     """
-    recipe = recipe_from_arguments(arguments)
     if arguments.json and not arguments.plan:
         raise RopeExtendError("--json belongs to --plan; a run writes metrics.jsonl")
+    recipe = recipe_from_arguments(arguments)
 
     from rope_extend.training.finetune import finetune as run  # imports torch
     from rope_extend.training.finetune import plan
