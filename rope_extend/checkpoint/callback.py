@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from rope_extend.checkpoint.base_model import (
-    base_matrices,
-    changes_base,
-    check_base_fingerprint,
-    token_layers_of,
-)
 from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.peft_models import changes_base, check_base
 from rope_extend.checkpoint.record import ADAPTER_MARK, Record, adapter_mark, read_record, write_record
-from rope_extend.checkpoint.saving import complete
+from rope_extend.checkpoint.saving import finish, written_directory
 from rope_extend.errors import RopeExtendError
+from rope_extend.journal import differences
 from rope_extend.models.parameters import write_learned
 from rope_extend.models.view import unwrap
-
-_SHOWN = 3
-"""Differing values of an encoding that an error shows."""
 
 
 class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
@@ -52,18 +46,28 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
         """
         record = Record.of(model, self.base_model)
         checkpoint = _checkpoint(args, state)
+        configs = [*(getattr(unwrap(model), "peft_config", None) or {}).values()]
         if state.global_step and (checkpoint / RECORD_NAME).exists():
             before = read_record(checkpoint)
             _check_encoding(checkpoint, before, record)
-            _check_base(checkpoint, before, record, model)
-        for config in _adapter_configs(model):
+            # The recorded fingerprint is of a base model that peft had not changed.
+            if not any(map(changes_base, configs)):
+                check_base(
+                    model,
+                    before.base_fingerprint,
+                    adapter=checkpoint,
+                    trained_on=before.base_model,
+                    advice="; load the former, or start a new run",
+                )
+        for config in configs:
             config.auto_mapping = {**(config.auto_mapping or {}), ADAPTER_MARK: adapter_mark(record)}
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Complete the checkpoint that was just saved."""
         directory = _checkpoint(args, state)
         if args.should_save and directory.is_dir():
-            complete(directory, model, base_model=self.base_model)
+            record = Record.of(model, self.base_model)
+            finish(written_directory(directory, model), model, record, renamed=bool(self.base_model))
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Write the record for a model that is saved into the output directory later."""
@@ -78,65 +82,19 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _check_encoding(checkpoint: Path, before: Record, record: Record) -> None:
-    """Refuse to resume with another encoding, shape or window.
-
-    Raises:
-        RopeExtendError: they differ. If their short texts do not, the message names values that do.
-    """
-    then, now = ((each.encoding, each.shape, each.target_length) for each in (before, record))
-    if then == now:
-        return
-    uses = _described(record)
-    if _described(before) == uses:  # rounded numbers, and only the ends of a long list
-        found = _differences("encoding", before.encoding.to_dict(), record.encoding.to_dict())
-        more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-        uses += f" ({'; '.join(found[:_SHOWN])}{more})"
-    raise RopeExtendError(
-        f"{checkpoint} was trained with {_described(before)}, but this model uses {uses}; extend it with the "
-        "former, or start a new run"
-    )
+    """Refuse to resume with another encoding, shape or window, by the values that differ."""
+    if before.uses != record.uses:
+        raise RopeExtendError(
+            f"{checkpoint} was trained with {before.encoding}, and this model uses {record.encoding}. They "
+            f"differ in {differences(_flat(before), _flat(record))}; extend the model as before, or start a "
+            "new run"
+        )
 
 
-def _check_base(checkpoint: Path, before: Record, record: Record, model: Any) -> None:
-    """Refuse to resume an adapter on another base model.
-
-    Raises:
-        RopeExtendError: both fingerprints are known and differ. They are not compared if peft changed the
-            base model when it made the adapter.
-    """
-    base, configs, recorded = unwrap(model), _adapter_configs(model), before.base_fingerprint
-    if recorded is None or record.base_fingerprint is None or any(map(changes_base, configs)):
-        return
-    check_base_fingerprint(
-        base_matrices(base),
-        recorded,
-        adapter=checkpoint,
-        token_layers={layer for config in configs for layer in token_layers_of(base, config)},
-        trained_on=before.base_model,
-        base=record.base_model or "a model made in memory",
-        advice="; load the former, or start a new run",
-    )
-
-
-def _adapter_configs(model: Any) -> list[Any]:
-    """The configs of a model's adapters; empty without an adapter."""
-    return [*(getattr(unwrap(model), "peft_config", None) or {}).values()]
-
-
-def _differences(name: str, then: Any, now: Any) -> list[str]:
-    """Where two plain values differ, such as `["encoding.theta was 500000.0 and is 500004.0"]`."""
-    parts: list[tuple[str, Any, Any]]
-    if isinstance(then, dict) and isinstance(now, dict):
-        parts = [(f"{name}.{key}", then.get(key), now.get(key)) for key in {**then, **now}]
-    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
-        parts = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(then, now, strict=True))]
-    else:
-        return [] if then == now else [f"{name} was {then!r} and is {now!r}"]
-    return [difference for part in parts for difference in _differences(*part)]
-
-
-def _described(record: Record) -> str:
-    return f"{record.encoding} of {record.shape} up to {record.target_length:,} tokens"
+def _flat(record: Record) -> dict[str, Any]:
+    """The values by which a model's positions are computed, by name."""
+    shape = asdict(record.shape)
+    return {**record.encoding.to_dict(), "shape": shape, "target_length": record.target_length}
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

@@ -24,7 +24,6 @@ from transformers import AutoConfig
 from rope_extend.checkpoint.card_mark import CARD_NAME, is_our_card, marked
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS, commands
-from rope_extend.checkpoint.guard import has_stock_config
 from rope_extend.checkpoint.manifest import read_json
 from rope_extend.checkpoint.model_type import MODEL_TYPE
 from rope_extend.checkpoint.record import Record, read_record
@@ -34,6 +33,7 @@ from rope_extend.files import expand_home, write_text
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.loading import empty_model, pretrained
 from rope_extend.models.locating import GGUF
+from rope_extend.models.stock_config import has_stock_config
 from rope_extend.models.view import rotary_part
 from rope_extend.patching import patch_model
 from rope_extend.report.tables import (

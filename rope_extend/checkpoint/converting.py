@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rope_extend.checkpoint.manifest import is_finite, read_json
-from rope_extend.checkpoint.saving import save_tokenizer
+from rope_extend.checkpoint.manifest import check_finite, read_json
+from rope_extend.checkpoint.saving import write_model, write_tokenizer
 from rope_extend.checkpoint.staging import staged
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
@@ -62,24 +61,17 @@ def convert(
     target = Path(expand_home(directory))
     with staged(target, overwrite=overwrite) as staging:
         tokenizer = pretrained(AutoTokenizer, str(path))
-        save_tokenizer(tokenizer, staging)
+        write_tokenizer(tokenizer, staging)
         _name_missing_tokens(staging)
         pretrained(AutoConfig, str(path)).save_pretrained(staging)  # it decides the tokenizer's class
         _check_tokenizer(path, tokenizer, staging)
-        model = pretrained(AutoModelForCausalLM, str(path), dtype=dtype)
-        _check_finite(path, model)
-        model.save_pretrained(
-            staging, **({} if max_shard_size is None else {"max_shard_size": max_shard_size})
-        )
+        write_model(pretrained(AutoModelForCausalLM, str(path), dtype=dtype), staging, max_shard_size)
+        check_finite(staging)
     return target
 
 
 def _source(source: Path) -> Path:
-    """The GGUF file to convert.
-
-    Raises:
-        RopeExtendError: there is none, or the directory is a checkpoint already.
-    """
+    """The GGUF file to convert."""
     if (path := gguf_file(source)) is not None:
         return path
     if source.is_dir() and (files := sorted(file.name for file in source.glob("*.gguf"))):
@@ -90,26 +82,8 @@ def _source(source: Path) -> Path:
     raise RopeExtendError(f"{source} is no GGUF file and holds none; there is nothing to convert")
 
 
-def _check_finite(path: Path, model: nn.Module) -> None:
-    """Refuse weights that are NaN or infinite.
-
-    Raises:
-        RopeExtendError: names the first such weight.
-    """
-    for name, weight in model.named_parameters():
-        if not is_finite(weight.detach()):
-            limit, dtype = torch.finfo(weight.dtype).max, str(weight.dtype).removeprefix("torch.")
-            raise RopeExtendError(
-                f"{path}: {name} holds values that are NaN, infinite, or above {limit:g}, the largest number "
-                f"of {dtype}, so the model's output would be NaN or infinite too"
-            )
-
-
 def _name_missing_tokens(directory: Path) -> None:
-    """Write null for each special token that the file has none for.
-
-    Otherwise, stock classes fill in their own, as an added token without a row in the embedding.
-    """
+    """Write null for each special token that the file has none for; stock classes would add their own."""
     path = directory / "tokenizer_config.json"
     missing = {f"{name}_token": None for name in ("bos", "eos", "unk", "pad")}
     write_json(path, {**missing, **read_json(path)})
@@ -120,9 +94,6 @@ def _check_tokenizer(path: Path, tokenizer: Any, directory: Path) -> None:
 
     transformers 5.23 reads the tokenizer of every `qwen2` checkpoint as Qwen's, whatever the files say. That
     includes NFC, which GGUF files do not hold.
-
-    Raises:
-        RopeExtendError: it gives other tokens for a text, or has tokens that the file has not.
     """
     stock = pretrained(AutoTokenizer, str(directory))
     kind = f"stock transformers reads the tokenizer of this checkpoint as its {type(stock).__name__}"

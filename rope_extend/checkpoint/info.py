@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.checkpoint.peft_models import tuner_layers
 from rope_extend.checkpoint.record import ADAPTER_MARK, read_record
+from rope_extend.checkpoint.restoring import apply_record
 from rope_extend.encodings import (
     Encoding,
     RemapEncoding,
@@ -41,7 +42,7 @@ from rope_extend.models.view import (
     shape_of,
     unwrap,
 )
-from rope_extend.patching import current_patch, patch_model
+from rope_extend.patching import current_patch
 
 logger = logging.getLogger(__name__)
 
@@ -169,25 +170,25 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
     base = unwrap(model)
     config, parameters = rotary_part(base.config)
     layer = layer_config(base.config)
-    marks = _marks(model)
+    marks = _marks(base)
     try:
         shape = shape_of(model, trained_length)
     except RopeExtendError:
         if not marks:
             raise
-        shape = marks[0].shape  # the adapter's config states it
+        shape = next(iter(marks.values()))[1]  # the adapter's config states it
     rotary = next(iter(adapter_for(base.config.model_type).rotary_modules(base.base_model).values()))
     record = config_record(base.config)
+    unapplied = _unapplied(model, marks)
+    recorded = unapplied_record(base)
+    if recorded is not None:
+        logger.warning("this model does not use what it was saved with: %s", recorded[1])
+        unapplied = unapplied or str(recorded[0])
     known = (
         Encoding.from_dict(record["encoding"])
-        if record
+        if record and recorded is None
         else RopeEncoding.from_rope_parameters(parameters, config.max_position_embeddings)
     )
-    unapplied = _unapplied(model, marks)
-    if (recorded := unapplied_record(base)) is not None:
-        logger.warning("this model does not use what it was saved with: %s", recorded[1])
-        known = RopeEncoding.from_rope_parameters(parameters, config.max_position_embeddings)
-        unapplied = unapplied or str(recorded[0])
     # The stock table must be computable. A config that is broken in other ways fails here, not later.
     active_table(rotary, base.config, shape.trained_length)
     start, start_reason = suggested_start(base, shape.trained_length)
@@ -211,18 +212,13 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
 def _empty_model(name: str) -> nn.Module:
     """The model of a checkpoint, without weights. For an adapter: its base model, with its encoding."""
     directory = Path(name)
-    if not (directory / "adapter_config.json").exists() or (directory / "config.json").exists():
+    recorded = (directory / RECORD_NAME).exists()
+    if not (directory / ADAPTER_CONFIG).exists() or (directory / "config.json").exists():
         model = empty_model(name)
-        if unapplied_record(model) is not None and (directory / RECORD_NAME).exists():
-            record = read_record(name)  # as rope_extend.load applies it
-            patch_model(
-                model,
-                record.encoding,
-                trained_length=record.shape.trained_length,
-                target_length=record.target_length,
-            )
+        if unapplied_record(model) is not None and recorded:
+            apply_record(model, read_record(name))
         return model
-    if not (directory / RECORD_NAME).exists():
+    if not recorded:
         raise RopeExtendError(
             f"{name} holds an adapter without {RECORD_NAME}, so its encoding is unknown; give its base model "
             "instead"
@@ -231,68 +227,53 @@ def _empty_model(name: str) -> nn.Module:
     if record.base_model is None:
         raise RopeExtendError(f"the record in {name} names no base model; give the base model instead")
     model = empty_model(record.base_model)
-    patch_model(
-        model, record.encoding, trained_length=record.shape.trained_length, target_length=record.target_length
-    )
+    apply_record(model, record)
     return model
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """The encoding that an active adapter was trained with, from the mark in the adapter's config."""
-
-    adapter: str
-    encoding: Encoding
-    shape: RopeShape
-    target_length: int
-
-
-def _marks(model: nn.Module) -> list[_Mark]:
-    """The marks of the active adapters that rope_extend saved."""
-    base = unwrap(model)
+def _marks(base: Any) -> dict[str, tuple[Encoding, RopeShape, int]]:
+    """Encoding, shape and window that the active adapters were trained with, if rope_extend saved them."""
     configs = getattr(base, "peft_config", None) or {}
-    marks = []
-    for name in next((layer.active_adapters for _, layer in tuner_layers(base)), []):
+    marks = {}
+    for name in next((layer.active_adapters for _, layer in tuner_layers(base)), ()):
         mapping = getattr(configs.get(name), "auto_mapping", None)
         mark = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
         if mark is None:
             continue
         try:
             length = check_length("adapter", "target_length", mark["target_length"])
-            encoding, shape = Encoding.from_dict(mark["encoding"]), RopeShape(**mark["shape"])
+            marks[name] = Encoding.from_dict(mark["encoding"]), RopeShape(**mark["shape"]), length
         except Exception as error:
             raise RopeExtendError(
                 f"the encoding in the config of the adapter {name!r} is damaged ({error}): {mark!r}; load "
                 "the adapter with rope_extend.load, which compares it with what was saved"
             ) from error
-        marks.append(_Mark(name, encoding, shape, length))
     return marks
 
 
-def _unapplied(model: nn.Module, marks: Sequence[_Mark]) -> str | None:
+def _unapplied(model: nn.Module, marks: Mapping[str, tuple[Encoding, RopeShape, int]]) -> str | None:
     """The encoding that an active adapter was trained with, if the model does not use it."""
     patch = current_patch(model)
-    for mark in marks:
-        if not _uses(model, mark):
+    for name, (encoding, shape, target_length) in marks.items():
+        if not _uses(model, encoding, shape, target_length):
             logger.warning(
                 "the adapter %r was trained with %s, but this model uses %s, so its output cannot be "
                 "trusted. Load the adapter with rope_extend.load or rope_extend.load_adapter, not with peft "
                 "alone",
-                mark.adapter, mark.encoding, patch.encoding if patch else "the base model's own encoding",
+                name, encoding, patch.encoding if patch else "the base model's own encoding",
             )  # fmt: skip
-            return str(mark.encoding)
+            return str(encoding)
     return None
 
 
-def _uses(model: nn.Module, mark: _Mark) -> bool:
+def _uses(model: nn.Module, encoding: Encoding, shape: RopeShape, target_length: int) -> bool:
     """Whether a model uses an adapter's encoding, through its patch or its own config."""
     patch = current_patch(model)
-    if patch is not None and (patch.encoding, patch.shape) == (mark.encoding, mark.shape):
+    if patch is not None and (patch.encoding, patch.shape) == (encoding, shape):
         return True
     if patch is not None and not patch.encoding.effects(patch.shape).is_one_table:
         return False
-    encoding, shape = mark.encoding, mark.shape
     effects = encoding.effects(shape)
     if not isinstance(encoding, RopeEncoding) or not (effects.is_one_table or effects.per_row):
         return False
-    return has_tables_of(model, encoding, shape, (shape.trained_length, mark.target_length))
+    return has_tables_of(model, encoding, shape, (shape.trained_length, target_length))

@@ -1,8 +1,8 @@
-"""The integrity of a checkpoint's directory: it is complete, and its files are those that were written.
+"""The files of a checkpoint's directory: reading them safely, and whether they are those that were written.
 
-These checks find damage and mix-ups. They do not stop an attacker, who can write the digests along with the
-weights. What an attacker could use is refused in any case: pickles, which run code when they are read, names
-of modules to import, and files outside the directory.
+The digests find damage and mix-ups. They do not stop an attacker, who can write them along with the weights.
+What an attacker could use is refused in any case: pickles, which run code when they are read, names of
+modules to import, and files outside the directory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,8 +24,9 @@ from rope_extend.files import sha256
 from rope_extend.models.parameters import LEARNED_FILE
 
 RECORD_NAME = "rope_extend.json"
+ADAPTER_CONFIG = "adapter_config.json"
 INDEX_NAME = "model.safetensors.index.json"
-CONFIGS = ("config.json", "adapter_config.json", INDEX_NAME)
+CONFIGS = ("config.json", ADAPTER_CONFIG, INDEX_NAME)
 """The files that, together with the weights, decide what is computed."""
 
 _WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
@@ -39,6 +41,7 @@ _IDLE_KEYS = re.compile(
     r"|.*_token_id"
 )
 """Keys of a config that its owner may edit: they are names, and do not change what is computed."""
+_RESTORE = "restore the file, or save the model again"
 
 
 def check_directory(
@@ -48,31 +51,31 @@ def check_directory(
 
     Args:
         directory: an adapter or a full checkpoint.
-        weights: the record's digests of weight files. If empty, as in schema 1, none are compared.
+        weights: the record's digests of weight files. If empty, none are compared.
         configs: the record's digests of configs. If empty, none are compared.
         contents: also read all weights, to compare their digests and to find values that are not finite.
 
     Raises:
-        RopeExtendError: pickled weights; an adapter that names a module to import; a file that is missing,
-            unreadable or outside the directory; a damaged safetensors header; a digest that differs; a file
-            that was added; a weight that is not finite.
+        RopeExtendError: names the file, and what is wrong with it.
     """
     try:
         _refuse_pickles(directory)
-        for name in (RECORD_NAME, *CONFIGS):
-            if name == RECORD_NAME or (directory / name).is_symlink() or (directory / name).exists():
+        locate(directory, RECORD_NAME)
+        for name in CONFIGS:
+            if (directory / name).is_symlink() or (directory / name).exists():
                 locate(directory, name)
-        _refuse_imports(directory / "adapter_config.json")
+        _refuse_imports(directory / ADAPTER_CONFIG)
         names = weight_files(directory)
         _check_complete(directory, names)
-        recorded = [name for name in weights if _is_plain(name) and (directory / name).exists()]
-        for name in {*names, *recorded}:
-            check_header(locate(directory, name))
+        for name in names:
+            with open_weights(locate(directory, name)):
+                pass
         if contents:
-            _compare("weight file", directory, weights, lambda path: weight_digests(path, weights))
-            _compare("config", directory, configs, config_digests)
-            for name in names:
-                check_finite(directory / name)
+            if weights:
+                _compare("weight file", directory, weights, weight_digests(directory))
+            if configs:
+                _compare("config", directory, configs, config_digests(directory))
+            check_finite(directory)
     except OSError as error:
         raise RopeExtendError(f"cannot read the checkpoint {directory}: {error}") from error
 
@@ -85,20 +88,18 @@ def is_weight_file(name: str) -> bool:
 def weight_files(directory: Path) -> list[str]:
     """Names of the weight files of a directory, sorted: the files that exist and those that the index names.
 
-    Raises:
-        RopeExtendError: the index is damaged, or names a file that is not directly in the directory.
+    An index that is damaged, or names a file elsewhere, is refused.
     """
     names = {path.name for path in directory.iterdir() if is_weight_file(path.name)}
-    if (directory / INDEX_NAME).exists():
-        path = directory / INDEX_NAME
+    path = directory / INDEX_NAME
+    if path.exists():
         weight_map = read_json(path).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise RopeExtendError(f"{path} has no weight_map; restore the file, or save the model again")
+            raise RopeExtendError(f"{path} has no weight_map; {_RESTORE}")
         for name in weight_map.values():
             if not _is_plain(name):
                 raise RopeExtendError(
-                    f"{path} names {name!r}, which is not a safetensors file of this directory; restore the "
-                    "file, or save the model again"
+                    f"{path} names {name!r}, which is not a safetensors file of this directory; {_RESTORE}"
                 )
         names.update(weight_map.values())
     return sorted(names)
@@ -115,21 +116,15 @@ def _is_plain(name: Any) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds a mapping.
-
-    Raises:
-        RopeExtendError: it cannot be read, or holds something else.
-    """
+    """The contents of a JSON file; one that cannot be read, or holds no mapping, is refused."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe would wait for ever
             raise OSError("it is not a regular file")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise RopeExtendError(
-            f"cannot read {path}: {error}; restore the file, or save the model again"
-        ) from error
+        raise RopeExtendError(f"cannot read {path}: {error}; {_RESTORE}") from error
     if not isinstance(data, dict):
-        raise RopeExtendError(f"{path} holds a {type(data).__name__}, not a mapping; restore the file")
+        raise RopeExtendError(f"{path} holds a {type(data).__name__}, not a mapping; {_RESTORE}")
     return data
 
 
@@ -153,19 +148,13 @@ def _refuse_imports(config: Path) -> None:
 
 
 def locate(directory: Path, name: str) -> Path:
-    """The real path of a file of a directory. Links may point into the directory or to a hub cache's blobs.
-
-    Raises:
-        RopeExtendError: the file is missing, is not a regular file, or lies elsewhere.
-    """
+    """The real path of a regular file of a directory, or of a hub cache's blob; others are refused."""
     path, root = directory / name, directory.resolve()
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:
         # RuntimeError: links in a circle, before Python 3.13. ValueError: a name that no file can have.
-        raise RopeExtendError(
-            f"{path} is missing or cannot be reached ({error}); restore the file, or save the model again"
-        ) from error
+        raise RopeExtendError(f"{path} is missing or cannot be reached ({error}); {_RESTORE}") from error
     blobs = [
         parent.parent / "blobs"
         for parent in root.parents
@@ -182,65 +171,50 @@ def locate(directory: Path, name: str) -> Path:
 
 def _check_complete(directory: Path, names: list[str]) -> None:
     """Refuse a directory without the weights that a loader would look for."""
-    adapter = (directory / "adapter_config.json").exists()
+    adapter = (directory / ADAPTER_CONFIG).exists()
     expected = "adapter_model.safetensors" if adapter else "model.safetensors"
     if expected not in names and (adapter or not (directory / INDEX_NAME).exists()):
-        raise RopeExtendError(
-            f"{directory} holds no {expected}, so the checkpoint is incomplete; restore the file, or save "
-            "the model again"
-        )
+        raise RopeExtendError(f"{directory} holds no {expected}, so the checkpoint is incomplete; {_RESTORE}")
 
 
-def check_header(path: Path) -> None:
-    """Refuse a safetensors file that is truncated, or whose header does not describe its contents.
-
-    Raises:
-        RopeExtendError: the file is truncated or damaged.
-    """
+@contextmanager
+def open_weights(path: Path) -> Iterator[Any]:
+    """A safetensors file, open within the block; refused if it is truncated, or its header does not fit."""
     try:
-        with safe_open(path, framework="pt") as file:
-            file.keys()
+        file = safe_open(path, framework="pt", device="cpu")
     except OSError:
         raise
-    except Exception as error:  # SafetensorError, and UnicodeError for a name that the library cannot open
-        raise RopeExtendError(
-            f"{path} is truncated or damaged ({error}); restore the file, or save the model again"
-        ) from error
+    except Exception as error:
+        raise RopeExtendError(f"{path} is truncated or damaged ({error}); {_RESTORE}") from error
+    with file:
+        yield file
 
 
-def check_finite(path: Path) -> None:
-    """Refuse a safetensors file with a NaN or an infinity. One tensor is read at a time.
+def check_finite(directory: Path) -> None:
+    """Refuse weight files with a NaN or an infinity. One tensor is read at a time."""
+    for path in (directory / name for name in weight_files(directory)):
+        with open_weights(path) as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                tensor = file.get_tensor(name)
+                if not _is_finite(tensor):
+                    raise RopeExtendError(
+                        f"{path}: {name} holds values that are NaN or infinite in {tensor.dtype}, so the "
+                        "model's output would be too; go back to an earlier checkpoint, or choose another "
+                        "dtype"
+                    )
 
-    Raises:
-        RopeExtendError: names the first tensor with such a value.
-    """
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
-            if not is_finite(file.get_tensor(name)):
-                raise RopeExtendError(
-                    f"{path}: {name} holds values that are NaN or infinite, so the model's output would be "
-                    "too; go back to an earlier checkpoint"
-                )
 
-
-def is_finite(tensor: Tensor) -> bool:
+def _is_finite(tensor: Tensor) -> bool:
     """Whether no value is NaN or infinite; computed in chunks, to save memory."""
     if not tensor.is_floating_point():
         return True
-    chunks: Iterable[Tensor] = torch.split(tensor.flatten(), 2**24)
+    chunks = torch.split(tensor.flatten(), 2**24)
     return all(bool(torch.isfinite(c if c.itemsize > 1 else c.float()).all()) for c in chunks)
 
 
-def weight_digests(directory: Path, recorded: Iterable[str] = ()) -> dict[str, str]:
-    """SHA-256 of every weight file of a directory, by name. A missing shard is left out.
-
-    Early records may name other safetensors files; those in `recorded` are included.
-    """
-    return {
-        name: sha256(directory / name)
-        for name in sorted({*weight_files(directory), *filter(_is_plain, recorded)})
-        if (directory / name).exists()  # the comparison reports a missing shard
-    }
+def weight_digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of every weight file of a directory, by name. A missing shard is left out."""
+    return {name: sha256(directory / name) for name in weight_files(directory) if (directory / name).exists()}
 
 
 def config_digests(directory: Path) -> dict[str, str]:
@@ -260,17 +234,12 @@ def adapter_digests(directory: Path) -> dict[str, str]:
     return {name: digest[:16] for name, digest in files.items()}
 
 
-def _compare(
-    kind: str, directory: Path, recorded: dict[str, str], digests_of: Callable[[Path], dict[str, str]]
-) -> None:
+def _compare(kind: str, directory: Path, recorded: dict[str, str], found: dict[str, str]) -> None:
     """Refuse files that differ from those in the record."""
-    if not recorded:
-        return
-    digests = digests_of(directory)
     for change, names in (
-        ("is missing", recorded.keys() - digests.keys()),
-        ("was added later", digests.keys() - recorded.keys()),
-        ("is not what was saved", {name for name in recorded if digests.get(name) != recorded[name]}),
+        ("is missing", recorded.keys() - found.keys()),
+        ("was added later", found.keys() - recorded.keys()),
+        ("is not what was saved", {name for name in recorded if found.get(name) != recorded[name]}),
     ):
         if names:
             raise RopeExtendError(

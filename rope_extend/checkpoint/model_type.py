@@ -1,8 +1,16 @@
-"""The config of plugin-only checkpoints, which stops every stock reader. Imports nothing heavy.
+"""Plugin-only checkpoints: those that stock readers would silently load with the original window.
 
-Readers choose what they build in three ways: by `model_type`, by `architectures`, or by a class that the user
-names. The last ones only read the rotary parameters. So all three are replaced by values that nobody else
-knows, and the family's own values are kept under other keys.
+If stock transformers does not support an encoding, `config.json` gets a model type, an architecture and a
+`rope_type` of its own, and the family's own values are kept under other keys. After `import rope_extend`,
+`AutoModelForCausalLM.from_pretrained` knows that type and returns the family's own model, patched. No code of
+the checkpoint is run, and `trust_remote_code` is not needed. Without rope_extend, every reader stops:
+
+- `AutoModelForCausalLM` and vLLM stop at the unknown model type.
+- llama.cpp's converter stops at the unknown architecture. It ignores the model type.
+- A family's own class, such as `LlamaForCausalLM`, stops at the unknown `rope_type`. It only warns of another
+  model type.
+
+This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -31,15 +39,11 @@ def guarded_config(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_config(data: dict[str, Any]) -> dict[str, Any]:
-    """The contents of a `config.json` with the family's own values, plugin-only or not.
-
-    Early plugin-only configs only have another model type.
-    """
+    """The contents of a `config.json` with the family's own values, plugin-only or not."""
     if data.get("model_type") != MODEL_TYPE:
         return data
     result = _restored(data)
-    if result.get("architectures") == ARCHITECTURES:
-        _put_back(result, "architectures")
+    _put_back(result, "architectures")
     return {**{key: value for key, value in result.items() if key != FAMILY}, "model_type": data.get(FAMILY)}
 
 

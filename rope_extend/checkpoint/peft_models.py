@@ -1,11 +1,31 @@
-"""Peft models, without importing peft: a process that has not imported it has no such model."""
+"""Adapters of peft: their layers in a model, and which base model they belong to.
+
+A process that has not imported peft has no model with an adapter, so peft is never imported for one without.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.models.parameters import is_learned
+from rope_extend.models.view import unwrap
+
+logger = logging.getLogger(__name__)
+
+_IN_FLOAT16 = "the model is in float16, which rounds differently from bfloat16"
+
+_CHANGES_BASE = re.compile("pissa|corda|olora|loftq|lora_ga", re.IGNORECASE)
+"""Adapter initialisations that subtract from the base model's weights what they put into the adapter."""
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -21,17 +41,6 @@ def tuner_layers(model: nn.Module) -> list[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [(path, module) for path, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-
-
-def wrapper_paths(model: nn.Module) -> set[str]:
-    """Paths of all modules that peft put around a base model's own modules."""
-    if "peft" not in sys.modules:
-        return set()
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    wrappers = BaseTunerLayer | AuxiliaryTrainingWrapper
-    return {path for path, module in model.named_modules() if isinstance(module, wrappers)}
 
 
 def remove_adapter(model: Any) -> Any:
@@ -56,3 +65,134 @@ def remove_adapter(model: Any) -> Any:
     for parent, name, original in originals:
         setattr(parent, name, original)
     return base
+
+
+def changes_base(config: Any) -> str | None:
+    """The initialisation of an adapter by which peft changes the base model's weights, also on loading.
+
+    None if the adapter leaves the base model's weights unchanged.
+    """
+    name = getattr(config, "init_lora_weights", None)
+    if isinstance(name, str) and _CHANGES_BASE.match(name):
+        return name
+    return "kasa" if getattr(config, "kasa_config", None) else None
+
+
+def base_fingerprint(model: nn.Module) -> str | None:
+    """A fingerprint of a base model: SHA-256 over its matrices' names, shapes and some values.
+
+    It is the same with and without an adapter, patched or not, on any device, and in float32 or bfloat16:
+    values are compared as bfloat16. Vectors are left out, because peft can train biases in place. 16 values
+    of each matrix are read, so it takes milliseconds.
+
+    Returns:
+        64 hexadecimal digits. None, with a warning, if the values are not available: the model is quantised
+        or in float16, or its weights are offloaded, sharded, or merged with an adapter.
+    """
+    matrices = _base_matrices(unwrap(model))
+    if obstacle := _obstacle(unwrap(model), list(matrices.values())):
+        _warn_unchecked(obstacle)
+        return None
+    return _fingerprint(matrices)
+
+
+def check_base(
+    model: nn.Module, recorded: str | None, *, adapter: Path, trained_on: str | None, advice: str
+) -> None:
+    """Refuse a base model with other weights than the one that an adapter was trained on.
+
+    A model in float16 is accepted if it is the original, and with a warning if it may be rounded.
+
+    Args:
+        model: the base model at hand, or one with an adapter.
+        recorded: the fingerprint in the adapter's record; None if there is none to compare with.
+        adapter: the adapter's directory.
+        trained_on: the base model that the record names.
+        advice: what to do, the end of the error message.
+    """
+    if recorded is None:
+        return
+    base = unwrap(model)
+    matrices = _base_matrices(base)
+    obstacle = _obstacle(base, list(matrices.values()))
+    if obstacle in (None, _IN_FLOAT16):
+        found = _fingerprint(matrices)
+        if found == recorded:
+            return
+        if obstacle is None:
+            name = base.config.name_or_path or "a model made in memory"
+            raise RopeExtendError(
+                f"the adapter in {adapter} was trained on {trained_on!r} (fingerprint {recorded[:12]}), but "
+                f"the base model {name!r} has other weights (fingerprint {found[:12]}){advice}"
+            )
+    _warn_unchecked(str(obstacle))
+
+
+def _warn_unchecked(obstacle: str) -> None:
+    logger.warning("%s, so it cannot be checked which base model an adapter belongs to", obstacle)
+
+
+def _base_matrices(base: Any) -> dict[str, Tensor]:
+    """The matrices of a model without the layers that peft added, by name and sorted by it."""
+    matrices = {}
+    wrappers = _wrapper_paths(base)
+    # A head tied to the embedding is not always the same tensor once peft has copied one of the two.
+    tied = set(getattr(base, "all_tied_weights_keys", None) or ())
+    for name, parameter in base.named_parameters():
+        if parameter.ndim > 1 or parameter.numel() == 0:
+            plain = _name_in_base(name, wrappers)
+            if plain is not None and plain not in tied and not is_learned(plain):
+                matrices[plain] = parameter
+    return dict(sorted(matrices.items()))
+
+
+def _wrapper_paths(model: nn.Module) -> set[str]:
+    """Paths of all modules that peft put around a base model's own modules."""
+    if "peft" not in sys.modules:
+        return set()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    wrappers = BaseTunerLayer | AuxiliaryTrainingWrapper
+    return {path for path, module in model.named_modules() if isinstance(module, wrappers)}
+
+
+def _name_in_base(name: str, wrappers: set[str]) -> str | None:
+    """The name that a parameter has without peft's wrappers; None for a parameter that an adapter added."""
+    kept: list[str] = []
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if ".".join(parts[:i]) not in wrappers:
+            kept.append(part)
+        elif part not in ("base_layer", "original_module", "token_adapter"):
+            return None
+    return ".".join(kept)
+
+
+def _obstacle(base: Any, tensors: list[Tensor]) -> str | None:
+    """Why the values of a base model cannot be compared; None if they can."""
+    if getattr(base, "is_quantized", False) or not all(t.is_floating_point() for t in tensors):
+        return "the model is quantised"
+    if any(t.itemsize == 1 for t in tensors):
+        return "the model is in 8 bits"
+    if any(t.is_meta or t.numel() == 0 or isinstance(t, DTensor) for t in tensors):
+        return "the model's weights are offloaded or sharded"
+    if any(layer.merged for _, layer in tuner_layers(base)):
+        return "an adapter is merged into the model's weights"
+    return _IN_FLOAT16 if any(t.dtype == torch.float16 for t in tensors) else None
+
+
+def _fingerprint(matrices: dict[str, Tensor]) -> str:
+    """SHA-256 over name, shape and 16 values of each matrix, evenly spread and as bfloat16."""
+    digest = hashlib.sha256()
+    for name, matrix in matrices.items():
+        digest.update(f"{name} {tuple(matrix.shape)}\n".encode() + _sample(matrix))
+    return digest.hexdigest()
+
+
+def _sample(matrix: Tensor, count: int = 16) -> bytes:
+    """Bytes of evenly spaced values of a matrix, the first and the last among them, as bfloat16."""
+    flat = matrix.detach().reshape(-1)
+    last = flat.numel() - 1
+    indices = torch.tensor([last * i // (count - 1) for i in range(count)], device=flat.device)
+    return flat[indices].to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from glob import escape
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from rope_extend.checkpoint.card_mark import CARD_NAME
 from rope_extend.checkpoint.local_paths import private_fields
@@ -62,6 +62,8 @@ def push_to_hub(
         RopeExtendError: the directory has no record or is damaged, a file names a local path as the base
             model, the repository is public and should be private, or the hub refuses or cannot be reached.
     """
+    import huggingface_hub
+
     directory = Path(expand_home(directory))
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs)
@@ -76,7 +78,7 @@ def push_to_hub(
         logger.info("not uploaded from %s: %s", directory, ", ".join(left_out))
     open_repository(repo_id, private=private, token=token)
     with _hub_errors(repo_id):
-        commit = _api(token).upload_folder(
+        commit = huggingface_hub.HfApi(token=token).upload_folder(
             repo_id=repo_id, folder_path=directory, allow_patterns=[escape(name) for name in names],
             revision=revision, commit_message=commit_message,
         )  # fmt: skip
@@ -86,30 +88,22 @@ def push_to_hub(
 def open_repository(repo_id: str, *, private: bool | None = None, token: str | None = None) -> None:
     """Create a repository on the hub if it is missing; so a long run knows that it can upload its result.
 
-    Args:
-        repo_id: `owner/name`.
-        private: whether a new repository is private; default: as the account says. If True, a public
-            repository of that name is refused.
-        token: access token; default: the one that `hf auth login` stored.
+    The arguments are those of `push_to_hub`.
 
     Raises:
         RopeExtendError: the repository is public and should be private, or the hub refuses or cannot be
             reached.
     """
+    import huggingface_hub
+
     with _hub_errors(repo_id):
-        api = _api(token)
+        api = huggingface_hub.HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
         if private and not api.repo_info(repo_id).private:
             raise RopeExtendError(
                 f"{repo_id} exists and is public, so private=True cannot hold; nothing was uploaded. Make it "
                 "private in its settings on the hub, or give another name"
             )
-
-
-def _api(token: str | None) -> Any:
-    import huggingface_hub
-
-    return huggingface_hub.HfApi(token=token)
 
 
 @contextmanager
@@ -123,15 +117,10 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         yield
     except RopeExtendError:
         raise
-    except (HfHubHTTPError, OSError, ValueError, http_error) as error:
-        if isinstance(error, (http_error, ConnectionError)) and not isinstance(error, HfHubHTTPError):
-            raise RopeExtendError(
-                f"the hub cannot be reached: {error}. Nothing is uploaded to {repo_id}; check the network, "
-                "and push again"
-            ) from error
+    except (OSError, ValueError, http_error) as error:
         raise RopeExtendError(
-            f"the hub did not take {str(repo_id)!r}: {error}. Log in with `hf auth login`, and give "
-            "owner/name"
+            f"the hub did not take {str(repo_id)!r}: {error}. Check the network, log in with `hf auth "
+            "login`, and give owner/name"
         ) from error
 
 

@@ -6,8 +6,8 @@ It is a file of its own, because a `config.json` in an adapter's directory keeps
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from os import PathLike
@@ -16,16 +16,16 @@ from typing import Any, Self
 
 from torch import nn
 
-from rope_extend.checkpoint.base_model import base_fingerprint
 from rope_extend.checkpoint.manifest import (
+    ADAPTER_CONFIG,
     RECORD_NAME,
     config_digests,
     locate,
     read_json,
     weight_digests,
 )
-from rope_extend.checkpoint.peft_models import is_peft_model
-from rope_extend.checkpoint.staging import backups
+from rope_extend.checkpoint.peft_models import base_fingerprint, is_peft_model
+from rope_extend.checkpoint.staging import how_to_restore
 from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import write_json
@@ -37,20 +37,15 @@ from rope_extend.report.versions import package_version
 
 SCHEMA_VERSION = 2
 ADAPTER_MARK = "rope_extend"
-"""The key in `auto_mapping` of an adapter's config that holds the encoding it was trained with.
-
-`auto_mapping` is the one part of that config which peft keeps unchanged, on a live model and when it saves
-again. For a model with a task type, nothing else uses it.
-"""
+"""The key in `auto_mapping` of an adapter's config that holds the encoding it was trained with. It is the one
+part of that config which peft keeps unchanged, and for a model with a task type, nothing else uses it."""
+_LONGEST_NAME = 4096
+"""The longest path that Linux takes."""
 
 _TYPES: dict[str, Any] = {
     "shape": dict, "target_length": int, "model_type": str, "base_model": str | None,
     "base_fingerprint": str | None, "weights": dict, "configs": dict, "versions": dict,
 }  # fmt: skip
-_MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    1: lambda data: {**data, "schema_version": 2, "base_fingerprint": None, "weights": {}, "configs": {}},
-}
-"""From each earlier schema version to the next."""
 
 
 @cache
@@ -71,7 +66,7 @@ class Record:
         base_model: name or path of the base model; None if it has none, such as a model made in memory. In a
             full checkpoint, which does not need it, only the last part of a local path is recorded.
         base_fingerprint: fingerprint of the base model that an adapter was trained on, see
-            `base_model.base_fingerprint`; None in a full checkpoint, or if it could not be computed.
+            `peft_models.base_fingerprint`; None in a full checkpoint, or if it could not be computed.
         weights: SHA-256 of every weight file next to the record, by name; empty if not computed.
         configs: SHA-256 of the contents of each config next to it, by name; empty if not computed.
         versions: versions of the libraries that wrote it.
@@ -108,35 +103,31 @@ class Record:
         record = cls(patch.encoding, patch.shape, patch.target_length, config.model_type, name, fingerprint)
         return record if is_peft_model(model) else record.without_local_path()
 
+    @property
+    def uses(self) -> tuple[Encoding, RopeShape, int]:
+        """What decides the positions that a model computes: its encoding, shape and window."""
+        return self.encoding, self.shape, self.target_length
+
     def without_local_path(self) -> Self:
         """The record of a full checkpoint: of a local path to its base model only the last part."""
         return replace(self, base_model=self.base_model and public_name(self.base_model))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is the exact inverse."""
-        return {
-            "schema_version": self.schema_version,
-            "encoding": self.encoding.to_dict(),
-            "shape": asdict(self.shape),
-            "target_length": self.target_length,
-            "model_type": self.model_type,
-            "base_model": self.base_model,
-            "base_fingerprint": self.base_fingerprint,
-            "weights": dict(self.weights),
-            "configs": dict(self.configs),
-            "versions": dict(self.versions),
-        }
+        data = {name: getattr(self, name) for name in ("schema_version", *self.__dataclass_fields__)}
+        return {**data, "encoding": self.encoding.to_dict(), "shape": asdict(self.shape)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """The record that `to_dict` described, in this schema version or an earlier one.
-
-        Raises:
-            RopeExtendError: an unknown schema version, a missing or unknown key, or an invalid value.
-        """
+        """The record that `to_dict` described; unknown schema versions, keys and values are refused."""
         if not isinstance(data, dict):
             raise RopeExtendError(f"a record is a mapping, got {type(data).__name__}")
-        data = _migrate(data)
+        version = data.get("schema_version")
+        if type(version) is not int or version != SCHEMA_VERSION:
+            raise RopeExtendError(
+                f"schema_version is {version!r}, and this version of rope_extend reads {SCHEMA_VERSION}; a "
+                "newer one may have written it"
+            )
         keys = set(cls.__dataclass_fields__)
         if data.keys() != keys:
             missing, unknown = sorted(keys - data.keys()), sorted(map(str, data.keys() - keys))
@@ -147,6 +138,9 @@ class Record:
         for key in ("weights", "configs"):
             if not all(re.fullmatch("[0-9a-f]{64}", str(digest)) for digest in data[key].values()):
                 raise RopeExtendError(f"{key} is {data[key]!r}, not SHA-256 digests by file name")
+        name = data["base_model"] or ""
+        if len(name) > _LONGEST_NAME or "\0" in name:
+            raise RopeExtendError(f"base_model is {name[:40]!r}..., which no model can be called")
         if data["target_length"] < 1:
             raise RopeExtendError(f"target_length is {data['target_length']}")
         try:
@@ -160,30 +154,12 @@ class Record:
         return cls(**{**data, "encoding": encoding, "shape": shape})
 
 
-def _migrate(data: dict[str, Any]) -> dict[str, Any]:
-    """A record's contents in the current schema version."""
-    stated = data.get("schema_version")
-    while type(data.get("schema_version")) is int and data["schema_version"] in _MIGRATIONS:
-        data = _MIGRATIONS[data["schema_version"]](data)
-    if type(stated) is not int or data["schema_version"] != SCHEMA_VERSION:
-        known = ", ".join(map(str, (*_MIGRATIONS, SCHEMA_VERSION)))
-        raise RopeExtendError(
-            f"schema_version is {stated!r}, and this version of rope_extend reads {known}; a newer one may "
-            "have written it"
-        )
-    return data
-
-
 def write_record(directory: str | PathLike[str], record: Record) -> Path:
-    """Write `rope_extend.json` into a directory, whole or not at all; returns its path.
-
-    Raises:
-        RopeExtendError: it cannot be written.
-    """
+    """Write `rope_extend.json` into a directory, whole or not at all; returns its path."""
     return _write_json(Path(directory) / RECORD_NAME, record.to_dict())
 
 
-def seal(directory: str | PathLike[str], record: Record, *, renamed: bool = False) -> Record:
+def seal(directory: Path, record: Record, *, renamed: bool = False) -> Record:
     """Write the record next to complete weights, with digests of all files; returns the record.
 
     An adapter's config also gets a note of the encoding. It lets `rope_extend.info` recognise a live model
@@ -194,16 +170,11 @@ def seal(directory: str | PathLike[str], record: Record, *, renamed: bool = Fals
         record: the record, without digests.
         renamed: the user gave the base model's name in the record, so it replaces the one in an adapter's
             config. Otherwise it only replaces a local path outside the working directory.
-
-    Raises:
-        RopeExtendError: a file cannot be read or written.
     """
-    directory = Path(directory)
-    config = directory / "adapter_config.json"
+    config = directory / ADAPTER_CONFIG
     if config.exists():
         data = read_json(config)
-        marked = {**(data.get("auto_mapping") or {}), ADAPTER_MARK: adapter_mark(record)}
-        data = {**data, "auto_mapping": marked}
+        data["auto_mapping"] = {**(data.get("auto_mapping") or {}), ADAPTER_MARK: adapter_mark(record)}
         named = data.get("base_model_name_or_path")
         if record.base_model and (renamed or (isinstance(named, str) and is_private(named))):
             data["base_model_name_or_path"] = record.base_model
@@ -227,30 +198,24 @@ def adapter_mark(record: Record) -> dict[str, Any]:
 
 
 def check_agreement(directory: Path, record: Record) -> None:
-    """Raise if the record and the config next to it disagree about the encoding.
-
-    Raises:
-        RopeExtendError: they differ, or the note in the config is damaged.
-    """
-    adapter = directory / "adapter_config.json"
-    path = adapter if adapter.exists() else directory / "config.json"
-    note: Any = read_json(path)
-    for key in ("auto_mapping", ADAPTER_MARK) if path == adapter else (CONFIG_RECORD,):
-        note = note.get(key) if isinstance(note, dict) else None
+    """Refuse a record that disagrees with the config next to it about the encoding."""
+    path = directory / ADAPTER_CONFIG
+    if path.exists():
+        mapping = read_json(path).get("auto_mapping")
+        note = mapping.get(ADAPTER_MARK) if isinstance(mapping, dict) else None
+    else:
+        path = directory / "config.json"
+        note = read_json(path).get(CONFIG_RECORD)
     if note is None:
         return
-    try:
-        in_config = Encoding.from_dict(note["encoding"]), RopeShape(**note["shape"]), note["target_length"]
-    except Exception as error:
-        raise RopeExtendError(
-            f"the encoding in {path} is damaged: {note!r}; restore the file, or save the model again"
-        ) from error
-    in_record = (record.encoding, record.shape, record.target_length)
-    for value, recorded in zip(in_config, in_record, strict=True):
-        if value != recorded:
+    recorded = json.loads(json.dumps(record.to_dict()))
+    for key in ("encoding", "shape", "target_length"):
+        noted = note.get(key) if isinstance(note, dict) else None
+        if noted != recorded[key]:
             raise RopeExtendError(
-                f"{directory / RECORD_NAME} says {recorded}, but {path.name} next to it says {value}: one of "
-                "the two is not what was saved; restore the directory, or save the model again"
+                f"{directory / RECORD_NAME} says that {key} is {recorded[key]}, but {path.name} next to it "
+                f"says {noted}: one of the two is not what was saved; restore the directory, or save the "
+                "model again"
             )
 
 
@@ -263,7 +228,7 @@ def _write_json(path: Path, data: dict[str, Any]) -> Path:
 
 
 def read_record(directory: str | PathLike[str]) -> Record:
-    """Read `rope_extend.json` from a checkpoint's directory, of this schema version or an earlier one.
+    """Read `rope_extend.json` from a checkpoint's directory.
 
     Raises:
         RopeExtendError: the file is missing, damaged, or of an unknown schema version.
@@ -280,16 +245,13 @@ def read_record(directory: str | PathLike[str]) -> Record:
             raise RopeExtendError(
                 f"{file} is a GGUF file, not a checkpoint of rope_extend. To load it, {how_to_convert(file)}"
             )
-        leftovers = backups(path.parent)
-        hint = (
-            f". A save that was killed left the earlier checkpoint in {leftovers[-1]}; move it back, or save "
-            "again"
-            if leftovers
-            else ""
-        )
         raise RopeExtendError(
-            f"no {RECORD_NAME} in {directory}: this is not a checkpoint of rope_extend. Load other "
-            f"checkpoints with stock from_pretrained, and extend them with rope_extend.extend{hint}"
+            f"no {RECORD_NAME} in {directory}: "
+            + (
+                how_to_restore(path.parent)
+                or "this is not a checkpoint of rope_extend. Load other checkpoints with stock "
+                "from_pretrained, and extend them with rope_extend.extend"
+            )
         )
     data = read_json(locate(path.parent, RECORD_NAME))
     try:

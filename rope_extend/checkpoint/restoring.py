@@ -10,23 +10,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import safe_open
 from torch import nn
 
-from rope_extend.checkpoint.base_model import (
-    IN_FLOAT16,
-    base_fingerprint,
-    base_matrices,
-    changes_base,
-    check_base_fingerprint,
-    token_layers_of,
-    warn_unchecked,
-)
 from rope_extend.checkpoint.hub import hub_options, local_directory, refuse_other_files
-from rope_extend.checkpoint.manifest import RECORD_NAME, check_directory, read_json
+from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME, check_directory, read_json
 from rope_extend.checkpoint.model_type import plain_config
-from rope_extend.checkpoint.peft_models import is_peft_model
+from rope_extend.checkpoint.peft_models import changes_base, is_peft_model
+from rope_extend.checkpoint.peft_models import check_base as check_base_model
 from rope_extend.checkpoint.record import Record, check_agreement, read_record
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
@@ -76,12 +66,12 @@ def load(
     directory = local_directory(name, **hub_options(from_pretrained_options))
     if directory != Path(name):
         from_pretrained_options.pop("revision", None)
-    adapter = (directory / "adapter_config.json").exists()
+    adapter = (directory / ADAPTER_CONFIG).exists()
     if not adapter:
         refuse_other_files(from_pretrained_options)
     record = checked_record(directory, check_files)
     if not adapter:
-        model = _pretrained(str(directory), refuse_unexpected=True, **from_pretrained_options)
+        model = load_model(str(directory), refuse_unexpected=True, **from_pretrained_options)
         for part in dual_chunk_configs(model.config):  # an export's own; the record says it for us
             delattr(part, DUAL_CHUNK_KEY)
         with one_error(f"the config in {directory} does not fit its {RECORD_NAME}"):
@@ -91,8 +81,8 @@ def load(
     if base_model is None:
         raise RopeExtendError(f"the record in {directory} names no base model; give base_model=")
     hint = f". {directory / RECORD_NAME} names this base model; give base_model= if it has moved"
-    base = _pretrained(base_model, hint, **from_pretrained_options)
-    return _attach(base, directory, record, is_trainable=False, check_base=check_base)
+    base = load_model(base_model, hint, **from_pretrained_options)
+    return attach(base, directory, record, check_base=check_base)
 
 
 def load_adapter(
@@ -121,7 +111,7 @@ def load_adapter(
         raise RopeExtendError("this model carries an adapter already; load_adapter takes the base model")
     directory = local_directory(directory)
     record = checked_record(directory, check_files)
-    return _attach(model, directory, record, is_trainable=is_trainable, check_base=check_base)
+    return attach(model, directory, record, is_trainable=is_trainable, check_base=check_base)
 
 
 def _refuse_options(options: dict[str, Any]) -> None:
@@ -131,20 +121,15 @@ def _refuse_options(options: dict[str, Any]) -> None:
             "rope_extend never runs code that comes with a checkpoint, so trust_remote_code=True is refused; "
             "load such a model yourself, then use rope_extend.load_adapter or rope_extend.patch_model"
         )
-    if not options.pop("use_safetensors", True):
+    if not options.pop("use_safetensors", True) or "output_loading_info" in options:
         raise RopeExtendError(
-            "rope_extend reads safetensors only, since pickles can run code; convert the checkpoint"
+            "load reads safetensors only, since pickles can run code, and returns the model alone; leave "
+            "use_safetensors and output_loading_info out"
         )
-    if "output_loading_info" in options:
-        raise RopeExtendError("load returns the model alone; leave output_loading_info out")
 
 
 def checked_record(directory: Path, check_files: bool) -> Record:
-    """The record of a directory, after its files were checked.
-
-    Raises:
-        RopeExtendError: the record is missing or damaged, or a file fails its check.
-    """
+    """The record of a directory, after its files were checked."""
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs, contents=check_files)
     if check_files:
@@ -154,22 +139,24 @@ def checked_record(directory: Path, check_files: bool) -> Record:
     return record
 
 
-def _pretrained(name: str, hint: str = "", *, refuse_unexpected: bool = False, **options: Any) -> Any:
+def load_model(name: str, hint: str = "", *, refuse_unexpected: bool = False, **options: Any) -> Any:
     """The model of a checkpoint, from safetensors and without remote code, with every weight from its files.
 
     Stock `from_pretrained` only warns when it initialises weights that the files do not have.
-    `refuse_unexpected` also refuses files with weights that the model does not have.
+
+    Args:
+        name: a directory or a hub id.
+        hint: added to the error message if there is no such model.
+        refuse_unexpected: also refuse files with weights that the model does not have.
+        options: options for `from_pretrained`.
     """
     from transformers import AutoModelForCausalLM
 
     model, loaded = pretrained(
         AutoModelForCausalLM, name, hint, use_safetensors=True, output_loading_info=True, **options
     )
-    for kind in (
-        "missing_keys",
-        "mismatched_keys",
-        *(["unexpected_keys"] if refuse_unexpected else []),
-    ):
+    unexpected = ("unexpected_keys",) if refuse_unexpected else ()
+    for kind in ("missing_keys", "mismatched_keys", *unexpected):
         # Stock `save_pretrained` writes the learned parameters of an encoding with the weights; they are
         # read separately.
         keys = sorted(key for key in map(str, loaded.get(kind) or ()) if not is_learned(key))
@@ -181,22 +168,41 @@ def _pretrained(name: str, hint: str = "", *, refuse_unexpected: bool = False, *
     return model
 
 
-def _attach(
-    model: nn.Module, directory: Path, record: Record, *, is_trainable: bool, check_base: bool
+def attach(
+    model: nn.Module,
+    directory: Path,
+    record: Record,
+    *,
+    is_trainable: bool = False,
+    check_base: bool = True,
+    advice: str = "; load the former (rope_extend.load documents how to use this one anyway)",
 ) -> PeftModel:
-    """Patch a base model as recorded and put the adapter on it; if this fails, the model is unchanged."""
+    """Patch a base model as recorded and put the adapter on it; if this fails, the model is unchanged.
+
+    `advice` is what to do about another base model. The other arguments are those of `load_adapter`.
+    """
     from peft import PeftConfig, PeftModel
 
+    def check(hint: str = "") -> None:
+        if check_base:
+            check_base_model(
+                model,
+                record.base_fingerprint,
+                adapter=directory,
+                trained_on=record.base_model,
+                advice=hint + advice,
+            )
+
     patch_before = current_patch(model)
-    with one_error(f"cannot read {directory / 'adapter_config.json'}"):
+    with one_error(f"cannot read {directory / ADAPTER_CONFIG}"):
         config = PeftConfig.from_pretrained(str(directory))
     changed_by = changes_base(config)
     # The encoding comes first: a model with the adapter's weights but without the encoding would be garbage.
     with one_error(f"the base model does not fit the adapter in {directory}"):
         patch = apply_record(model, record, directory)
     try:
-        if check_base and not changed_by:
-            _check_base(model, directory, record, config)
+        if not changed_by:
+            check()
         with (
             one_error(
                 f"the adapter in {directory} does not fit this {record.model_type} model; it was trained on "
@@ -211,8 +217,8 @@ def _attach(
                 model, str(directory), is_trainable=is_trainable, **_device_map(model)
             )
             _refuse_unused(adapted, directory)
-            if check_base and changed_by:  # the recorded fingerprint is of the changed base model
-                _check_base(model, directory, record, config, f". {changed_by} may also have changed them")
+            if changed_by:  # the recorded fingerprint is of the changed base model
+                check(f". {changed_by} may also have changed them")
             return adapted
     except BaseException:
         if patch is not patch_before:
@@ -221,23 +227,17 @@ def _attach(
 
 
 def _refuse_unused(adapted: PeftModel, directory: Path) -> None:
-    """Refuse an adapter with weights that peft leaves out without a warning, such as those of a newer peft.
-
-    Raises:
-        ValueError: names the first one.
-    """
+    """Refuse an adapter with weights that peft silently leaves out, such as those of a newer peft."""
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     taken = {*get_peft_model_state_dict(adapted, save_embedding_layers=False), *adapted.state_dict()}
-    with safe_open(directory / "adapter_model.safetensors", framework="pt") as file:
-        unused = sorted(set(file.keys()) - taken)
-    if unused:  # by their names in the file; peft renames some, and tells only when it loads them
-        weights, adapter = load_peft_weights(str(directory), device="cpu"), adapted.active_adapter
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*no-op")  # of layers that are offloaded
-            keys = set_peft_model_state_dict(adapted, weights, adapter).unexpected_keys
-        unused = sorted({re.sub(rf"\.{adapter}(?=\.|$)", "", key) for key in keys} - taken)
-    if unused:
+    weights, adapter = load_peft_weights(str(directory), device="cpu"), adapted.active_adapter
+    if weights.keys() <= taken:
+        return
+    with warnings.catch_warnings():  # peft renames some, and tells only when it loads them
+        warnings.filterwarnings("ignore", message=".*no-op")  # of layers that are offloaded
+        keys = set_peft_model_state_dict(adapted, weights, adapter).unexpected_keys
+    if unused := sorted({re.sub(rf"\.{adapter}(?=\.|$)", "", key) for key in keys} - taken):
         raise ValueError(
             f"its weight {unused[0]!r} and {len(unused) - 1} more have no place in the model. Check the "
             "base model, and the version of peft"
@@ -245,11 +245,7 @@ def _refuse_unused(adapted: PeftModel, directory: Path) -> None:
 
 
 def _device_map(model: nn.Module) -> dict[str, Any]:
-    """The devices of a model's parts, for peft, which would otherwise choose its own for offloaded layers.
-
-    Raises:
-        RopeExtendError: some layers are on disk.
-    """
+    """The devices of a model's parts, for peft, which would otherwise choose its own for offloaded layers."""
     devices = getattr(unwrap(model), "hf_device_map", None) or {}
     if "disk" in devices.values():
         raise RopeExtendError(
@@ -259,29 +255,6 @@ def _device_map(model: nn.Module) -> dict[str, Any]:
         )
     inside = {name and f"base_model.model.{name}": device for name, device in devices.items()}
     return {"device_map": inside} if inside else {}
-
-
-def _check_base(model: nn.Module, directory: Path, record: Record, config: Any, hint: str = "") -> None:
-    """Refuse a base model with other weights than the one that the adapter was trained on."""
-    if record.base_fingerprint is None:
-        return
-    fingerprint = base_fingerprint(model, in_float16=True)
-    if fingerprint in (None, record.base_fingerprint):
-        return
-    base = unwrap(model)
-    matrices = base_matrices(base)
-    if any(matrix.dtype == torch.float16 for _, matrix in matrices):
-        warn_unchecked(IN_FLOAT16)
-        return
-    check_base_fingerprint(
-        matrices,
-        record.base_fingerprint,
-        adapter=directory,
-        token_layers=token_layers_of(base, config),
-        trained_on=record.base_model,
-        base=base.config.name_or_path or "a model made in memory",
-        advice=f"{hint}; load the former (rope_extend.load documents how to use this one anyway)",
-    )
 
 
 def _check_family(model_type: Any, record: Record) -> None:
@@ -294,43 +267,32 @@ def _check_family(model_type: Any, record: Record) -> None:
 
 
 def apply_record(model: nn.Module, record: Record, directory: Path | None = None) -> Patch:
-    """Patch a model as recorded, with the encoding's learned parameters from a directory.
+    """Patch a model as recorded, with the encoding's learned parameters from a directory, if one is given.
 
-    Args:
-        model: not patched, or patched with the recorded encoding.
-        record: the encoding to apply.
-        directory: where the learned parameters are; None to keep the initial ones.
-
-    Raises:
-        RopeExtendError: the model has another family, rotary shape or patch.
+    A model of another family or rotary shape, or with another patch, is refused.
     """
     _check_family(unwrap(model).config.model_type, record)
     active = current_patch(model)
-    if active is not None:
-        if (active.encoding, active.shape, active.target_length) == (
-            record.encoding, record.shape, record.target_length,
-        ):  # fmt: skip
-            if directory is not None:
-                active.learn(read_learned(directory), str(directory))
-            return active
+    if active is not None and (active.encoding, active.shape, active.target_length) != record.uses:
         raise RopeExtendError(
             f"the model is patched with {active.encoding}, but the checkpoint uses {record.encoding}; remove "
             "the patch first"
         )
-    shape = shape_of(model, record.shape.trained_length)
-    if shape != record.shape:
+    trained_length = record.shape.trained_length
+    if active is None and (shape := shape_of(model, trained_length)) != record.shape:
         raise RopeExtendError(
             f"the checkpoint is of a model with {record.shape}, but this one has {shape}; load the base "
             f"model {record.base_model!r}"
         )
-    patch = patch_model(
-        model, record.encoding, trained_length=record.shape.trained_length, target_length=record.target_length
+    patch = active or patch_model(
+        model, record.encoding, trained_length=trained_length, target_length=record.target_length
     )
     if directory is not None:
         try:
             patch.learn(read_learned(directory), str(directory))
         except BaseException:
-            patch.remove()
+            if active is None:
+                patch.remove()
             raise
     return patch
 

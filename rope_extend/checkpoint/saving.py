@@ -7,23 +7,24 @@ The record closes that gap.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from rope_extend.checkpoint.guard import guard as guard_directory
-from rope_extend.checkpoint.guard import has_stock_config
 from rope_extend.checkpoint.local_paths import warn_of_local_paths
-from rope_extend.checkpoint.manifest import check_finite, weight_files
+from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, check_finite, read_json
+from rope_extend.checkpoint.model_type import guarded_config
 from rope_extend.checkpoint.peft_models import is_peft_model
 from rope_extend.checkpoint.record import Record, seal
 from rope_extend.checkpoint.staging import refuse_base_model, staged
-from rope_extend.checkpoint.tied_weights import config_as_loaded
 from rope_extend.errors import RopeExtendError
-from rope_extend.files import expand_home
+from rope_extend.files import expand_home, write_json
 from rope_extend.models.parameters import is_learned, learned_parameters, write_learned
+from rope_extend.models.stock_config import has_stock_config
 from rope_extend.models.view import unwrap
 
 
@@ -65,26 +66,21 @@ def save(
     """
     record = record or Record.of(model, base_model)
     target = Path(expand_home(directory))
-    options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    if options and is_peft_model(model):
+    adapter = is_peft_model(model)
+    if adapter and max_shard_size is not None:
         raise RopeExtendError("max_shard_size is for full checkpoints; an adapter is one file")
-    if is_peft_model(model):
+    if adapter:
         refuse_base_model(target, record.base_model)
     with staged(target, overwrite=overwrite) as staging:
-        if is_peft_model(model):
-            _save_adapter(model, staging)
+        if adapter:
+            _write_adapter(model, staging)
         else:
-            base = unwrap(model)
-            with config_as_loaded(base):
-                base.save_pretrained(staging, state_dict=stock_state(base), **options)
-        write_learned(staging, model)
+            write_model(unwrap(model), staging, max_shard_size)
         if tokenizer is not None:
-            save_tokenizer(tokenizer, staging)
-        for name in weight_files(staging):
-            check_finite(staging / name)
-        _guard_if_needed(staging, model, record, guard)
-        seal(staging, record, renamed=bool(base_model))
-    if is_peft_model(model):
+            write_tokenizer(tokenizer, staging)
+        finish(staging, model, record, guard=guard, renamed=bool(base_model))
+        check_finite(staging)
+    if adapter:
         warn_of_local_paths(target)
     return target
 
@@ -107,43 +103,50 @@ def record_encoding(
     Raises:
         RopeExtendError: the model is not patched, or the directory cannot be read or written.
     """
-    directory = _written_directory(Path(expand_home(directory)), model)
-    record = complete(directory, model, base_model=base_model, guard=guard)
+    directory = written_directory(Path(expand_home(directory)), model)
+    record = finish(directory, model, Record.of(model, base_model), guard=guard, renamed=bool(base_model))
     if is_peft_model(model):
         warn_of_local_paths(directory)
     return record
 
 
-def complete(
-    directory: Path, model: nn.Module, *, base_model: str | None = None, guard: bool = True
-) -> Record:
-    """`record_encoding` without the warning of local paths."""
-    record, directory = Record.of(model, base_model), _written_directory(directory, model)
-    _guard_if_needed(directory, model, record, guard)
-    write_learned(directory, model)
-    return seal(directory, record, renamed=bool(base_model))
-
-
-def _written_directory(directory: Path, model: nn.Module) -> Path:
+def written_directory(directory: Path, model: Any) -> Path:
     """Where peft wrote an adapter: one level below `directory`, if it is not named `default`."""
-    named: Any = model
-    below = [directory / name for name in named.active_adapters] if is_peft_model(model) else []
-    return next((path for path in below if (path / "adapter_config.json").exists()), directory)
+    below = [directory / name for name in model.active_adapters] if is_peft_model(model) else []
+    return next((path for path in below if (path / ADAPTER_CONFIG).exists()), directory)
 
 
-def _guard_if_needed(directory: Path, model: nn.Module, record: Record, guard: bool) -> None:
-    """Make a full checkpoint plugin-only if stock transformers does not support its encoding."""
-    full = guard and (directory / "config.json").exists()
-    if full and not has_stock_config(unwrap(model).config, record.target_length):
-        guard_directory(directory)
+def finish(
+    directory: Path, model: nn.Module, record: Record, *, guard: bool = True, renamed: bool = False
+) -> Record:
+    """Complete a directory that holds a model's weights: learned parameters, guard, record and digests.
 
-
-def save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """`tokenizer.save_pretrained`, with one kind of error if the disk is full.
-
-    Raises:
-        OSError: it cannot be written.
+    Args:
+        directory: an adapter or a full checkpoint.
+        model: the patched model that was saved there.
+        record: the record, without digests.
+        guard: as in `save`.
+        renamed: as in `seal`.
     """
+    config = directory / "config.json"
+    if guard and config.exists() and not has_stock_config(unwrap(model).config, record.target_length):
+        write_json(config, guarded_config(read_json(config)), sort_keys=True)
+    write_learned(directory, model)
+    return seal(directory, record, renamed=renamed)
+
+
+def write_model(base: Any, directory: Path, max_shard_size: int | str | None = None) -> None:
+    """Write a model without an adapter as stock transformers reads it, without parameters of the encoding."""
+    options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    state: dict[str, Tensor] | None = None
+    if learned_parameters(base):
+        state = {name: value for name, value in base.state_dict().items() if not is_learned(name)}
+    with _config_as_loaded(base):
+        base.save_pretrained(directory, state_dict=state, **options)
+
+
+def write_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """`tokenizer.save_pretrained`, with an OSError if the disk is full."""
     try:
         tokenizer.save_pretrained(directory)
     except OSError:
@@ -152,14 +155,29 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
         raise OSError(f"the tokenizer cannot be written: {error}") from error
 
 
-def stock_state(base: Any) -> dict[str, Tensor] | None:
-    """The weights of the stock model, without the parameters that an encoding added; None for all weights."""
-    if not learned_parameters(base):
-        return None
-    return {name: value for name, value in base.state_dict().items() if not is_learned(name)}
+@contextmanager
+def _config_as_loaded(base: Any) -> Iterator[None]:
+    """Let the config say within the context that head and embeddings are two matrices, if they are.
+
+    transformers leaves them apart on loading if the files hold two matrices, whatever the config says. Other
+    readers follow the config.
+    """
+    configs = (base.config, base.config.get_text_config())
+    before = [getattr(config, "tie_word_embeddings", None) for config in configs]
+    head, embeddings = base.get_output_embeddings(), base.get_input_embeddings()
+    tied = any(before) and base.get_expanded_tied_weights_keys(all_submodels=True)
+    if tied and head is not None and head.weight is not embeddings.weight and not base.all_tied_weights_keys:
+        for config in configs:
+            config.tie_word_embeddings = False
+    try:
+        yield
+    finally:
+        for config, value in zip(configs, before, strict=True):
+            if value is not None:
+                config.tie_word_embeddings = value
 
 
-def _save_adapter(model: Any, directory: Path) -> None:
+def _write_adapter(model: Any, directory: Path) -> None:
     """Save the active adapter."""
     active = model.active_adapters
     if len(active) != 1:

@@ -19,11 +19,6 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, flush
 from rope_extend.journal import only_writer, writes_to
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 _CHECKPOINT_FILES = re.compile(
     r"(config|generation_config|adapter_config|rope_extend|verification)\.json|adapter_model\.(safetensors|bin)"
     r"|pytorch_model(-\d{5}-of-\d{5})?\.bin|(model\.safetensors|pytorch_model\.bin)\.index\.json"
@@ -39,6 +34,9 @@ _TOKENIZER_FILES = re.compile(
 """The files of a tokenizer. A checkpoint that brings its own replaces them all, since a loader mixes them."""
 
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
+_being_filled: set[Path] = set()
+"""The directories that this process fills. Others of their kind are left of killed processes: a directory has
+one writer at a time."""
 
 
 @contextmanager
@@ -59,20 +57,22 @@ def staged(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise _in_use(target, f"a checkpoint ({present[0]})")
     try:
         with nullcontext() if writes_to(target) else only_writer(target, "save"):
-            _remove_leftovers(target)
-            with (
-                tempfile.TemporaryDirectory(
-                    dir=target, prefix=_UNFINISHED, ignore_cleanup_errors=True
-                ) as directory,
-                _marked_as_in_use(Path(directory)),
-            ):
-                yield Path(directory)
-                _publish(Path(directory), target, overwrite)
-    except BaseException as error:
-        if isinstance(error, RopeExtendError) or not isinstance(
-            error, OSError | SafetensorError | ValueError
-        ):
-            raise
+            for leftover in target.glob(f"{_UNFINISHED}*"):
+                if leftover.resolve() not in _being_filled:
+                    shutil.rmtree(leftover, ignore_errors=True)
+            with tempfile.TemporaryDirectory(
+                dir=target, prefix=_UNFINISHED, ignore_cleanup_errors=True
+            ) as name:
+                directory = Path(name).resolve()
+                _being_filled.add(directory)
+                try:
+                    yield directory
+                    _publish(directory, target, overwrite)
+                finally:
+                    _being_filled.discard(directory)
+    except RopeExtendError:
+        raise
+    except (OSError, SafetensorError, ValueError) as error:
         raise RopeExtendError(f"cannot save to {target}: {error}. What was there before is intact") from error
 
 
@@ -81,57 +81,30 @@ def refuse_base_model(target: Path, base_model: str | None) -> None:
 
     transformers loads an adapter that lies next to a GGUF file together with that file, so the directory of
     the file is refused as well.
-
-    Raises:
-        RopeExtendError: `target` is the directory of the base model, or of its GGUF file.
     """
     if not base_model:  # transformers names a model that was made from its config ""
         return
-    base = Path(expand_home(base_model))
-    with suppress(OSError):  # there is no such directory
+    base, holds = Path(expand_home(base_model)), ""
+    with suppress(OSError, ValueError):  # there is no such directory, or no file can have the name
         for place in (base.parent, base.resolve().parent) if base.is_file() else (base,):
             if os.path.samefile(place, target):
                 holds = f"holds {base.name}, the base model" if base.is_file() else "is the base model"
-                raise RopeExtendError(f"{target} {holds} of the adapter; choose another directory")
+    if holds:
+        raise RopeExtendError(f"{target} {holds} of the adapter; choose another directory")
 
 
-def backups(directory: Path) -> list[Path]:
-    """Directories in which killed saves left the earlier contents of `directory`, the latest last."""
+def how_to_restore(directory: Path) -> str:
+    """How to get back what a killed save was about to replace, as a sentence; empty if there is none."""
     with suppress(OSError):
-        return sorted(directory.glob(f"{_REPLACED}*"), key=lambda path: path.stat().st_mtime)
-    return []
-
-
-@contextmanager
-def _marked_as_in_use(directory: Path) -> Iterator[None]:
-    """Hold a lock on a directory. The system releases it when the process ends, however it ends."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove what killed processes left in a directory, but nothing that another process still fills.
-
-    Where this cannot be told, leftovers stay; they are hidden and do no harm.
-    """
-    if fcntl is None:
-        return
-    for leftover in target.glob(f"{_UNFINISHED}*"):
-        with suppress(OSError):
-            descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(leftover, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+        backups = sorted(directory.glob(f"{_REPLACED}*"), key=lambda path: path.stat().st_mtime)
+        if backups:
+            new = ", ".join(path.name for path in _present(directory))
+            remove = f"remove {new} from {directory} and " if new else ""
+            return (
+                f"a save was killed, and left the earlier checkpoint in {backups[-1]}. To restore it, "
+                f"{remove}move the files of that directory back; or save again"
+            )
+    return ""
 
 
 def _present(directory: Path) -> list[Path]:
@@ -169,15 +142,14 @@ def _publish(source: Path, target: Path, overwrite: bool) -> None:
     with a record is therefore complete. After a killed save there is no record, and the error on loading says
     where the old files are.
     """
-    for path in source.rglob("*"):
-        flush(path)
 
     def record_last(name: Path) -> tuple[bool, Path]:
         return name.name == RECORD_NAME, name
 
-    new = sorted(
-        (path.relative_to(source) for path in source.rglob("*") if not path.is_dir()), key=record_last
-    )
+    for path in source.rglob("*"):
+        flush(path)
+    files = [path.relative_to(source) for path in source.rglob("*") if not path.is_dir()]
+    new = sorted(files, key=record_last)
     old = _replaced_by(new, target)
     if old and not overwrite:
         raise _in_use(target, min(old).as_posix())
@@ -201,15 +173,13 @@ def _publish(source: Path, target: Path, overwrite: bool) -> None:
         for name in sorted(old, key=record_last):
             if os.path.lexists(backup / name):
                 _move(backup / name, target / name)
-        for path in (
-            *(target / name.parent for name in new if len(name.parts) > 1),
-            *backup.glob("*"),
-            backup,
-        ):
+        made = [target / name.parent for name in new if len(name.parts) > 1]
+        for path in (*made, *backup.glob("*"), backup):
             with suppress(OSError):  # it is not empty
                 path.rmdir()
         raise
-    shutil.rmtree(backup, ignore_errors=True)
+    for path in target.glob(f"{_REPLACED}*"):  # also what an earlier save left that was killed
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _replaced_by(new: list[Path], target: Path) -> set[Path]:

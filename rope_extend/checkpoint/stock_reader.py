@@ -1,4 +1,4 @@
-"""Computes logits of checkpoints in a process of its own; `verify` runs it as a script.
+"""Computes logits of a checkpoint in a process of its own; `verify` runs it as a script.
 
 Without `plugin`, rope_extend cannot be imported here: the logits are those of stock transformers alone. So
 this file imports nothing from its own package.
@@ -8,39 +8,38 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from importlib import import_module
-from importlib.abc import MetaPathFinder
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-
-class Barred(MetaPathFinder):
-    """Makes `import rope_extend` fail, however it is installed."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
-        """Refuse this package and leave others to the next finder."""
-        if name.partition(".")[0] == "rope_extend":
-            raise ImportError("rope_extend is barred from this process")
+Inputs = Mapping[str, tuple[Any, Any]]
+"""`(token ids [T], positions [T])` of each tested piece of text, by name."""
 
 
 def bar() -> None:
-    """Bar rope_extend, and check that it is barred."""
-    sys.meta_path.insert(0, Barred())
-    try:
-        import_module("rope_extend")
-    except ImportError:
-        return
-    fail("rope_extend could be imported in a process that must not have it")
+    """Make `import rope_extend` fail, however it is installed."""
+    sys.modules["rope_extend"] = None  # type: ignore[assignment]
 
 
-def fail(message: str) -> NoReturn:
-    """End the process with a message."""
-    sys.exit(message)
+def logits(model: Any, inputs: Inputs) -> dict[str, Any]:
+    """Logits `[T, vocabulary]` float32 of each piece of text."""
+    import torch
+
+    with torch.inference_mode():
+        return {
+            name: model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                # Without a mask, transformers treats positions with gaps as packed texts.
+                attention_mask=torch.ones_like(ids[None]),
+                use_cache=False,
+            ).logits[0].float().contiguous()
+            for name, (ids, positions) in inputs.items()
+        }  # fmt: skip
 
 
 def main(request: dict[str, Any]) -> None:
-    """Write the logits of each checkpoint in the request, or the error on loading it."""
+    """Write the logits of the checkpoint in the request, or the error on loading it."""
     if not request["plugin"]:
         bar()
     import torch
@@ -49,48 +48,34 @@ def main(request: dict[str, Any]) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(request["threads"])
-    inputs = load_file(request["inputs"])
-    answers: list[dict[str, str | None]] = []
-    for item in request["checkpoints"]:
-        try:
-            model: Any
-            if request["plugin"]:
-                from rope_extend.checkpoint.restoring import load
+    error = None
+    try:
+        model: Any
+        if request["plugin"]:
+            from rope_extend.checkpoint.restoring import load
 
-                model = load(item["directory"], base_model=item["base_model"], dtype=torch.float32)
-            else:
-                model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
-                    item["directory"],
-                    dtype=torch.float32,
-                    trust_remote_code=False,
-                    use_safetensors=True,
-                    local_files_only=True,
-                    output_loading_info=True,
-                )
-                initialised = sorted(map(str, (*loaded["missing_keys"], *loaded["mismatched_keys"])))
-                if initialised:
-                    raise ValueError(f"the files have no weights for {initialised[0]}")
-        except Exception as error:  # any error is the answer
-            answers.append({"error": f"{type(error).__name__}: {error}".strip()})
-            continue
-        with torch.inference_mode():
-            logits = {
-                name.removeprefix("ids."): model.eval()(
-                    input_ids=ids,
-                    position_ids=inputs["positions." + name.removeprefix("ids.")],
-                    attention_mask=torch.ones_like(ids),
-                    use_cache=False,
-                ).logits[0].float().contiguous()
-                for name, ids in inputs.items()
-                if name.startswith("ids.")
-            }  # fmt: skip
-        save_file(logits, item["output"])
-        answers.append({"error": None})
-    barred = "rope_extend" not in sys.modules
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    Path(request["answer"]).write_text(
-        json.dumps({"checkpoints": answers, "without_rope_extend": barred, "versions": versions})
-    )
+            model = load(request["directory"], base_model=request["base_model"], dtype=torch.float32)
+        else:
+            model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                request["directory"],
+                dtype=torch.float32,
+                trust_remote_code=False,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+            initialised = sorted(map(str, (*loaded["missing_keys"], *loaded["mismatched_keys"])))
+            if initialised:
+                raise ValueError(f"the files have no weights for {initialised[0]}")
+    except Exception as raised:  # any error is the answer
+        error = f"{type(raised).__name__}: {raised}".strip()
+    else:
+        tensors = load_file(request["inputs"])
+        names = [name.removeprefix("ids.") for name in tensors if name.startswith("ids.")]
+        inputs = {name: (tensors[f"ids.{name}"], tensors[f"positions.{name}"]) for name in names}
+        save_file(logits(model.eval(), inputs), request["logits"])
+    barred = sys.modules.get("rope_extend") is None
+    Path(request["answer"]).write_text(json.dumps({"error": error, "without_rope_extend": barred}))
 
 
 if __name__ == "__main__":

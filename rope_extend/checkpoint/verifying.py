@@ -7,8 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -19,17 +18,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from rope_extend.checkpoint import stock_reader
-from rope_extend.checkpoint.guard import has_stock_config
-from rope_extend.checkpoint.manifest import RECORD_NAME
+from rope_extend.checkpoint.manifest import ADAPTER_CONFIG, RECORD_NAME
 from rope_extend.checkpoint.record import Record, checkpoint_versions, read_record
 from rope_extend.checkpoint.restoring import load
+from rope_extend.checkpoint.stock_reader import Inputs, logits
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, sha256, write_json
-from rope_extend.models.loading import empty_model
+from rope_extend.models.loading import pretrained
+from rope_extend.models.stock_config import has_stock_config
 from rope_extend.models.view import unwrap
-from rope_extend.patching import current_patch, patch_model
+from rope_extend.patching import current_patch
 
 VERIFICATION_NAME = "verification.json"
 CONTIGUOUS = 512
@@ -57,7 +58,7 @@ class Verification:
         trained_length: the pretrained window, in tokens.
         length: the tested window, in tokens.
         pieces: the tested pieces of text, by name: the number of tokens, the first and the last position.
-        versions: versions of the libraries, in both processes.
+        versions: versions of the libraries.
         record: SHA-256 of the `rope_extend.json` of the verified checkpoint.
     """
 
@@ -134,54 +135,52 @@ def verify(
     length = length or record.target_length
     model = _reference(directory if reference is None else reference, base_model)
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    inputs = pieces(record.shape.trained_length, length, vocabulary)
-    expected = _logits(model, inputs)
-    rounding = _RoundingEffect(model, inputs, expected)
-    request = [(directory, base_model)]
-    adapter = (directory / "adapter_config.json").exists()
-    answers, versions = _logits_elsewhere(request, inputs, plugin=adapter)
-    result = _compared(expected, answers[0], inputs, record, tolerance, rounding)
-    verdict, reason = "equal", "stock transformers alone computes the same logits"
+    original = _Original(model, record, pieces(record.shape.trained_length, length, vocabulary), tolerance)
+    adapter = (directory / ADAPTER_CONFIG).exists()
+
+    def compared(*, plugin: bool) -> _Comparison:
+        return original.compare(_logits_elsewhere(directory, base_model, original.inputs, plugin=plugin))
+
+    result = compared(plugin=adapter)
+    verdict, why = "equal", "stock transformers alone computes the same logits"
     if adapter:
         verdict = "needs rope_extend"
-        reason = (
+        why = (
             "an adapter's own files do not state its encoding; rope_extend loads it correctly, and other "
             "libraries do once it is merged"
         )
-    if result.error and adapter:
-        verdict, reason = "differs", f"a new process with rope_extend: {result.error}"
-    elif result.error:
-        verdict, reason = "differs", f"stock transformers: {result.error}"
-        if not _is_supported_by_stock(directory, record):
-            answers, versions = _logits_elsewhere(request, inputs, plugin=True)
-            plugin = _compared(expected, answers[0], inputs, record, tolerance, rounding)
-            if plugin.error:
-                reason = f"a new process with rope_extend: {plugin.error}"
-            else:
-                verdict = "needs rope_extend"
-                reason = (
-                    f"stock transformers does not support {record.encoding} exactly ({result.error}); a new "
-                    "process with rope_extend computes the same logits"
-                )
-            result = plugin
+    elif result.error and not _is_supported_by_stock(directory, record):
+        verdict = "needs rope_extend"
+        why = (
+            f"stock transformers does not support {record.encoding} exactly ({result.error}); a new process "
+            "with rope_extend computes the same logits"
+        )
+        result = compared(plugin=True)
+    if result.error:
+        process = "stock transformers" if verdict == "equal" else "a new process with rope_extend"
+        verdict, why = "differs", f"{process}: {result.error}"
     verification = Verification(
-        verdict,
-        reason,
-        result.inside,
-        result.beyond,
-        tolerance,
-        rounding.largest,
-        record.shape.trained_length,
-        length,
-        {name: (len(p), int(p.min()), int(p.max())) for name, (_, p) in inputs.items()},
-        {**checkpoint_versions(), **{f"{name} in the other process": v for name, v in versions.items()}},
-        sha256(directory / RECORD_NAME),
+        verdict=verdict,
+        reason=why,
+        inside=result.inside,
+        beyond=result.beyond,
+        tolerance=tolerance,
+        rounding=original.largest_rounding,
+        trained_length=record.shape.trained_length,
+        length=length,
+        pieces={name: (len(p), int(p.min()), int(p.max())) for name, (_, p) in original.inputs.items()},
+        versions=checkpoint_versions(),
+        record=sha256(directory / RECORD_NAME),
     )
-    _write(directory / VERIFICATION_NAME, verification)
+    path = directory / VERIFICATION_NAME
+    try:
+        write_json(path, verification.to_dict(), durable=True)
+    except OSError as error:
+        raise RopeExtendError(f"cannot write {path}: {error}") from error
     return verification
 
 
-def pieces(trained_length: int, length: int, vocabulary: int) -> dict[str, tuple[Tensor, Tensor]]:
+def pieces(trained_length: int, length: int, vocabulary: int) -> Inputs:
     """`(token ids [T], positions [T])` of each tested piece of text, by name; the same in every call.
 
     A window of any length needs only a few hundred tokens, because the positions are passed explicitly. They
@@ -220,174 +219,124 @@ def _reference(reference: nn.Module | str | PathLike[str], base_model: str | Non
     return load(reference, base_model=base_model, dtype=torch.float32).eval()
 
 
-def _logits(model: Any, inputs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Logits `[T, vocabulary]` of each piece."""
-    with torch.inference_mode():
-        return {
-            name: model(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                # Without a mask, transformers treats positions with gaps as packed texts.
-                attention_mask=torch.ones_like(ids[None]),
-                use_cache=False,
-            ).logits[0].float()
-            for name, (ids, positions) in inputs.items()
-        }  # fmt: skip
-
-
-@contextmanager
-def _process_error() -> Iterator[None]:
+def _logits_elsewhere(
+    directory: Path, base_model: str | None, inputs: Inputs, *, plugin: bool
+) -> dict[str, Tensor] | str:
+    """Logits of a checkpoint in a new process, or its error message. `plugin`: it may import rope_extend."""
     try:
-        yield
+        with TemporaryDirectory(prefix="rope-extend-verify-") as temporary:
+            return _ask(Path(temporary), directory, base_model, inputs, plugin=plugin)
     except (OSError, SafetensorError) as error:
         raise RopeExtendError(f"the verifying process cannot be run: {error}") from error
 
 
-def _logits_elsewhere(
-    checkpoints: Sequence[tuple[Path, str | None]],
-    inputs: Mapping[str, tuple[Tensor, Tensor]],
-    *,
-    plugin: bool,
-) -> tuple[list[dict[str, Tensor] | str], dict[str, str]]:
-    """Logits of checkpoints in a new process, or its error messages; and its libraries' versions.
-
-    Args:
-        checkpoints: directories, each with the name of its base model if it is an adapter.
-        inputs: the pieces of text.
-        plugin: whether the new process may import rope_extend.
-    """
-    with _process_error(), TemporaryDirectory(prefix="rope-extend-verify-") as temporary:
-        work = Path(temporary)
-        tensors = {f"ids.{name}": ids[None].contiguous() for name, (ids, _) in inputs.items()}
-        tensors |= {f"positions.{name}": p[None].contiguous() for name, (_, p) in inputs.items()}
-        save_file(tensors, work / "inputs")
-        request = {
-            "plugin": plugin,
-            "threads": torch.get_num_threads(),
-            "inputs": str(work / "inputs"),
-            "answer": str(work / "answer"),
-            "checkpoints": [
-                {"directory": str(directory.resolve()), "base_model": base, "output": str(work / f"{number}")}
-                for number, (directory, base) in enumerate(checkpoints)
-            ],
-        }
-        (work / "request").write_text(json.dumps(request), encoding="utf-8")
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the same libraries as here
-            "CUDA_VISIBLE_DEVICES": "",
-            "HF_HUB_OFFLINE": "1",
-        }
-        done = subprocess.run(
-            # -P: the directory of the script belongs to this package and stays off the path.
-            [sys.executable, "-P", "-W", "ignore", stock_reader.__file__, str(work / "request")],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode or not (work / "answer").exists():
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise RopeExtendError(f"the verifying process ended with {done.returncode}: {last}")
-        answer = json.loads((work / "answer").read_text(encoding="utf-8"))
-        if not plugin and not answer["without_rope_extend"]:
-            raise RopeExtendError("the verifying process imported rope_extend, so it verifies nothing")
-        answers = [
-            item["error"] or load_file(work / f"{number}")
-            for number, item in enumerate(answer["checkpoints"])
-        ]
-        return answers, answer["versions"]
-
-
-class _RoundingEffect:
-    """The effect of float32's rounding of angles on a model's logits, by piece. It is measured on first use.
-
-    In models with sharp attention, the last bit of an angle matters. At far positions it is hundredths of a
-    radian.
-    """
-
-    def __init__(
-        self, model: Any, inputs: Mapping[str, tuple[Tensor, Tensor]], expected: Mapping[str, Tensor]
-    ) -> None:
-        self._model, self._inputs, self._expected = model, inputs, expected
-        self._changes: dict[str, float] | None = None
-
-    @property
-    def largest(self) -> float | None:
-        """The largest change over all pieces; None if it was not measured."""
-        return max(self._changes.values()) if self._changes else None
-
-    def __getitem__(self, name: str) -> float:
-        if self._changes is None:
-            self._changes = dict.fromkeys(self._inputs, 0.0)
-            generator = torch.Generator().manual_seed(0)
-            for shared in (True, False):  # the same error at all positions, then one for each
-                moved = {}
-                for each, (ids, positions) in self._inputs.items():
-                    signs = 2.0 * torch.randint(2, positions.shape, generator=generator) - 1
-                    moved[each] = (ids, positions.double() * (1 + _ANGLE_ERROR * (1.0 if shared else signs)))
-                for each, logits in _logits(self._model, moved).items():
-                    gap = float((logits - self._expected[each]).abs().max())
-                    self._changes[each] = max(gap, self._changes[each])
-        return self._changes[name]
+def _ask(
+    work: Path, directory: Path, base_model: str | None, inputs: Inputs, *, plugin: bool
+) -> dict[str, Tensor] | str:
+    """`_logits_elsewhere`; the processes exchange files in `work`."""
+    tensors = {f"ids.{name}": ids for name, (ids, _) in inputs.items()}
+    tensors |= {f"positions.{name}": positions for name, (_, positions) in inputs.items()}
+    save_file(tensors, work / "inputs")
+    request = {
+        "plugin": plugin,
+        "threads": torch.get_num_threads(),
+        "directory": str(directory.resolve()),
+        "base_model": base_model,
+        **{name: str(work / name) for name in ("inputs", "logits", "answer")},
+    }
+    (work / "request").write_text(json.dumps(request), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the same libraries as here
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        # -P: the directory of the script belongs to this package and stays off the path.
+        [sys.executable, "-P", "-W", "ignore", stock_reader.__file__, str(work / "request")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not (work / "answer").exists():
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RopeExtendError(f"the verifying process ended with {done.returncode}: {last}")
+    answer = json.loads((work / "answer").read_text(encoding="utf-8"))
+    if not plugin and not answer["without_rope_extend"]:
+        raise RopeExtendError("the verifying process imported rope_extend, so it verifies nothing")
+    return answer["error"] or load_file(work / "logits")
 
 
 @dataclass(frozen=True)
 class _Comparison:
+    """The largest difference of a logit within the pretrained window and beyond it; an error if too large."""
+
     error: str | None
     inside: float | None = None
     beyond: float | None = None
 
 
-def _compared(
-    expected: Mapping[str, Tensor],
-    answer: Mapping[str, Tensor] | str,
-    inputs: Mapping[str, tuple[Tensor, Tensor]],
-    record: Record,
-    tolerance: float,
-    rounding: _RoundingEffect,
-) -> _Comparison:
-    """The largest differences, and an error if one is too large."""
-    if isinstance(answer, str):
-        return _Comparison(f"it cannot be loaded ({answer.splitlines()[0]})")
-    error, worst = None, 1.0
-    # If the length or the position selects the table, the smallest change of a position may select another
-    # one. Any difference would then pass as rounding.
-    one_table = record.encoding.effects(record.shape).is_one_table
-    largest: dict[bool, float] = {}
-    for name, (_, positions) in inputs.items():
-        if answer[name].shape != expected[name].shape:
-            shapes = f"{tuple(answer[name].shape)}, not {tuple(expected[name].shape)}"
-            return _Comparison(f"its logits have shape {shapes}")
-        gaps = (answer[name] - expected[name]).abs().nan_to_num(torch.inf).amax(-1)
-        for beyond in (False, True):
-            these = gaps[(positions >= record.shape.trained_length) == beyond]
-            if len(these):
-                largest[beyond] = max(float(these.max()), largest.get(beyond, 0.0))
-        gap, at = (value.item() for value in gaps.max(0))
-        allowed = max(tolerance, 2 * rounding[name]) if one_table and gap > tolerance else tolerance
-        if gap / allowed > worst:
-            worst = gap / allowed
-            error = f"a logit is off by {gap:.2g} at position {positions[int(at)]}"
-    return _Comparison(error, largest.get(False), largest.get(True))
+class _Original:
+    """The patched original, with which the logits of another process are compared."""
+
+    def __init__(self, model: Any, record: Record, inputs: Inputs, tolerance: float) -> None:
+        self.inputs = inputs
+        self._model, self._record, self._tolerance = model, record, tolerance
+        self._expected = logits(model, inputs)
+        self._rounding: dict[str, float] = {}
+
+    @property
+    def largest_rounding(self) -> float | None:
+        """The largest effect of float32's rounding over all pieces; None if it was not measured."""
+        return max(self._rounding.values(), default=None)
+
+    def compare(self, answer: Mapping[str, Tensor] | str) -> _Comparison:
+        """The largest differences from the logits, or the error message, of the other process."""
+        if isinstance(answer, str):
+            return _Comparison(f"it cannot be loaded ({answer.splitlines()[0]})")
+        error, worst = None, 1.0
+        largest: dict[bool, float] = {}
+        for name, (_, positions) in self.inputs.items():
+            if answer[name].shape != self._expected[name].shape:
+                shapes = f"{tuple(answer[name].shape)}, not {tuple(self._expected[name].shape)}"
+                return _Comparison(f"its logits have shape {shapes}")
+            gaps = (answer[name] - self._expected[name]).abs().nan_to_num(torch.inf).amax(-1)
+            for beyond in (False, True):
+                these = gaps[(positions >= self._record.shape.trained_length) == beyond]
+                if len(these):
+                    largest[beyond] = max(float(these.max()), largest.get(beyond, 0.0))
+            gap, at = (value.item() for value in gaps.max(0))
+            if gap > self._tolerance and gap / (allowed := self._allowed(name)) > worst:
+                worst = gap / allowed
+                error = f"a logit is off by {gap:.2g} at position {positions[int(at)]}"
+        return _Comparison(error, largest.get(False), largest.get(True))
+
+    def _allowed(self, name: str) -> float:
+        """The allowed difference of a logit in a piece.
+
+        In models with sharp attention, the last bit of an angle matters. At far positions it is hundredths of
+        a radian. So the effect of float32's rounding of the angles is measured, and twice that is allowed.
+        """
+        if not self._record.encoding.effects(self._record.shape).is_one_table:
+            # The smallest change of a position may select another table, and any difference would pass.
+            return self._tolerance
+        if not self._rounding:
+            self._rounding = dict.fromkeys(self.inputs, 0.0)
+            generator = torch.Generator().manual_seed(0)
+            for shared in (True, False):  # the same error at all positions, then one for each
+                moved = {}
+                for each, (ids, positions) in self.inputs.items():
+                    signs = 2.0 * torch.randint(2, positions.shape, generator=generator) - 1
+                    moved[each] = (ids, positions.double() * (1 + _ANGLE_ERROR * (1.0 if shared else signs)))
+                for each, moved_logits in logits(self._model, moved).items():
+                    gap = float((moved_logits - self._expected[each]).abs().max())
+                    self._rounding[each] = max(gap, self._rounding[each])
+        return max(self._tolerance, 2 * self._rounding[name])
 
 
 def _is_supported_by_stock(directory: Path, record: Record) -> bool:
-    """Whether stock transformers should compute the recorded encoding exactly in this family."""
-    if not record.encoding.effects(record.shape).rotary or record.encoding.depends_on_length:
+    """Whether stock transformers should compute the recorded encoding exactly from the config."""
+    if record.encoding.depends_on_length:
         return False  # stock transformers uses the longest row of a batch
-    model = empty_model(str(directory))
-    with patch_model(
-        model,
-        record.encoding,
-        trained_length=record.shape.trained_length,
-        target_length=record.target_length,
-    ):
-        return has_stock_config(unwrap(model).config, record.target_length)
-
-
-def _write(path: Path, verification: Verification) -> None:
-    try:
-        write_json(path, verification.to_dict(), durable=True)
-    except OSError as error:
-        raise RopeExtendError(f"cannot write {path}: {error}") from error
+    return has_stock_config(pretrained(AutoConfig, str(directory)), record.target_length)

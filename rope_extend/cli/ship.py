@@ -31,17 +31,13 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
     add_base_model(parser)
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"),
-        help="dtype of the weights (default: that of each weight of the base model)",
+        help="dtype of the weights (default: that of the base model)",
     )  # fmt: skip
     parser.add_argument(
         "--max-shard-size", type=size, default="5GB", metavar="SIZE",
-        help="maximum size of one weight file; roughly the peak memory (default: 5GB)",
+        help="maximum size of one weight file (default: 5GB)",
     )  # fmt: skip
     parser.add_argument("--no-tokenizer", action="store_true", help="do not write the tokenizer")
-    parser.add_argument(
-        "--in-memory", action="store_true",
-        help="load the whole model: needed for weights that transformers joins or splits on loading",
-    )  # fmt: skip
     parser.add_argument(
         "--no-guard", action="store_true",
         help="write a stock config.json even if stock loaders would silently use the original window",
@@ -49,7 +45,7 @@ def merge_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def merge(arguments: argparse.Namespace) -> None:
-    """Merge a LoRA adapter into its base model, exactly and one weight file at a time.
+    """Merge a LoRA adapter into its base model, exactly.
 
     Weights that the adapter changes are computed in float32 and rounded once. All other weights are the base
     model's own, bit for bit.
@@ -62,7 +58,7 @@ def merge(arguments: argparse.Namespace) -> None:
         arguments.adapter, arguments.output, base_model=arguments.base_model, overwrite=arguments.overwrite,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         max_shard_size=arguments.max_shard_size, tokenizer=not arguments.no_tokenizer,
-        in_memory=arguments.in_memory, guard=not arguments.no_guard,
+        guard=not arguments.no_guard,
     )  # fmt: skip
     print("written:", path)
     print(f"verify it: rope-extend verify {quote(str(path))}")

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, Self
 from safetensors import safe_open
 from torch import nn
 
-from rope_extend.checkpoint.base_model import changes_base
 from rope_extend.checkpoint.info import ModelInfo, info
 from rope_extend.checkpoint.manifest import read_json
-from rope_extend.checkpoint.peft_models import remove_adapter
+from rope_extend.checkpoint.peft_models import changes_base, remove_adapter
 from rope_extend.checkpoint.record import Record, read_record
 from rope_extend.checkpoint.restoring import load_adapter
 from rope_extend.encodings import Encoding, RopeShape, composed_name, encoding, method_named
@@ -238,9 +237,7 @@ def _check_removable(adapter: Path) -> None:
         reason = f'bias="{config["bias"]}"' if trained else None
     if reason is not None:
         is_lora = config.get("peft_type") == "LORA"  # `rope-extend merge` refuses others
-        how = (
-            "rope-extend merge --in-memory" if is_lora else "merge_and_unload of peft, then rope_extend.save"
-        )
+        how = "rope-extend merge" if is_lora else "merge_and_unload of peft, then rope_extend.save"
         raise RopeExtendError(
             f"the adapter in {adapter} changes the base model's own weights on loading ({reason}), and they "
             f"would stay changed for the rows that follow. Merge it first ({how}), and give the merged "

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from rope_extend.encodings import RopeEncoding, RopeShape
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
 from rope_extend.encodings.core.checks import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.view import rotary_part, stock_table
+from rope_extend.models.view import config_record, rotary_part, stock_table
 
 _CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 """Rotary parameters that describe the model's shape, not its scaling, and are kept when that changes."""
@@ -59,6 +59,25 @@ def stock_forms(
                     continue
                 form |= softmax_scale
             yield form
+
+
+def has_stock_config(config: Any, target_length: int) -> bool:
+    """Whether stock transformers computes the encoding of a patched model from its config.
+
+    If not, its own tables would be those of the pretrained model, or it would use the table of the longest
+    row of a batch where the encoding has one for each query.
+
+    Args:
+        config: the config of a patched model.
+        target_length: the extended window, in tokens.
+    """
+    if (record := config_record(config)) is not None:
+        effects = Encoding.from_dict(record["encoding"]).effects(RopeShape(**record["shape"]))
+        if effects.reason() and not effects.per_row:
+            return False
+    part, parameters = rotary_part(config)
+    kind = parameters.get("rope_type", "default")
+    return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
 
 
 def softmax_scale_of(base: Any) -> dict[str, Any] | None:

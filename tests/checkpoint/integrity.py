@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -20,7 +19,6 @@ from peft import LoraConfig, get_peft_model
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
-from rope_extend.checkpoint.base_model import base_matrices
 from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.manifest import RECORD_NAME
 from rope_extend.checkpoint.record import read_record, write_record
@@ -111,7 +109,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def unsealed(directory: Path) -> Path:
-    """Remove the digests from the record, as in schema 1: a fault must then be found by other checks."""
+    """Remove the digests from the record: a fault must then be found by other checks."""
     write_record(directory, replace(read_record(directory), weights={}, configs={}))
     return directory
 
@@ -175,14 +173,3 @@ class Fault:
         self.count += 1
         if self.count == self.number:
             raise self.error
-
-
-def early_fingerprint(base: Any) -> str:
-    """The fingerprint in early records of adapters that train single tokens: without the embedding."""
-    digest = hashlib.sha256()
-    for name, matrix in base_matrices(base):
-        if name != "model.embed_tokens.weight":
-            points = [(matrix.numel() - 1) * i // 15 for i in range(16)]
-            values = matrix.detach().flatten()[points].bfloat16().view(torch.int16)
-            digest.update(f"{name} {tuple(matrix.shape)}\n".encode() + values.numpy().tobytes())
-    return digest.hexdigest()

@@ -33,7 +33,6 @@ from transformers import AutoModelForCausalLM
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.export.write import export
-from rope_extend.checkpoint.record import read_record
 
 ESCAPES = [
     "../secret.safetensors", "/etc/secret.safetensors", "sub/secret.safetensors", "..\\secret.safetensors",
@@ -127,16 +126,6 @@ def test_links_inside_the_directory_are_followed(directory: Path) -> None:
     assert_same_but_rounding(logits(rx.load(output)), expected)
 
 
-@each()
-def test_a_directory_may_itself_be_a_link(directory: Path) -> None:
-    link = directory.parent / "link"
-    link.symlink_to(directory, target_is_directory=True)
-    assert torch.equal(logits(rx.load(link)), logits(rx.load(directory)))
-    rx.save(extended("linear"), link, overwrite=True)
-    assert link.is_symlink()
-    assert read_record(directory).encoding.name == "linear"
-
-
 @pytest.mark.slow
 @each()
 def test_a_checkpoint_in_the_hub_s_cache_is_read_by_path_and_by_name(
@@ -183,6 +172,8 @@ def test_a_guarded_checkpoint_is_checked_by_the_auto_class_too(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     in_hub_cache(directory, tmp_path / "cache", "org/name")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("org/name")), logits(model))
+    with pytest.raises(RopeExtendError, match="subfolder='other' selects other weights"):
+        AutoModelForCausalLM.from_pretrained(directory, subfolder="other")
     data = bytearray((directory / WEIGHTS).read_bytes())
     data[-1] ^= 1
     (directory / WEIGHTS).write_bytes(data)
@@ -234,10 +225,3 @@ def test_options_for_the_hub_apply_to_the_record_too(
     rx.load("owner/private", local_files_only=True)
     (call,) = calls  # and no question to the hub
     assert call["local_files_only"] is True
-
-
-def test_the_auto_class_refuses_other_weights_too(tmp_path: Path) -> None:
-    guarded = rx.save(extended("drope"), tmp_path / "guarded")
-    shutil.copytree(guarded, guarded / "other")
-    with pytest.raises(RopeExtendError, match="subfolder='other' selects other weights"):
-        AutoModelForCausalLM.from_pretrained(guarded, subfolder="other")

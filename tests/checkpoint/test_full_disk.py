@@ -19,7 +19,6 @@ import pytest
 import torch
 from covering import few
 from integrity import (
-    WEIGHTS,
     Fault,
     contents,
     each,
@@ -37,21 +36,6 @@ from rope_extend.checkpoint import verifying
 from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.export.write import export
 from rope_extend.checkpoint.record import read_record, write_record
-
-
-@each()
-def test_a_file_where_the_directory_should_be_is_refused(directory: Path) -> None:
-    path = directory.parent / "file"
-    path.write_bytes(b"mine")
-    for where in (path, path / "below"):
-        with pytest.raises(RopeExtendError, match=r"cannot (save to|read)"):
-            rx.save(rx.load(directory), where)
-        if directory.name == "adapter":
-            with pytest.raises(RopeExtendError, match=r"cannot (save to|read)"):
-                rx.merge(directory, where)
-        with pytest.raises(RopeExtendError, match=r"cannot (save to|read)"):
-            export(directory, where, verify=False)
-    assert path.read_bytes() == b"mine"
 
 
 @contextmanager
@@ -111,7 +95,7 @@ def test_a_verdict_that_cannot_be_written_is_an_error(
 ) -> None:
     directory = Path(shutil.copytree(checkpoints / "full", tmp_path / "full"))
     (directory / "verification.json").mkdir()
-    monkeypatch.setattr(verifying, "_logits_elsewhere", lambda *_, **__: (["not read"], {}))
+    monkeypatch.setattr(verifying, "_logits_elsewhere", lambda *_, **__: "not read")
     with pytest.raises(RopeExtendError, match=r"cannot write .*verification.json"):
         rx.verify(directory)
     monkeypatch.undo()
@@ -176,7 +160,7 @@ def test_a_disk_that_is_full_at_any_step_leaves_all_as_it_was(
 
 @pytest.mark.parametrize(
     ("kind", "limit"),
-    [(kind, limit) for kind in ("full", "adapter", "merge") for limit in (0, 100, 500, 1500)]
+    [(kind, limit) for kind in ("full", "adapter", "merge") for limit in (0, 500, 1500)]
     + [("full", 10_000), ("merge", 10_000)],
 )
 def test_a_file_that_does_not_fit_on_the_disk_leaves_all_as_it_was(
@@ -275,15 +259,3 @@ def test_files_of_others_are_replaced_only_when_asked(
     rx.save(extended(), target)
     rx.save(extended(), target, tokenizer, overwrite=True)
     assert (target / "tokenizer.json").read_text() != "mine"
-
-
-def test_a_link_that_is_overwritten_leaves_what_it_led_to(checkpoints: Path, tmp_path: Path) -> None:
-    target = Path(shutil.copytree(checkpoints / "full", tmp_path / "target"))
-    outside = tmp_path / "outside.safetensors"
-    (target / WEIGHTS).rename(outside)
-    (target / WEIGHTS).symlink_to(outside)
-    before = outside.read_bytes()
-    rx.save(extended("linear"), target, overwrite=True)
-    assert outside.read_bytes() == before
-    assert not (target / WEIGHTS).is_symlink()
-    rx.load(target)

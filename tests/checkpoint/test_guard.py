@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.export.write import export
-from rope_extend.checkpoint.model_type import FAMILY, MODEL_TYPE, guarded_config, plain_config
+from rope_extend.checkpoint.model_type import MODEL_TYPE, guarded_config, plain_config
 
 
 @pytest.fixture(scope="module")
@@ -81,27 +81,17 @@ def test_stock_readers_of_a_saved_checkpoint_stop(guarded: tuple[Path, torch.Ten
     assert config["rope_parameters"] == config["rope_scaling"] == {"rope_type": MODEL_TYPE}
 
 
-def test_rope_extend_reads_it_in_the_present_and_in_the_early_form(
-    guarded: tuple[Path, torch.Tensor], tmp_path: Path
-) -> None:
+def test_rope_extend_reads_it_and_writes_it_again(guarded: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     directory, expected = guarded
     model = rx.load(directory)
-    early = rx.save(model, tmp_path / "early")
-
-    def only_another_model_type(data: dict[str, Any]) -> dict[str, Any]:
-        family = plain_config(data)
-        return {**family, "model_type": MODEL_TYPE, FAMILY: family["model_type"]}
-
-    rewritten(early / "config.json", only_another_model_type)
-    for path in (directory, unsealed(early)):
-        for loaded in (rx.load(path), AutoModelForCausalLM.from_pretrained(path)):
-            assert torch.equal(logits(loaded), expected)
-            assert loaded.config.architectures == ["LlamaForCausalLM"]
-            assert loaded.config.rope_parameters == model.config.rope_parameters
-            assert not any("stock" in key for key in loaded.config.to_dict())
-        assert rx.info(path).encoding == str(rx.current_patch(model).encoding)
-    assert torch.equal(logits(rx.load(rx.save(rx.load(early), tmp_path / "again"))), expected)
-    assert config_of(tmp_path / "again") == config_of(directory)
+    for loaded in (model, AutoModelForCausalLM.from_pretrained(directory)):
+        assert torch.equal(logits(loaded), expected)
+        assert loaded.config.architectures == ["LlamaForCausalLM"]
+        assert not any("stock" in key for key in loaded.config.to_dict())
+    assert rx.info(directory).encoding == str(rx.current_patch(model).encoding)
+    again = rx.save(model, tmp_path / "again")
+    assert torch.equal(logits(rx.load(again)), expected)
+    assert config_of(again) == config_of(directory)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +141,7 @@ def test_a_config_alone_makes_the_family_s_model(guarded: tuple[Path, torch.Tens
 
 
 def test_an_export_has_the_family_s_own_config(tmp_path: Path) -> None:
-    """A guard can be set although the target supports the encoding, by an early version or by a user."""
+    """A user may have set a guard although the target supports the encoding."""
     model = extended("yarn")
     directory = rx.save(model, tmp_path / "saved")
     plain = config_of(directory)

@@ -5,23 +5,18 @@ from __future__ import annotations
 import errno
 import os
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-import torch
 from integrity import Fault, contents, extended, watching
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rope_extend as rx
 from rope_extend import RopeExtendError
 from rope_extend.checkpoint.card import write_card
-from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.checkpoint.staging import staged
-from rope_extend.files import sha256
 from rope_extend.journal import only_writer, writes_to
 
 SHARD = "model-00001-of-00002.safetensors"
@@ -71,26 +66,6 @@ def test_files_that_only_look_like_weights_stay(tmp_path: Path) -> None:
     publish(tmp_path, "config.json", "model.safetensors")
     new = dict.fromkeys(("config.json", "model.safetensors"), "new")
     assert texts(tmp_path) == dict.fromkeys(mine, "old") | new
-
-
-def test_a_file_of_another_name_in_a_record_is_still_checked(tmp_path: Path) -> None:
-    """Records of early versions may list safetensors files that no loader reads."""
-    directory = rx.save(extended(), tmp_path / "full")
-    save_file({"x": torch.ones(1)}, directory / "model_best.safetensors")
-    record = read_record(directory)
-
-    def with_digest(name: str, digest: str) -> None:
-        write_record(directory, replace(record, weights={**record.weights, name: digest}))
-
-    with_digest("model_best.safetensors", sha256(directory / "model_best.safetensors"))
-    rx.load(directory)
-    for name, message in (
-        ("model_best.safetensors", "is not what was saved"),
-        ("../x.safetensors", "missing"),
-    ):
-        with_digest(name, "0" * 64)
-        with pytest.raises(RopeExtendError, match=message):
-            rx.load(directory)
 
 
 def test_a_new_tokenizer_replaces_all_files_of_the_old_one(tmp_path: Path) -> None:
@@ -143,6 +118,31 @@ def test_a_directory_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RopeExtendError, match=r"config.json in it is a directory; move it away"):
         publish(tmp_path, "config.json", "rope_extend.json")
     assert texts(tmp_path) == before
+
+
+def test_the_files_of_a_killed_save_are_named(tmp_path: Path) -> None:
+    """Both have shards, of other names: what the error says gives the old checkpoint again."""
+    old = rx.save(extended(), tmp_path / "saved", max_shard_size="50KB")
+    new = rx.save(extended("linear"), tmp_path / "new", max_shard_size="30KB")
+    before, backup = contents(old), old / ".replaced-1"
+    backup.mkdir()
+    for path in [path for path in old.iterdir() if path.is_file()]:
+        path.rename(backup / path.name)
+    moved = [new / "config.json", next(new.glob("model-00001-*"))]
+    for path in moved:
+        path.rename(old / path.name)
+    remove = ", ".join(path.name for path in moved)
+    with pytest.raises(RopeExtendError, match=rf"in {backup}. .*remove {remove} from {old} and move .* back"):
+        rx.load(old)
+    for path in moved:
+        (old / path.name).unlink()
+    for path in backup.iterdir():
+        path.rename(old / path.name)
+    assert contents(old) == before
+    rx.load(old)
+    files(backup, "config.json")
+    rx.save(extended("linear"), old, overwrite=True)
+    assert not backup.exists()
 
 
 def test_a_failure_at_any_step_restores_files_of_every_level(tmp_path: Path) -> None:

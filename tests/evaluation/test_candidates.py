@@ -59,7 +59,7 @@ def test_an_adapter_with_norms_and_embeddings_leaves_the_model_as_it_was(tied: b
 @pytest.mark.parametrize(
     ("config", "advice"),
     [
-        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), r"\(rope-extend merge --in-memory\)"),
+        (LoraConfig(r=2, target_modules=["q_proj"], bias="all"), r"\(rope-extend merge\)"),
         (
             VeraConfig(r=2, target_modules=["q_proj"], bias="all"),
             r"\(merge_and_unload of peft, then rope",

@@ -2,7 +2,7 @@
 
 Run it after `SCHEMA_VERSION` has changed, and commit its output: `schema-N/full` and `schema-N/adapter`, a
 few KB each, and their logits in `logits.json`. Never write the directories of earlier schemas again: the
-tests prove that they still load. The code of commit 5f8c70f wrote schema-1.
+tests prove that they still load.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import rope_extend as rx
-from rope_extend.checkpoint.base_model import base_fingerprint
+from rope_extend.checkpoint.peft_models import base_fingerprint
 from rope_extend.checkpoint.record import read_record
 from rope_extend.cli.main import main
 from rope_extend.encodings import ModelShape
@@ -133,9 +133,8 @@ def test_an_adapter_includes_learned_parameters(adapted: Any, tmp_path: Path) ->
         assert torch.equal(logits(rx.load_adapter(base, tmp_path / "adapter")), logits(adapted))
 
 
-@pytest.mark.parametrize("in_memory", [False, True])
-def test_a_merge_keeps_learned_parameters(adapted: Any, tmp_path: Path, in_memory: bool) -> None:
-    output = rx.merge(tmp_path / "adapter", tmp_path / "merged", in_memory=in_memory)
+def test_a_merge_keeps_learned_parameters(adapted: Any, tmp_path: Path) -> None:
+    output = rx.merge(tmp_path / "adapter", tmp_path / "merged")
     assert (output / LEARNED_FILE).read_bytes() == (tmp_path / "adapter" / LEARNED_FILE).read_bytes()
     assert_same_but_rounding(logits(rx.load(output)), logits(adapted))
     assert not any("rope_extend" in name for name in load_file(output / "model.safetensors"))

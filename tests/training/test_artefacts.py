@@ -54,24 +54,18 @@ READERS: dict[str, dict[str, str | None]] = {
     },
     "checkpoint": {
         "manifest.read_json": DIGESTS,
-        "manifest.check_finite": DIGESTS,
-        "manifest.check_header": DIGESTS,
-        "stored_tensors.opened": BASE,
-        "merging._merge_in_memory": BASE,
-        "restoring._refuse_unused": BASE,
+        "manifest.open_weights": DIGESTS,
         "verifying._reference": BASE,
         "write._export_gguf": BASE,
         "card._recipe": None,  # shows the recipe next to the adapter
         "card.write_card": None,  # asks only whether the card is ours
         "card_mark.is_our_card": None,  # the same, by a digest in the card
-        "companions.copy_notices": None,  # copies files
+        "merging._copy_notices": None,  # copies files
         "local_paths._fields": None,  # names fields
         "publishing.files_to_push": None,  # reads in the card which pictures it shows
-        "staging._marked_as_in_use": None,  # opens a directory to lock it
-        "staging._remove_leftovers": None,  # the same
         "stock_reader": None,  # the request of the process that started this one
         "stock_reader.main": None,  # the same
-        "verifying._logits_elsewhere": None,  # the answer to this request
+        "verifying._ask": None,  # the answer to this request
     },
     "demo": {},
 }

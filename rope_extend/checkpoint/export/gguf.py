@@ -32,8 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rope_extend.checkpoint.manifest import open_weights, weight_files
 from rope_extend.checkpoint.record import Record
-from rope_extend.checkpoint.stored_tensors import opened, stored_tensors
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import replacing
@@ -267,7 +267,7 @@ def check_same_weights(path: Path, checkpoint: Path) -> None:
         if kind not in _EPSILON:
             left_out[kind] = left_out.get(kind, 0) + 1
             continue
-        with opened(file) as weights:
+        with open_weights(file) as weights:
             part = weights.get_slice(name)
             share = _unlike(tensor, part)
             if share > _MOST_UNLIKE and heads and len(tensor.data) % (2 * heads) == 0:
@@ -301,12 +301,15 @@ def _pairs(path: Path, checkpoint: Path) -> Iterator[tuple[Path, str, Any, int]]
     names = gguf.get_tensor_name_map(kind, metadata.of_architecture("block_count", 0))
     counts = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
     stored = {tensor.name: tensor for tensor in gguf_reader(path).tensors}
-    for name, own in stored_tensors(checkpoint).items():
-        inner, _, suffix = name.rpartition(".")
-        tensor = stored.get(f"{names.get_name(inner)}.{suffix}")
-        if tensor is not None and len(own.shape) == 2 and own.shape == tuple(map(int, tensor.shape[::-1])):
-            heads = metadata.of_architecture(counts.get(tensor.name.split(".")[-2], ""))
-            yield own.file, name, tensor, heads if isinstance(heads, int) else 0
+    for file in (checkpoint / name for name in weight_files(checkpoint)):
+        with open_weights(file) as weights:
+            shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+        for name, shape in shapes.items():
+            inner, _, suffix = name.rpartition(".")
+            tensor = stored.get(f"{names.get_name(inner)}.{suffix}")
+            if tensor is not None and len(shape) == 2 and shape == [int(n) for n in tensor.shape[::-1]]:
+                heads = metadata.of_architecture(counts.get(tensor.name.split(".")[-2], ""))
+                yield file, name, tensor, heads if isinstance(heads, int) else 0
 
 
 def _unlike(tensor: Any, weights: Any) -> float:
