@@ -30,9 +30,8 @@ def model(vocabulary: int = 4096, window: int = 256, layers: int = 6, width: int
 
 def document(tokens: int, vocabulary: int) -> Document:
     """A document of random tokens, the same at every call."""
-    return Document(
-        "random", torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
-    )
+    generator = torch.Generator().manual_seed(0)
+    return Document("random", torch.randint(0, vocabulary, (tokens,), generator=generator))
 
 
 def timed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Iterator
 
@@ -39,13 +40,10 @@ def static_methods() -> list[str]:
     """The methods that are one static table: they act in the rotary module only."""
     names = []
     for name in rx.encoding_names(RopeEncoding):
-        try:
+        with contextlib.suppress(rx.RopeExtendError):  # needs more than a length
             patch = rx.extend(model(layers=1), 2048, name)
-        except rx.RopeExtendError:  # needs more than a length
-            continue
-        effects = patch.encoding.effects(patch.shape)
-        if not effects.in_attention and not effects.depends_on_length:
-            names.append(name)
+            if not patch.encoding.beyond_one_table(patch.shape):
+                names.append(name)
     return names
 
 

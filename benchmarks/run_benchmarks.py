@@ -14,7 +14,6 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import measuring
 import torch
@@ -56,29 +55,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the named benchmarks; the exit status is 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"benchmarks to run: {', '.join(BENCHMARKS)} (default: all)"
-    )
+        "names", nargs="*", choices=[*BENCHMARKS], metavar="NAME",
+        help=f"benchmarks to run: {', '.join(BENCHMARKS)} (default: all)",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of all models")
     parser.add_argument(
         "--repetitions", type=int, default=7, help="number of timed repetitions of each side (default: 7)"
     )
     parser.add_argument("--output", type=Path, help="JSON lines file of the rows, made or continued")
     arguments = parser.parse_args(argv)
-    unknown = set(arguments.names) - set(BENCHMARKS)
-    if unknown:
-        parser.error(
-            f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}"
-        )
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device; use --device cpu")
     logging.getLogger("rope_extend").setLevel(logging.ERROR)  # hide what a patch tells users
     expand_segments()  # before anything initialises CUDA
     measuring.DEVICE = arguments.device
     machine = {"device": device_name(), "torch": torch.__version__, "transformers": transformers.__version__}
-    kept = [json.loads(line) for line in arguments.output.open()] if _exists(arguments.output) else []
+    words = "{device}, torch {torch}, transformers {transformers}"
+    here = words.format(**machine)
+    found = arguments.output is not None and arguments.output.exists()
+    kept = [json.loads(line) for line in arguments.output.open()] if found else []
     if other := [row for row in kept if any(row[name] != value for name, value in machine.items())]:
-        parser.error(f"{arguments.output} was measured on {_words(other[0])}; this is {_words(machine)}")
-    print(_words(machine), file=sys.stderr)
+        parser.error(f"{arguments.output} was measured on {words.format(**other[0])}; this is {here}")
+    print(here, file=sys.stderr)
     print(f"{'benchmark':<84} {'ours':>12} {'peer':>12}  ratio  target  peer")
     failed = 0
     for name in arguments.names or BENCHMARKS:
@@ -108,14 +106,6 @@ def line(result: Row) -> str:
         f"{result['name']:<84} {ours:>12} {_or_dash(result['theirs'], '.4g'):>12} {ratio:>6}  "
         f"{_or_dash(result['target'], '.3g'):>6}  {result['peer']} ({result['unit']})"
     )
-
-
-def _exists(path: Path | None) -> bool:
-    return path is not None and path.exists()
-
-
-def _words(machine: dict[str, Any]) -> str:
-    return f"{machine['device']}, torch {machine['torch']}, transformers {machine['transformers']}"
 
 
 def _or_dash(value: float | None, form: str) -> str:

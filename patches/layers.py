@@ -14,10 +14,9 @@ channels, and with the base to the power of their share. The other pairs have fr
 
 from typing import Any
 
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter, types
 
 _FULL = ("full_attention",)
-_FULL_TYPES = (*_FULL, "hybrid", "indexed_attention")
 _NOT_ADJACENT = "its rotated channels are not next to each other in the head"
 
 
@@ -41,82 +40,66 @@ def has_base(attention: Any) -> bool:
     return bool(attention.config.layer_rope_theta[attention.layer_idx])
 
 
-def has_full_attention(attention: Any) -> bool:
-    """Whether an attention module sees the whole text."""
-    return str(attention.config.layer_types[attention.layer_idx]) in _FULL_TYPES
-
-
 ADAPTERS = (
+    FamilyAdapter(("smollm3",), "all channels of a head, in some of the layers", rotates=chosen),
+    FamilyAdapter(types("afmoe flint"), "all channels of a head, in some of the layers", rotates=slides),
     FamilyAdapter(
-        model_types=("smollm3",), note="all channels of a head, in some of the layers", rotates=chosen
-    ),
-    FamilyAdapter(
-        model_types=("afmoe", "flint"), note="all channels of a head, in some of the layers", rotates=slides
-    ),
-    FamilyAdapter(
-        model_types=("exaone4", "exaone_moe", "kolibri1"),
-        note="all channels of a head, in some of the layers",
+        types("exaone4 exaone_moe kolibri1"),
+        "all channels of a head, in some of the layers",
         rotates=slides_if_any,
     ),
+    # One module per base; `rotary_emb` exists too, but is unused. Models with two bases are refused.
     FamilyAdapter(
-        # One module per base; `rotary_emb` exists too, but is unused. Models with two bases are refused.
-        model_types=("granite_swa", "granitemoe_swa"),
-        rotary_paths=("rotary_embs.0",),
-        note="all channels of a head, in some of the layers",
+        types("granite_swa granitemoe_swa"),
+        "all channels of a head, in some of the layers",
+        rotary_path="rotary_embs.0",
         rotates=has_base,
         layer_bases="layer_rope_theta",
     ),
     FamilyAdapter(
-        model_types=("gemma3_text", "gemma3n_text", "mellum", "modernbert-decoder", "olmo3"),
-        note="full-attention layers only; sliding ones unchanged",
+        types("gemma3_text gemma3n_text mellum modernbert-decoder olmo3"),
+        "full-attention layers only; sliding ones unchanged",
         in_float32=("olmo3",),
-        rotates=has_full_attention,
         layer_types=_FULL,
     ),
     FamilyAdapter(
-        model_types=("gemma3",),
-        rotary_paths=("language_model.rotary_emb",),
-        note="full-attention layers only; sliding ones unchanged",
-        rotates=has_full_attention,
+        ("gemma3",),
+        "full-attention layers only; sliding ones unchanged",
+        rotary_path="language_model.rotary_emb",
         config_path="text_config",
         layer_types=_FULL,
     ),
     FamilyAdapter(
-        model_types=("laguna", "mimo_v2_flash"),
-        note="full-attention layers only; the first channels of a head",
-        rotates=has_full_attention,
+        types("laguna mimo_v2_flash"),
+        "full-attention layers only; the first channels of a head",
         layer_types=_FULL,
     ),
     FamilyAdapter(
-        model_types=("zaya",),
+        ("zaya",),
+        "full-attention layers only (`hybrid`); the first channels of a head",
         hides_positions=("zaya",),
-        note="full-attention layers only (`hybrid`); the first channels of a head",
-        rotates=has_full_attention,
         layer_types=("hybrid",),
     ),
     FamilyAdapter(
-        model_types=("gemma4_text", "gemma4_unified_text", "lfm3"),
-        note="full-attention layers only, where only the fastest pairs rotate",
+        types("gemma4_text gemma4_unified_text lfm3"),
+        "full-attention layers only, where only the fastest pairs rotate",
         in_float32=("lfm3",),
-        rotates=has_full_attention,
         unreachable=_NOT_ADJACENT,
         layer_types=_FULL,
     ),
     FamilyAdapter(
-        model_types=("gemma4", "gemma4_unified"),
-        rotary_paths=("language_model.rotary_emb",),
-        note="full-attention layers only, where only the fastest pairs rotate",
-        rotates=has_full_attention,
+        types("gemma4 gemma4_unified"),
+        "full-attention layers only, where only the fastest pairs rotate",
+        rotary_path="language_model.rotary_emb",
         unreachable=_NOT_ADJACENT,
         config_path="text_config",
         layer_types=_FULL,
     ),
     FamilyAdapter(
-        model_types=("dots3_note_text",),
-        note="full-attention layers only, with their indexers; neighbouring channels as pairs",
+        ("dots3_note_text",),
+        "full-attention layers only, with their indexers; neighbouring channels as pairs",
         pairs="neighbours",
         rotated="last",
-        rotates=has_full_attention,
         unreachable="its indexer rotates its own queries and keys, outside the attention function",
         layer_types=("indexed_attention", "full_attention"),
     ),

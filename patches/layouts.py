@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter, types
 
 
 def slides(attention: nn.Module) -> bool:
@@ -41,43 +41,38 @@ def normalises(attention: Any) -> bool:
 
 ADAPTERS = (
     FamilyAdapter(
-        model_types=("ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"),
-        note="neighbouring channels as pairs",
-        in_float32=("ernie4_5", "ernie4_5_moe"),
+        types("ernie4_5 ernie4_5_moe glm glm4 helium"),
+        "neighbouring channels as pairs",
+        in_float32=types("ernie4_5 ernie4_5_moe"),
         pairs="neighbours",
     ),
+    FamilyAdapter(("cohere",), "neighbouring channels as pairs", layout="neighbours", pairs="neighbours"),
     FamilyAdapter(
-        model_types=("cohere",),
-        note="neighbouring channels as pairs",
-        layout="neighbours",
-        pairs="neighbours",
-    ),
-    FamilyAdapter(
-        model_types=("cohere2",),
-        note="neighbouring channels as pairs, in some of the layers",
+        ("cohere2",),
+        "neighbouring channels as pairs, in some of the layers",
         layout="neighbours",
         pairs="neighbours",
         rotates=slides,
     ),
     FamilyAdapter(
-        model_types=("cohere2_moe",),
-        note="neighbouring channels as pairs, in some of the layers",
+        ("cohere2_moe",),
+        "neighbouring channels as pairs, in some of the layers",
         layout="neighbours",
         pairs="neighbours",
         rotates=slides_or_dense,
     ),
     FamilyAdapter(
-        model_types=("deepseek_v2",),
-        note="the last channels of a head, as complex numbers",
+        ("deepseek_v2",),
+        "the last channels of a head, as complex numbers",
         in_float32=("deepseek_v2",),
         layout="complex",
         pairs="neighbours",
         rotated="last",
     ),
     FamilyAdapter(
-        model_types=("llama4_text",),
-        rotary_paths=("model.rotary_emb",),
-        note="all channels of a head, as complex numbers, in three of four layers",
+        ("llama4_text",),
+        "all channels of a head, as complex numbers, in three of four layers",
+        rotary_path="model.rotary_emb",
         in_float32=("llama4_text",),
         hides_positions=("llama4_text",),
         layout="complex",
@@ -86,15 +81,11 @@ ADAPTERS = (
         normalises=normalises,
         counts="its layers without rotation scale queries by the number of tokens before them",
     ),
+    FamilyAdapter(("gpt_oss",), "all channels of a head, one value for each pair", layout="once"),
     FamilyAdapter(
-        model_types=("gpt_oss",),
-        note="all channels of a head, one value for each pair",
-        layout="once",
-    ),
-    FamilyAdapter(
-        model_types=("blt",),
-        rotary_paths=("global_transformer.rotary_emb",),
-        note="the global transformer only; lengths count patches of bytes",
+        ("blt",),
+        "the global transformer only; lengths count patches of bytes",
+        rotary_path="global_transformer.rotary_emb",
         layout="neighbours",
         pairs="neighbours",
         unreachable="its global transformer sees patches, whose positions differ from those of its cache",

@@ -16,7 +16,7 @@
 
 from torch import nn
 
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter, types
 
 
 def always(attention: nn.Module) -> bool:
@@ -26,83 +26,49 @@ def always(attention: nn.Module) -> bool:
 
 ADAPTERS = (
     FamilyAdapter(
-        model_types=(
-            "apertus",
-            "arcee",
-            "aria_text",
-            "bitnet",
-            "cwm",
-            "diffllama",
-            "doge",
-            "flex_olmo",
-            "gemma",
-            "gemma2",
-            "granite",
-            "granitemoe",
-            "granitemoeshared",
-            "hrm_text",
-            "hy_v3",
-            "hyperclovax",
-            "internlm3",
-            "iquestcoder",
-            "jais2",
-            "jetmoe",
-            "llama",
-            "ministral3",
-            "mistral",
-            "mixtral",
-            "olmo",
-            "olmo2",
-            "olmoe",
-            "qwen2",
-            "qwen2_moe",
-            "qwen3",
-            "qwen3_moe",
-            "seed_oss",
-            "solar_open",
-            "starcoder2",
-            "vaultgemma",
-        ),
-        note="all channels of a head",
-        in_float32=("flex_olmo", "olmo", "olmo2"),
+        types("""
+            apertus arcee aria_text bitnet cwm diffllama doge flex_olmo gemma gemma2 granite granitemoe
+            granitemoeshared hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe llama ministral3
+            mistral mixtral olmo olmo2 olmoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss solar_open starcoder2
+            vaultgemma
+        """),
+        "all channels of a head",
+        in_float32=types("flex_olmo olmo olmo2"),
         hides_positions=("ministral3",),  # in transformers 5.17
     ),
     FamilyAdapter(
-        model_types=("falcon", "gpt_neox_japanese"),
-        note="all channels of a head",
+        types("falcon gpt_neox_japanese"),
+        "all channels of a head",
         unreachable="it computes attention itself, not by one of transformers' attention functions",
     ),
     FamilyAdapter(
-        model_types=("nanochat",),
-        note="all channels of a head, rotated backwards",
-        backwards=True,
-        normalises=always,
+        ("nanochat",), "all channels of a head, rotated backwards", backwards=True, normalises=always
     ),
     FamilyAdapter(
-        model_types=("glm4_moe", "gpt_neox", "minimax_m2", "persimmon", "phi", "stablelm"),
+        types("glm4_moe gpt_neox minimax_m2 persimmon phi stablelm"),
+        "the first channels of a head",
         hides_positions=("persimmon",),
-        note="the first channels of a head",
     ),
     FamilyAdapter(
-        model_types=("minimax_m3_vl_text",),
-        note="the first channels of a head",
+        ("minimax_m3_vl_text",),
+        "the first channels of a head",
         unreachable="its indexer rotates its own queries to choose keys, outside the attention function",
     ),
     FamilyAdapter(
-        model_types=("bamba", "falcon_h1", "lfm2", "minimax", "olmo_hybrid", "qwen3_next"),
-        note="all or the first channels of a head, in the attention layers",
+        types("bamba falcon_h1 lfm2 minimax olmo_hybrid qwen3_next"),
+        "all or the first channels of a head, in the attention layers",
         in_float32=("olmo_hybrid",),
     ),
     FamilyAdapter(
-        model_types=("qwen3_5_text", "qwen3_5_moe_text"),
-        hides_positions=("qwen3_5_text", "qwen3_5_moe_text"),
-        note="the first channels of a head; positions may have three parts",
+        types("qwen3_5_text qwen3_5_moe_text"),
+        "the first channels of a head; positions may have three parts",
+        hides_positions=types("qwen3_5_text qwen3_5_moe_text"),
         sections=True,
     ),
     FamilyAdapter(
-        model_types=("moshi",),
+        ("moshi",),
+        "all channels of a head, a module in each layer",
         hides_positions=("moshi",),
-        rotary_paths=("layers.*.self_attn.rotary_emb",),
-        note="all channels of a head, a module in each layer",
+        rotary_path="layers.*.self_attn.rotary_emb",
     ),
 )

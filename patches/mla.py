@@ -4,27 +4,21 @@ At the attention function, a head has the expanded latent channels first, then t
 halves, for any layout in the weights. In some families an indexer chooses the keys that a query sees.
 """
 
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter, types
 
 _NOTE = "the channels next to the latent ones"
 
 ADAPTERS = (
     FamilyAdapter(
-        model_types=(
-            "axk1",
-            "bailing_hybrid",
-            "deepseek_v3",
-            "glm4_moe_lite",
-            "longcat_flash",
-            "minicpm3",
-            "youtu",
-        ),
-        note=_NOTE,
+        types("""
+            axk1 bailing_hybrid deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu
+        """),
+        _NOTE,
         rotated="last",
     ),
     FamilyAdapter(
-        model_types=("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"),
-        note=f"{_NOTE}, and an indexer's",
+        types("axk2 deepseek_v32 glm_moe_dsa hy_v4"),
+        f"{_NOTE}, and an indexer's",
         rotated="last",
         unreachable="its indexer rotates its own queries to choose keys, outside the attention function",
     ),

@@ -6,7 +6,7 @@ rotate either.
 
 from torch import nn
 
-from rope_extend.models.families import FamilyAdapter
+from rope_extend.models.families import FamilyAdapter, types
 
 
 def of_text(attention: nn.Module) -> bool:
@@ -18,17 +18,12 @@ _NOTE = "the text decoder of a multimodal model"
 
 ADAPTERS = (
     FamilyAdapter(
-        model_types=("fuyu", "got_ocr2", "moss_transcribe_diarize"),
-        rotary_paths=("language_model.rotary_emb",),
+        types("fuyu got_ocr2 moss_transcribe_diarize"),
+        _NOTE,
+        rotary_path="language_model.rotary_emb",
         hides_positions=("fuyu",),
-        note=_NOTE,
         rotates=of_text,
         config_path="text_config",
     ),
-    FamilyAdapter(
-        model_types=("mllama",),
-        rotary_paths=("model.rotary_emb",),
-        note=_NOTE,
-        rotates=of_text,
-    ),
+    FamilyAdapter(("mllama",), _NOTE, rotary_path="model.rotary_emb", rotates=of_text),
 )

@@ -34,21 +34,7 @@ _NOTE = "all or the first channels of a head"
 _ROPE_TYPES = ("default", "longrope")
 
 ADAPTERS = (
-    FamilyAdapter(
-        model_types=("phi3",),
-        note=_NOTE,
-        stock_rope_types=_ROPE_TYPES,
-    ),
-    FamilyAdapter(
-        model_types=("phi4_multimodal",),
-        note=_NOTE,
-        stock_rope_types=_ROPE_TYPES,
-        rotates=of_text,
-    ),
-    FamilyAdapter(
-        model_types=("phimoe",),
-        note="all channels of a head",
-        stock_rope_types=_ROPE_TYPES,
-        completes=with_mscale,
-    ),
+    FamilyAdapter(("phi3",), _NOTE, stock_rope_types=_ROPE_TYPES),
+    FamilyAdapter(("phi4_multimodal",), _NOTE, stock_rope_types=_ROPE_TYPES, rotates=of_text),
+    FamilyAdapter(("phimoe",), "all channels of a head", stock_rope_types=_ROPE_TYPES, completes=with_mscale),
 )

@@ -75,24 +75,35 @@ def encoding_file(name: str) -> Path | None:
     return None
 
 
-def name_and_parameters(text: str) -> tuple[str, dict[str, str]]:
-    """Split `yarn(critical=17)` into `yarn` and the text of each parameter; other names have none.
+def parse_method(text: str) -> tuple[list[str], dict[str, str]]:
+    """The names in `resonance(yarn(critical=17))`, the outermost first, and the text of each parameter.
 
-    In a composition the parameters stand behind the innermost name: `short_original(yarn(critical=17))`.
+    Parameters stand behind the innermost name. A path may have spaces, and it may stand for a name.
 
     Raises:
-        RopeExtendError: a parameter without a value, or a parameter that is given twice.
+        RopeExtendError: a bracket is not closed, a parameter has no value, or it is given twice.
     """
-    match = re.fullmatch(r"(?P<name>[^=]*\w)\s*\((?P<parameters>[^()]*=[^()]*)\)(?P<rest>[\s)]*)", text)
-    if match is None:
-        return text, {}
-    pairs = [part.partition("=") for part in match["parameters"].split(",")]
-    values = {key.strip(): value.strip() for key, _, value in pairs}
-    if len(values) != len(pairs) or not all(key and value for key, value in values.items()):
+    if encoding_file(text) is not None:
+        return [text], {}
+    values: dict[str, str] = {}
+    match = re.fullmatch(r"(?P<names>[^=]*\w)\s*\((?P<parameters>[^()]*=[^()]*)\)(?P<rest>[\s)]*)", text)
+    if match is not None:
+        pairs = [part.partition("=") for part in match["parameters"].split(",")]
+        values = {key.strip(): value.strip() for key, _, value in pairs}
+        if len(values) != len(pairs) or not all(key and value for key, value in values.items()):
+            raise RopeExtendError(
+                "the parameters of a method are pairs such as yarn(critical=17), each given once; "
+                f"got {text!r}"
+            )
+        text = match["names"] + match["rest"]
+    names = [part.strip() for part in text.split("(")]
+    innermost = names[-1].rstrip(") ")
+    closed = names[-1][len(innermost) :].count(")")
+    if closed != len(names) - 1:
         raise RopeExtendError(
-            f"the parameters of a method are pairs such as yarn(critical=17), each given once; got {text!r}"
+            f"{text}: {len(names) - 1} opening brackets need as many closing ones at the end"
         )
-    return f"{match['name']}{match['rest']}", values
+    return [*names[:-1], innermost], values
 
 
 def check_method_name(name: str) -> None:
@@ -106,11 +117,11 @@ def check_method_name(name: str) -> None:
     Raises:
         RopeExtendError: an unknown name.
     """
-    if name in method_names() or encoding_file(name):
+    if name in method_names():
         return
-    name, _ = name_and_parameters(name)
+    names, _ = parse_method(name)
     if "rope_extend.encodings" in sys.modules:
         return
-    for part in map(str.strip, name.rstrip(") ").split("(")):
+    for part in names:
         if part not in method_names() and not encoding_file(part):
             raise unknown_method(part, method_names())

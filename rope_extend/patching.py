@@ -40,12 +40,13 @@ from rope_extend.models.stock_config import (
     softmax_scale_of,
     stock_forms,
     stock_parameters,
-    window_attributes,
+    window_values,
     with_carried,
 )
 from rope_extend.models.undo import UndoLog
 from rope_extend.models.view import (
     CONFIG_RECORD,
+    ORIGINAL_WINDOW,
     active_table,
     is_soft_capped,
     rotary_part,
@@ -125,6 +126,7 @@ class Patch:
             remove_handlers(base.base_model, self._undo)
             self._give_own_config(base)
             self._install_handler(base, adapter)
+            shape = self.shape
             for path, module in modules.items():
                 before = active_table(module, base.config, self.target_length)
                 self._replace(base, path, module, adapter)
@@ -132,8 +134,8 @@ class Patch:
                 after = active_table(installed, base.config, self.target_length)
                 self.changed |= not torch.allclose(before[0], after[0], rtol=1e-5, atol=0)
                 self.changed |= abs(before[1] - after[1]) > 1e-6
-            effects = self.encoding.effects(self.shape)
-            self.changed |= effects.decays or effects.scales_logits or effects.remaps or not effects.rotary
+            self.changed |= self.rotary is not self.encoding or self.rotary.remaps
+            self.changed |= self.rotary.decay(shape) is not None or self.rotary.scales_logits(shape)
             self._update_config(base, adapter)
             if tokenizer is not None:
                 self._undo.set(tokenizer, "model_max_length", self.target_length)
@@ -215,10 +217,11 @@ class Patch:
             new_bases = [base and parameters["rope_theta"] for base in bases]
             self._undo.set(part, adapter.layer_bases, new_bases)
         self._undo.set(part, "rope_parameters", nested(adapter, config, parameters))
+        original = self.shape.trained_length if hasattr(part, ORIGINAL_WINDOW) else None
         length = self.shape.trained_length
         if stock is not None:
             length = self.rotary.max_position_embeddings(self.shape, self.target_length)
-        self._set_all(part, window_attributes(part, length, self.shape.trained_length))
+        self._set_all(part, window_values(length, original))
         for owner in dual_chunk_configs(config):  # engines would apply it to the new encoding as well
             self._undo.delete(owner, DUAL_CHUNK_KEY)
         record = {

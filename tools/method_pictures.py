@@ -106,10 +106,9 @@ def _drawing(encoding: Encoding) -> Callable[[Encoding, Path], Path]:
     }  # fmt: skip
     if (kind := shown_kind(encoding)) in drawings:
         return drawings[kind]
-    effects = encoding.effects(ROTARY)
-    if effects.decays:
+    if encoding.decay(ROTARY) is not None:
         return _draw_decay
-    return _draw_logits if effects.scales_logits else _draw_schedule
+    return _draw_logits if encoding.scales_logits(ROTARY) else _draw_schedule
 
 
 def _draw_schedule(encoding: Encoding, path: Path) -> Path:

@@ -25,7 +25,7 @@ This page is written by `python tools/write_families.py`.
 
 def tables(adapter: FamilyAdapter) -> str:
     """Which tables of a family are extended."""
-    where = ", ".join(f"`{path}`" for path in adapter.rotary_paths)
+    where = f"`{adapter.rotary_path}`"
     kinds = " or ".join(f"`{kind}`" for kind in adapter.layer_types)
     return f"{where}, of {kinds} layers" if kinds else where
 

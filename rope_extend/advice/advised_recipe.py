@@ -9,10 +9,12 @@ import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from rope_extend.advice.question import Question
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.flops import operations_of
 from rope_extend.memory.gpus import UTILISATION, Gpu
@@ -21,6 +23,7 @@ from rope_extend.training.finetune import plan
 from rope_extend.training.lora import adapted
 from rope_extend.training.recipe import Recipe
 from rope_extend.training.step_plan import TrainingPlan
+from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,9 @@ SHORT_BLOCK_STEPS = 1000
 """The PoSE paper's steps (2309.10400)."""
 FEWEST_STEPS = 200
 """Position interpolation is below the original perplexity after 200 steps (2306.15595, section 3.3)."""
+BOOKS = "emozilla/pg19"
+LONGEST_BOOKS = 131_072
+"""Tokens that enough books of PG-19 have: the mean is about 100k."""
 
 
 class Hours(NamedTuple):
@@ -65,6 +71,31 @@ class Work:
     tokens: int
     operations: float
     hours: Hours | None
+
+
+def first_fields(question: Question, data: str | None) -> dict[str, Any]:
+    """The recipe for long blocks, before memory and hours are known."""
+    name, target = Path(question.model).name or "model", question.target
+    fields: dict[str, Any] = {
+        "model": question.model,
+        "data": data or BOOKS,
+        "output_dir": f"runs/{name}-{format_length(target)}-yarn",
+        "target_length": target,
+        **({"trained_length": question.stated} if question.stated else {}),
+        "method": "yarn",
+        **({"start": question.start} if question.current is not None else {}),
+        "steps": max(FEWEST_STEPS, min(STEPS, STEPS * STEP_TOKENS // target)),
+        "batch_size": 1,
+        "gradient_accumulation": sequences_per_step(target),
+        "dtype": "bfloat16",
+    }
+    if data is None:
+        reached = {"eval_lengths": (LONGEST_BOOKS,)} if target > LONGEST_BOOKS else {}
+        fields |= {
+            "eval_data": BOOKS, "eval_split": "test", **reached, "eval_documents": 8, "eval_every": 50,
+            "max_documents": 1000,
+        }  # fmt: skip
+    return {**fields, "save_every": 50}
 
 
 def sequences_per_step(length: int) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from shlex import quote
 from typing import Any
 
@@ -22,26 +21,18 @@ from rope_extend.advice.advice import (
     UNTRAINED,
     Advice,
 )
-from rope_extend.advice.advised_recipe import (
-    FEWEST_STEPS,
-    STEP_TOKENS,
-    STEPS,
-    fit,
-    sequences_per_step,
-    within_hours,
-)
-from rope_extend.advice.serving import Extension, Serving, serving
+from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, within_hours
+from rope_extend.advice.question import Question
+from rope_extend.advice.serving import serving
 from rope_extend.advice.windows import STANZA_LONGEST, STANZA_ORIGINAL, Window, window_of_config
-from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
-from rope_extend.encodings import Encoding, RopeShape, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS
 from rope_extend.files import expand_home
 from rope_extend.memory.gpus import Gpu, find_gpu
-from rope_extend.method_names import CURRENT, PRETRAINED
-from rope_extend.models.current_table import CurrentTable, current_table, extended_again
+from rope_extend.method_names import CURRENT
+from rope_extend.models.current_table import current_table
 from rope_extend.models.families import adapter_for
 from rope_extend.models.gguf_checkpoint import gguf_file
 from rope_extend.models.load_options import is_quantized
@@ -58,86 +49,6 @@ as they were. At 4 times it is 2 % worse than cropping, and `yarn` 14 %.
 """
 LARGEST_FACTOR = 32.0
 """The largest factor of the YaRN paper (2309.00071), from 4k to 128k."""
-BOOKS = "emozilla/pg19"
-LONGEST_BOOKS = 131_072
-"""Tokens that enough books of PG-19 have: the mean is about 100k."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What was asked, with the parts of the answer that are known from the config."""
-
-    model: str
-    model_type: str
-    window: Window
-    target: int
-    engine: str | None
-    shape: RopeShape
-    stated: int | None
-    quantized: bool
-    current: CurrentTable | None = None
-    """The table to start from, if the model was trained under scaling."""
-
-    @property
-    def start(self) -> str:
-        """What is extended, as a recipe's `start`: plain RoPE, or the model's scaling."""
-        return PRETRAINED if self.current is None else CURRENT
-
-    @property
-    def extended(self) -> int:
-        """The window that is extended, in tokens."""
-        return self.shape.trained_length if self.current is None else self.current.shape.trained_length
-
-    @property
-    def factor(self) -> float:
-        """Target divided by the window that is extended."""
-        return self.target / self.extended
-
-    def encoding(self, method: str) -> Encoding:
-        """The encoding of a method for the target."""
-        if self.current is not None:
-            return extended_again(self.current, method_named(method), self.target, {})
-        return method_named(method).for_target(self.shape, self.target)
-
-    def engines(self, method: str) -> tuple[str, ...]:
-        """The engines that compute a method without rope_extend, as far as we know."""
-        encoding = self.encoding(method)
-        return tuple(
-            name
-            for name in TARGETS
-            if support(encoding, self.shape, name, self.model_type, target_length=self.target).possible
-        )
-
-    def serve(self, method: str, run: str | None) -> Serving | None:
-        """How the engine serves a method, or with `run` its adapter; None if no engine was chosen."""
-        if self.engine is None:
-            return None
-        encoding = self.encoding(method)
-        extension = Extension(
-            self.model, self.model_type, encoding, self.shape, self.target, method, run, self.stated
-        )
-        return serving(extension, self.engine)
-
-    def measuring(self, methods: list[str], run: str | None = None) -> tuple[str, ...]:
-        """The commands that measure perplexity and passkeys with their control, of methods or of a run."""
-        window, target = format_length(self.extended), format_length(self.target)
-        stated = f" --trained-length {format_length(self.stated)}" if self.stated else ""
-        named, data = f"--methods {','.join(methods)}", "--data path/to/long/documents"
-        evaluate, output = f"rope-extend evaluate {quote(self.model)}", run or "untrained"
-        adapter = f" {quote(run)}" if run else ""
-        what = f"{named} --lengths {window},{target}{stated}"
-        perplexity = f"{data} --output {quote(output + '-perplexity')}"
-        retrieve = f"rope-extend retrieve {quote(self.model)}{adapter} {what}"
-        retrieve += f" --output {quote(output + '-passkeys')}"
-        if self.current is None:
-            return f"{evaluate}{adapter} {what} {perplexity}", retrieve
-        # The control of `evaluate` is plain RoPE cropped to the pretrained window, which is another model.
-        cropped = f"--protocol cropped --window {window} --lengths {target}{stated}"
-        return (
-            f"{evaluate}{adapter} {what} --no-cropped {perplexity}",
-            f"{evaluate} {named} {cropped} --no-cropped {data} --output {quote(output + '-cropped')}",
-            retrieve,
-        )
 
 
 def advise(
@@ -275,14 +186,14 @@ def _by_the_makers(question: Question) -> Advice:
         question.model, question.model_type, question.window, question.target, STANZA, reason,
         trained_length=STANZA_ORIGINAL, factor=question.factor, method="yarn", untrained_method="yarn",
         commands=question.measuring(["none", "yarn"]), criteria=CRITERIA, notes=(note,),
-        serving=question.serve("yarn", None), engines=question.engines("yarn"),
+        serving=serving(question, "yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 
 
 def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) -> Advice:
     """The advice for a model that must be extended: its recipe, memory and hours."""
     notes: list[str] = []
-    fields, memory, no_short_blocks = fit(_first_fields(question, data), question.extended, gpu)
+    fields, memory, no_short_blocks = fit(first_fields(question, data), question.extended, gpu)
     amount = None
     if memory.fits:
         fields, memory, amount = within_hours(fields, memory, gpu, hours, question.extended, notes)
@@ -302,39 +213,14 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
         misfit = _misfit(question, memory, gpu, no_short_blocks)
         verdict, reason = (verdict, f"{reason} {misfit}") if untrained else (DOES_NOT_FIT, misfit)
     method = "yarn" if run else untrained
-    serving = question.serve(method, run) if method else None
+    served = serving(question, method, run) if method else None
     return Advice(
         question.model, question.model_type, question.window, question.target, verdict, reason,
         trained_length=question.extended, factor=question.factor, method="yarn", untrained_method=untrained,
         recipe=fields, memory=memory, work=amount, commands=commands, criteria=CRITERIA if commands else (),
-        notes=(*notes, *_notes(question, fields, memory)), serving=serving, start=question.start,
+        notes=(*notes, *_notes(question, fields, memory)), serving=served, start=question.start,
         engines=question.engines("yarn"),
     )  # fmt: skip
-
-
-def _first_fields(question: Question, data: str | None) -> dict[str, Any]:
-    """The recipe for long blocks, before memory and hours are known."""
-    name, target = Path(question.model).name or "model", question.target
-    fields: dict[str, Any] = {
-        "model": question.model,
-        "data": data or BOOKS,
-        "output_dir": f"runs/{name}-{format_length(target)}-yarn",
-        "target_length": target,
-        **({"trained_length": question.stated} if question.stated else {}),
-        "method": "yarn",
-        **({"start": question.start} if question.current is not None else {}),
-        "steps": max(FEWEST_STEPS, min(STEPS, STEPS * STEP_TOKENS // target)),
-        "batch_size": 1,
-        "gradient_accumulation": sequences_per_step(target),
-        "dtype": "bfloat16",
-    }
-    if data is None:
-        reached = {"eval_lengths": (LONGEST_BOOKS,)} if target > LONGEST_BOOKS else {}
-        fields |= {
-            "eval_data": BOOKS, "eval_split": "test", **reached, "eval_documents": 8, "eval_every": 50,
-            "max_documents": 1000,
-        }  # fmt: skip
-    return {**fields, "save_every": 50}
 
 
 def _why(question: Question, untrained: str | None) -> str:

@@ -38,7 +38,7 @@ from rope_extend.encodings import BiasEncoding, ModelShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.planned_device import device_of
-from rope_extend.models.rotary import has_float64
+from rope_extend.models.rotary import float64_device
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class BiasHandler(AttentionHandler):
         query, key, value, scale = call.query, call.key, call.value, call.kwargs["scaling"]
 
         def channels() -> list[Tensor]:
-            device = query.device if has_float64(query.device) else torch.device("cpu")
+            device = float64_device(query.device)
             positions = (to_device(call.positions.queries, device), to_device(call.positions.keys, device))
             span = call.positions.span
             both = position_channels(to_device(slopes, device) / scale, *positions, query.dtype, span)

@@ -56,7 +56,9 @@ def handler_for(
     normalised = normalises is not None and any(map(normalises, attention_modules(model.base_model)))
     if isinstance(encoding, RemapEncoding):
         return RemapHandler(encoding, adapter, shape, normalised=normalised)
-    if isinstance(encoding, RopeEncoding) and encoding.effects(shape).in_attention:
+    if isinstance(encoding, RopeEncoding) and (
+        encoding.rotates_in_attention or encoding.scales_logits(shape)
+    ):
         return RotationHandler(encoding, adapter, shape, normalised=normalised)
     return None
 

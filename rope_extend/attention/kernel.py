@@ -235,7 +235,8 @@ class KernelHandler(AttentionHandler):
         def cos_and_sin() -> tuple[Tensor, Tensor]:
             schedule, positions = self.encoding.inner, forward.on(states.device, forward.queries)
             angles = angles_of(schedule, self.shape, positions, schedule.inv_freq(self.shape))[:, None]
-            return angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+            cos, sin = (each.to(states.device, states.dtype) for each in (angles.cos(), angles.sin()))
+            return cos, sin
 
         cos, sin = forward.once("angles", states.device, states.dtype, compute=cos_and_sin)
         sin = -sin if self.adapter.backwards else sin

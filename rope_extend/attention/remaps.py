@@ -44,7 +44,7 @@ from rope_extend.encodings.core.remap import DROPPED, NEAR, Chunks, Region
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError, UnsupportedModelError
 from rope_extend.models.planned_device import device_of
-from rope_extend.models.rotary import has_float64
+from rope_extend.models.rotary import float64_device
 from rope_extend.models.undo import UndoLog
 
 Rotation = tuple[Tensor, Tensor]
@@ -109,7 +109,7 @@ class _Forward(Forward):
             lengths, regions = lengths * rows, regions * rows
         given = torch.stack([getattr(each, of)(at[row]) for row, each in enumerate(regions)])
         tables = torch.stack([self.table(*each) for each in zip(regions, lengths, strict=True)])
-        device = like.device if has_float64(like.device) else torch.device("cpu")
+        device = float64_device(like.device)
         at, given, tables = (to_device(each, device) for each in (at, given, tables))
         angles = given[..., None] * tables[:, None] - self.rotary.plain_angles(at)
         dtype = torch.promote_types(like.dtype, torch.float32)

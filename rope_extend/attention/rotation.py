@@ -26,7 +26,7 @@ from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
 from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.rotary import angles_of, has_float64
+from rope_extend.models.rotary import angles_of, float64_device
 
 DECAY_LIMIT = 4.0
 """Decay (xPos) is counted from a centre that moves before any factor exceeds `exp` of this."""
@@ -107,7 +107,7 @@ class _Forward(Forward):
 
     def _turn(self, of: str, segment: _Segment, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """As `turn`."""
-        device = like.device if has_float64(like.device) else torch.device("cpu")
+        device = float64_device(like.device)
         at = to_device(positions, device)
         tables = [self.table(length) for length in segment.lengths]
         table = torch.stack([inv_freq for inv_freq, _ in tables])[:, None]  # [1 or batch, 1, dim/2]

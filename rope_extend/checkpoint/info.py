@@ -30,13 +30,14 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home
 from rope_extend.models.current_table import suggested_start, unapplied_record
 from rope_extend.models.families import adapter_for
-from rope_extend.models.frequency_tables import has_tables_of
 from rope_extend.models.loading import empty_model
 from rope_extend.models.stock_config import DUAL_CHUNK_KEY, dual_chunk_configs
 from rope_extend.models.view import (
+    CONFIG_RECORD,
     active_table,
     config_record,
     current_window,
+    has_tables_of,
     layer_config,
     rotary_part,
     shape_of,
@@ -185,7 +186,7 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         logger.warning("this model does not use what it was saved with: %s", recorded[1])
         unapplied = unapplied or str(recorded[0])
     known = (
-        Encoding.from_dict(record["encoding"])
+        record.encoding
         if record and recorded is None
         else RopeEncoding.from_rope_parameters(parameters, config.max_position_embeddings)
     )
@@ -199,7 +200,7 @@ def info(model: str | PathLike[str] | nn.Module, *, trained_length: int | None =
         window=config.max_position_embeddings,
         rope_parameters=dict(parameters),
         encoding=str(known) if known else None,
-        record=record,
+        record=None if record is None else dict(getattr(base.config, CONFIG_RECORD)),
         slow_channels=int((shape.trained_length * shape.inv_freq() < 2 * math.pi).sum()),
         current_length=current_window(base.config),
         start=start,
@@ -271,9 +272,10 @@ def _uses(model: nn.Module, encoding: Encoding, shape: RopeShape, target_length:
     patch = current_patch(model)
     if patch is not None and (patch.encoding, patch.shape) == (encoding, shape):
         return True
-    if patch is not None and not patch.encoding.effects(patch.shape).is_one_table:
+    if patch is not None and patch.encoding.beyond_one_table(patch.shape):
         return False
-    effects = encoding.effects(shape)
-    if not isinstance(encoding, RopeEncoding) or not (effects.is_one_table or effects.per_row):
+    if not isinstance(encoding, RopeEncoding):
+        return False
+    if encoding.beyond_one_table(shape) and not encoding.per_row:
         return False
     return has_tables_of(model, encoding, shape, (shape.trained_length, target_length))

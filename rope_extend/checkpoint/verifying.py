@@ -318,7 +318,7 @@ class _Original:
         In models with sharp attention, the last bit of an angle matters. At far positions it is hundredths of
         a radian. So the effect of float32's rounding of the angles is measured, and twice that is allowed.
         """
-        if not self._record.encoding.effects(self._record.shape).is_one_table:
+        if self._record.encoding.beyond_one_table(self._record.shape):
             # The smallest change of a position may select another table, and any difference would pass.
             return self._tolerance
         if not self._rounding:

@@ -136,7 +136,7 @@ def info(arguments: argparse.Namespace) -> None:
     check_checkpoint(arguments.model)  # before torch is imported
 
     from rope_extend.checkpoint.info import info as inspect_model
-    from rope_extend.encodings.core.critical import critical_range
+    from rope_extend.encodings import critical_range
 
     model = inspect_model(arguments.model, trained_length=arguments.trained_length)
     shape = model.shape

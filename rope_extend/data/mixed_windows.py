@@ -120,7 +120,7 @@ def check_mixed_windows(length: int, encoding: Encoding, shape: RopeShape, confi
             f"tokens, and block_length is {format_length(length)}; raise it, or leave mixed_windows out"
         )
     reason = None
-    if not encoding.effects(shape).depends_on_length:
+    if not encoding.depends_on_length:
         reason = (
             "it has no second table for the trained window, so short texts would be processed in another way "
             "than in training; use short_original(yarn), or longrope with a short_factor"

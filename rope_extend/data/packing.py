@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rope_extend.data.choices import CONTINUE, RESTART
 from rope_extend.data.documents import Document
-from rope_extend.encodings import Encoding, RopeShape
+from rope_extend.encodings import Encoding, KernelEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.loss import IGNORED
 from rope_extend.units import format_length
@@ -155,25 +155,24 @@ def packing_reason(
         for kind in getattr(config.get_text_config(), "layer_types", None) or ()
         if any(name in kind for name in _RECURRENT)
     }
-    effects = encoding.effects(shape)
-    if effects.replaces_softmax:
+    if isinstance(encoding, KernelEncoding):
         return "it carries sums from token to token, which no mask stops at the end of a document"
     if kinds:
         return (
             f"layers of type {', '.join(sorted(kinds))} carry a state from token to token, which no mask "
             "stops at the end of a document"
         )
-    if packing == RESTART and effects.per_row and not one_table:
+    if packing == RESTART and encoding.per_row and not one_table:
         return (
             "its table depends on the length of the whole row, and the documents in a row have different "
             "lengths; with per='query' it can be packed"
         )
-    if packing == CONTINUE and effects.remaps:
+    if packing == CONTINUE and encoding.remaps:
         return (
             "it groups and drops tokens by their positions, and continuing positions count those of other "
             "documents; use packing restart"
         )
-    if packing == CONTINUE and effects.scales_by_position:
+    if packing == CONTINUE and encoding.scales_by_position(shape):
         return (
             "it scales attention by the number of tokens that a query can see, and continuing positions "
             "count those of other documents; use packing restart"

@@ -134,7 +134,6 @@ def check_meaning(sampler: PositionSampler, encoding: Encoding, shape: RopeShape
     Raises:
         RopeExtendError: names the encoding, the reason, and what to do instead.
     """
-    effects = encoding.effects(shape)
     if not isinstance(encoding, RopeEncoding):
         raise RopeExtendError(
             f"positions {sampler.name} cannot be combined with {encoding}: only rotary methods use sampled "
@@ -143,14 +142,14 @@ def check_meaning(sampler: PositionSampler, encoding: Encoding, shape: RopeShape
     ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length])
     rotates = any(encoding.inv_freq(shape, int(end) + 1).any() for end in ends)
     reason = None
-    if effects.per_row:
+    if encoding.per_row:
         reason = (
             "its table depends on the length of the whole row, and a short row with far positions is not a "
             "long one; with per='query' positions can be sampled"
         )
-    elif not rotates and not effects.decays:
+    elif not rotates and encoding.decay(shape) is None:
         reason = "it does not use positions; train it on long blocks, or leave positions out"
-    elif effects.scales_by_position:
+    elif encoding.scales_by_position(shape):
         reason = (
             "it scales attention by the number of tokens that a query can see, which sampled positions do "
             "not raise; train it on long blocks, or use the schedule inside it alone"

@@ -83,7 +83,7 @@ def run_demo(
     trained = shape.trained_length
     runs: dict[str, dict[str, Any]] = {}
     for method in tuned:
-        two_tables = rotary_method(method).for_target(shape, target).effects(shape).depends_on_length
+        two_tables = rotary_method(method).for_target(shape, target).depends_on_length
         name = re.sub(r"[^\w.]+", "-", method).strip("-")  # short_original-yarn
         runs[name] = {"method": method, **({"mixed_windows": True} if two_tables else {})}
     # The same number of tokens, in windows of the original length.

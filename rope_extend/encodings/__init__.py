@@ -6,6 +6,7 @@ Each method is a class and a name: `YaRN(factor=8.0)` or `encoding("yarn", facto
 from rope_extend.encodings.absolute import Learned as Learned
 from rope_extend.encodings.absolute import Sinusoidal as Sinusoidal
 from rope_extend.encodings.composed import Clipped as Clipped
+from rope_extend.encodings.composed import ComposedRope as ComposedRope
 from rope_extend.encodings.composed import LogN as LogN
 from rope_extend.encodings.composed import Power as Power
 from rope_extend.encodings.composed import PRoPE as PRoPE
@@ -17,8 +18,8 @@ from rope_extend.encodings.core.alternatives import AbsoluteEncoding as Absolute
 from rope_extend.encodings.core.alternatives import BiasEncoding as BiasEncoding
 from rope_extend.encodings.core.alternatives import KernelEncoding as KernelEncoding
 from rope_extend.encodings.core.alternatives import RelativeEncoding as RelativeEncoding
-from rope_extend.encodings.core.effects import Effects as Effects
 from rope_extend.encodings.core.encoding import Encoding as Encoding
+from rope_extend.encodings.core.encoding import SavedEncoding as SavedEncoding
 from rope_extend.encodings.core.encoding import encoding as encoding
 from rope_extend.encodings.core.encoding import encoding_class as encoding_class
 from rope_extend.encodings.core.encoding import encoding_classes as encoding_classes
@@ -29,13 +30,13 @@ from rope_extend.encodings.core.methods import method_named as method_named
 from rope_extend.encodings.core.methods import methods_from_length as methods_from_length
 from rope_extend.encodings.core.methods import rotary_method as rotary_method
 from rope_extend.encodings.core.remap import RemapEncoding as RemapEncoding
-from rope_extend.encodings.core.rope import ComposedRope as ComposedRope
 from rope_extend.encodings.core.rope import GrowingRope as GrowingRope
 from rope_extend.encodings.core.rope import LengthDependent as LengthDependent
 from rope_extend.encodings.core.rope import RopeEncoding as RopeEncoding
 from rope_extend.encodings.core.rope import ScaledRope as ScaledRope
 from rope_extend.encodings.core.shapes import ModelShape as ModelShape
 from rope_extend.encodings.core.shapes import RopeShape as RopeShape
+from rope_extend.encodings.core.shapes import critical_range as critical_range
 from rope_extend.encodings.dynamic import DynamicLinear as DynamicLinear
 from rope_extend.encodings.dynamic import DynamicNTK as DynamicNTK
 from rope_extend.encodings.dynamic import DynamicYaRN as DynamicYaRN

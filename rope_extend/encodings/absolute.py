@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.alternatives import AbsoluteEncoding
+from rope_extend.encodings.core.alternatives import AbsoluteEncoding, LearnedValues
 from rope_extend.encodings.core.checks import check_length, choice, number
 from rope_extend.encodings.core.shapes import ModelShape, RopeShape
 from rope_extend.errors import RopeExtendError
@@ -32,7 +31,7 @@ class Sinusoidal(AbsoluteEncoding):
     name: ClassVar[str] = "sinusoidal"
     paper: ClassVar[str] = "1706.03762"
 
-    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: LearnedValues) -> Tensor:
         """`sin(p / base^(2i/D))` in channel 2i and `cos` of the same in channel 2i + 1, times `scale`.
 
         `[..., hidden_size]` float32, D the hidden size; computed in float64 where the device has it.
@@ -46,6 +45,8 @@ class Sinusoidal(AbsoluteEncoding):
 
 _STANDARD_DEVIATION = 0.02
 """The standard deviation of a new table, as in GPT-2."""
+_WITH_LENGTH = ("interpolate", "fresh")
+"""The rules past the last row that extend the table to a length."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,17 @@ class Learned(AbsoluteEncoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        extends = self.beyond in ("interpolate", "fresh")
+        extends = self.beyond in _WITH_LENGTH
         if extends != (self.length is not None):
-            rule = (
-                "needs length, the window to extend to"
-                if extends
-                else "takes no length, which is for beyond='interpolate' and 'fresh'"
-            )
+            rule = "needs length, the window to extend to" if extends else "takes no length"
             raise RopeExtendError(f"learned: beyond={self.beyond!r} {rule}; got length={self.length!r}")
-        if self.rows is not None and self.length is not None and self.length <= self.rows:
+        if self.rows is not None:
+            self._check_length(self.rows)
+
+    def _check_length(self, rows: int) -> None:
+        if self.length is not None and self.length <= rows:
             raise RopeExtendError(
-                f"learned: length must exceed the {self.rows} rows that it extends, got {self.length}"
+                f"learned: length must exceed the {rows} rows that it extends, got {self.length}"
             )
 
     @classmethod
@@ -93,11 +94,9 @@ class Learned(AbsoluteEncoding):
             RopeExtendError: a parameter is unknown or invalid.
         """
         beyond = parameters.get("beyond", "refuse")
-        if beyond in ("interpolate", "fresh"):
-            parameters = {"length": target_length, **parameters}
-        elif beyond == "refuse":
-            parameters = {"rows": target_length, **parameters}
-        return cls._build(parameters)
+        if beyond != "tile":
+            parameters = {"length" if beyond in _WITH_LENGTH else "rows": target_length, **parameters}
+        return cls.make(parameters)
 
     def target_length(self, shape: RopeShape) -> int | None:
         """The number of positions that have a vector; None for `tile`, which has no last one."""
@@ -105,28 +104,22 @@ class Learned(AbsoluteEncoding):
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
         """`table` `[rows, hidden_size]`, and for the rule `fresh` the new rows, `fresh`."""
-        rows = self._rows(shape)
+        sizes = {"table": self._rows(shape)}
+        if self.beyond == "fresh" and self.length is not None:
+            sizes["fresh"] = self.length - sizes["table"]
         generator = torch.Generator().manual_seed(0)
-        sizes = {"table": rows}
-        if self.beyond == "fresh":
-            assert self.length is not None
-            sizes["fresh"] = self.length - rows
+        scale = 0.0 if self.start == "zeros" else _STANDARD_DEVIATION
         return {
-            name: torch.zeros(count, shape.hidden_size)
-            if self.start == "zeros"
-            else _STANDARD_DEVIATION * torch.randn(count, shape.hidden_size, generator=generator)
+            name: scale * torch.randn(count, shape.hidden_size, generator=generator)
             for name, count in sizes.items()
         }
 
     def _rows(self, shape: ModelShape) -> int:
         rows = self.rows or shape.trained_length
-        if self.length is not None and self.length <= rows:
-            raise RopeExtendError(
-                f"learned: length must exceed the trained window of {rows} tokens, got {self.length}"
-            )
+        self._check_length(rows)
         return rows
 
-    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: LearnedValues) -> Tensor:
         """The table's rows, extended by the rule `beyond`, `[..., hidden_size]` float32.
 
         Raises:

@@ -3,16 +3,74 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from rope_extend.encodings.core.checks import MAX_DIM, flag, number, whole
-from rope_extend.encodings.core.rope import ComposedRope
+from rope_extend.encodings.core.rope import RopeEncoding, inner_schedule, two_tables
 from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
+
+
+def _as_inner(attribute: str) -> Any:
+    """An attribute that is that of the inner schedule."""
+    return property(lambda self: getattr(self.inner, attribute))
+
+
+@dataclass(frozen=True)
+class ComposedRope(RopeEncoding):
+    """A change to another rotary schedule: `resonance(yarn)`, `logn(ntk)`.
+
+    Everything that a subclass does not change is taken from the inner schedule.
+
+    Attributes:
+        inner: the schedule that is changed, an encoding or its `to_dict()`; plain RoPE by default.
+    """
+
+    inner: RopeEncoding = field(default_factory=PlainRope)
+
+    inner_name: ClassVar[str] = "inner"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "inner", inner_schedule(self))
+
+    depends_on_length = _as_inner("depends_on_length")
+    per_row = _as_inner("per_row")
+    start_tokens = _as_inner("start_tokens")
+    rotates_in_attention = _as_inner("rotates_in_attention")
+
+    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
+        """The inner schedule's, `[dim/2]` float64, radians per token."""
+        return self.inner.inv_freq(shape, seq_len)
+
+    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
+        """The inner schedule's."""
+        return self.inner.attention_factor(shape, seq_len)
+
+    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
+        """The inner schedule's."""
+        return self.inner.table_length(shape, lengths)
+
+    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
+        """The inner schedule's."""
+        return self.inner.logit_scale(shape, position_ids)
+
+    def decay(self, shape: RopeShape) -> Tensor | None:
+        """The inner schedule's."""
+        return self.inner.decay(shape)
+
+    def target_length(self, shape: RopeShape) -> int | None:
+        """The inner schedule's."""
+        return self.inner.target_length(shape)
+
+    def __str__(self) -> str:
+        """`resonance(yarn(factor=8))`: the inner schedule, then what differs from the defaults."""
+        return f"{self.name}({', '.join([str(self.inner), *self._changed_parameters()])})"
 
 
 @dataclass(frozen=True)
@@ -244,10 +302,7 @@ class XPos(ComposedRope):
                 f"per='query'"
             )
 
-    @property
-    def rotates_in_attention(self) -> bool:
-        """Always: the factor of a query and a key depends on their distance."""
-        return True
+    rotates_in_attention = True
 
     def decay(self, shape: RopeShape) -> Tensor:
         """`ln(zeta_i) / scale_base` with `zeta_i = (2i + 0.4 d) / (1.4 d)`, plus the inner schedule's.
@@ -287,15 +342,8 @@ class ShortOriginal(ComposedRope):
                 f"short ones would not be processed as pretrained; give a schedule without xpos"
             )
 
-    @property
-    def depends_on_length(self) -> bool:  # type: ignore[override]
-        """Always: the length decides between the two tables."""
-        return True
-
-    @property
-    def rotates_in_attention(self) -> bool:
-        """Always: the table of a key depends on the query."""
-        return True
+    depends_on_length = True
+    rotates_in_attention = True
 
     @staticmethod
     def _is_short(shape: RopeShape, seq_len: int | None) -> bool:
@@ -311,7 +359,7 @@ class ShortOriginal(ComposedRope):
 
     def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
         """Two tables: one up to and including the trained length, and one beyond."""
-        return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
+        return two_tables(shape, lengths)
 
     def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
         """The inner schedule's, beyond the trained window only."""

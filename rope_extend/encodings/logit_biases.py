@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.alternatives import BiasEncoding, RelativeEncoding
+from rope_extend.encodings.core.alternatives import BiasEncoding, LearnedValues, RelativeEncoding
 from rope_extend.encodings.core.checks import check_length, choice, flag, whole
 from rope_extend.encodings.core.shapes import ModelShape
 from rope_extend.encodings.core.transfers import to_device
@@ -34,9 +33,7 @@ class ALiBi(BiasEncoding):
         rest = shape.heads - power
         return torch.cat([_geometric(power), _geometric(2 * power)[::2][:rest]])
 
-    def bias(
-        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
-    ) -> Tensor:
+    def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
         """`-slope * distance`, `[heads, ...]` float32."""
         slopes = to_device(self.slopes(shape), distance.device, torch.float32)
         return -slopes.view(-1, *[1] * distance.dim()) * distance
@@ -97,9 +94,7 @@ class T5Bias(BiasEncoding):
             table = -(nearest[:, None] * ALiBi().slopes(shape)).to(torch.float32)
         return {"table": table}
 
-    def bias(
-        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
-    ) -> Tensor:
+    def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
         """The table's number for the range of each distance, `[heads, ...]` float32."""
         return learned["table"][self.bucket(distance)].movedim(-1, 0)
 
@@ -129,7 +124,7 @@ class Kerple(BiasEncoding):
         r1, r2 = (2 * spread, spread) if self.kernel == "log" else (spread, 2 * spread)
         return {"r1": r1.log(), "r2": r2.log() if self.kernel == "log" else torch.logit(r2 / 2)}
 
-    def positive(self, learned: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def positive(self, learned: LearnedValues) -> tuple[Tensor, Tensor]:
         """r1 and r2 of each head, `[heads]` float32: above 0, and r2 of the power kernel below 2.
 
         The learned numbers are the logarithm or the logit of these. No optimizer step can therefore leave
@@ -138,9 +133,7 @@ class Kerple(BiasEncoding):
         r2 = learned["r2"]
         return learned["r1"].exp(), r2.exp() if self.kernel == "log" else 2 * r2.sigmoid()
 
-    def bias(
-        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
-    ) -> Tensor:
+    def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
         """`-r1 ln(1 + r2 r)` or `-r1 r^r2`, `[heads, ...]` float32."""
         r1, r2 = (each.view(-1, *[1] * distance.dim()) for each in self.positive(learned))
         far = distance.to(torch.float32)
@@ -189,9 +182,7 @@ class FIRE(BiasEncoding):
             "share": torch.tensor(1.0),
         }
 
-    def bias(
-        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
-    ) -> Tensor:
+    def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
         """`f(psi(r) / psi(max(i, L)))`, `[heads, ...]` float32.
 
         f is piecewise linear and is computed that way: one line per head between each two points at which a
@@ -208,17 +199,17 @@ class FIRE(BiasEncoding):
             height.index_select(1, piece).view(size), slope.index_select(1, piece).view(size), share
         )
 
-    def distance_only_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> Tensor:
+    def distance_only_until(self, shape: ModelShape, learned: LearnedValues) -> Tensor:
         """L: all queries up to this position have the same normaliser."""
         return self._threshold(shape, learned).detach()
 
     @staticmethod
-    def _threshold(shape: ModelShape, learned: Mapping[str, Tensor]) -> Tensor:
+    def _threshold(shape: ModelShape, learned: LearnedValues) -> Tensor:
         """L in tokens."""
         return (learned["share"] * shape.trained_length).abs()
 
 
-def _lines(learned: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _lines(learned: LearnedValues) -> tuple[Tensor, Tensor, Tensor]:
     """Where units switch, `[width]` ascending; and f's slope and height between, each `[heads, width + 1]`.
 
     A unit with a positive weight is on after its switch, and one with a negative weight before it. A unit
@@ -252,9 +243,7 @@ class Sandwich(BiasEncoding):
         if self.dim % 2:
             raise RopeExtendError(f"{self.name}: dim must be an even whole number, got {self.dim!r}")
 
-    def bias(
-        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
-    ) -> Tensor:
+    def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
         """`H / (8h) * (sum_k cos(r / 10000^(2k/dim)) - dim/2)` in head h of H, `[heads, ...]` float32.
 
         k runs from 0 to `dim/2 - 1`. The paper does not subtract `dim/2`. Softmax ignores the constant, and
@@ -305,10 +294,10 @@ class Shaw(RelativeEncoding):
         """`min(r, reach)`, int64 `[...]`."""
         return distance.clamp(max=self.reach)
 
-    def key_vectors(self, learned: Mapping[str, Tensor]) -> Tensor:
+    def key_vectors(self, learned: LearnedValues) -> Tensor:
         """`[reach + 1, head_dim]`."""
         return learned["key_vectors"]
 
-    def value_vectors(self, learned: Mapping[str, Tensor]) -> Tensor | None:
+    def value_vectors(self, learned: LearnedValues) -> Tensor | None:
         """`[reach + 1, value_dim]`, or None without `values`."""
         return learned.get("value_vectors")

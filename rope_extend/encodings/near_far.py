@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor
 
 from rope_extend.encodings.core.checks import check_length
-from rope_extend.encodings.core.encoding import Encoding
 from rope_extend.encodings.core.methods import rotary_method
 from rope_extend.encodings.core.remap import NEAR, Bands, Region, RemapEncoding
-from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
+from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope, inner_schedule
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.encodings.static import PlainRope
 from rope_extend.errors import RopeExtendError
@@ -55,41 +53,28 @@ class NearFar(RemapEncoding):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("near", "far"):
-            object.__setattr__(self, name, self._schedule(name))
-        effects = self.near.effects(_ANY_SHAPE)
-        if not effects.is_one_table:
+        object.__setattr__(self, "near", inner_schedule(self, "near"))
+        object.__setattr__(self, "far", inner_schedule(self, "far", may_remap=True))
+        if reason := self.near.beyond_one_table(_ANY_SHAPE):
             raise RopeExtendError(
-                f"near_far: near must be one static table, but of {self.near} {effects.reason()}; "
-                f"use near=none, or a schedule such as ntk"
+                f"near_far: near must be one static table, but of {self.near} {reason}; use near=none, or a "
+                f"schedule such as ntk"
             )
         self._check_far()
-
-    def _schedule(self, name: str) -> RopeEncoding:
-        """One of the two encodings, which may be given as `to_dict()`."""
-        given = getattr(self, name)
-        built = Encoding.from_dict(given) if isinstance(given, Mapping) else given
-        if not isinstance(built, RopeEncoding):
-            raise RopeExtendError(
-                f"near_far: {name} must be a rotary encoding, such as encoding('yarn', factor=8.0), got "
-                f"{given!r}"
-            )
-        return built
 
     def _check_far(self) -> None:
         """Refuse what two regions cannot hold."""
         far, problem = self.far, ""
-        effects = far.effects(_ANY_SHAPE)
         if isinstance(far, NearFar):
             problem = "has near pairs and a temperature of its own"
         elif isinstance(far, RemapEncoding) and not isinstance(far.borders, Bands):
             problem = "has other regions than near and distant pairs"
-        elif effects.per_row:
+        elif far.per_row:
             problem = "uses the length of the whole row, which later tokens change"
-        elif effects.decays:
+        elif far.decay(_ANY_SHAPE) is not None:
             problem = "makes near pairs lose weight too"
-        elif effects.start_tokens:
-            problem = f"keeps the angles of the first {effects.start_tokens} positions"
+        elif far.start_tokens:
+            problem = f"keeps the angles of the first {far.start_tokens} positions"
         if problem:
             raise RopeExtendError(
                 f"near_far: far cannot be {far.name}, which {problem}; use a schedule such as yarn or "
@@ -112,20 +97,17 @@ class NearFar(RemapEncoding):
             if isinstance(given.get(name), str):
                 given[name] = rotary_method(given[name]).for_target(shape, target_length)
         if "window" not in given:
-            far = cls._build({**given, "window": 1}).far
+            far = cls.make({**given, "window": 1}).far
             given["window"] = max(1, min(2048, shape.trained_length // 2))
             if isinstance(far, RemapEncoding) and isinstance(far.borders, Bands):
                 given["window"] = far.borders.window
-        built = cls._build(given)
-        cls._check_window(shape, "window", built.window)
-        far = built.far
-        reach = far.target_length(shape) if isinstance(far, ScaledRope | RemapEncoding) else None
-        if reach is not None and reach < target_length and not far.depends_on_length:
-            raise RopeExtendError(
-                f"near_far: {far} reaches {reach} tokens, not {target_length}; give the method's name alone, "
-                f"such as far={far.name}, and its parameters follow from the target"
-            )
+        built = cls.make(given)
+        built.check_lengths(shape, target_length)
         return built
+
+    def _nearest(self, trained: int, target: int) -> str:
+        far = self.far.name
+        return f"the method's name alone, such as far={far}, and its parameters follow from the target"
 
     @property
     def depends_on_length(self) -> bool:  # type: ignore[override]
@@ -174,6 +156,10 @@ class NearFar(RemapEncoding):
     def target_length(self, shape: RopeShape) -> int | None:
         """The far encoding's."""
         return self.far.target_length(shape)
+
+    def _reach(self, shape: RopeShape) -> int | None:
+        limited = isinstance(self.far, ScaledRope | RemapEncoding) and not self.far.depends_on_length
+        return self.far.target_length(shape) if limited else None
 
     def is_plain(self, shape: RopeShape, lowest: int, highest: int) -> bool:
         """Whether near pairs are plain and there are no others, or the far encoding is plain up to here."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,23 +41,13 @@ class SelfExtend(RemapEncoding):
     paper: ClassVar[str] = "2401.01325"
 
     @classmethod
-    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """Window and group from the lengths, see the class; a parameter that is given is kept.
+    def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        window = given.get("window", max(1, trained // 4))
+        room = max(1.0, 2 * trained / 3 - window)
+        return {"window": window, "group": max(2, math.ceil((target - window) / room))}
 
-        Raises:
-            RopeExtendError: unknown or invalid parameters, or a group that does not reach the target.
-        """
-        trained = shape.trained_length
-        parameters.setdefault("window", max(1, trained // 4))
-        if "group" not in parameters:
-            window = parameters["window"] = cls._build({"group": 1, **parameters}).window
-            cls._check_window(shape, "window", window)
-            room = max(1.0, 2 * trained / 3 - window)
-            parameters["group"] = max(2, math.ceil((target_length - window) / room))
-        built = cls._build(parameters)
-        cls._check_window(shape, "window", built.window)
-        _check_reach(built, shape, target_length, "group", built.group)
-        return built
+    def _nearest(self, trained: int, target: int) -> str:
+        return _nearest("group", self.window, trained, target)
 
     @property
     def borders(self) -> Bands:
@@ -98,18 +89,11 @@ class ReRoPE(RemapEncoding):
     paper: ClassVar[str] = "Su 2023 (kexue.fm/archives/9708)"
 
     @classmethod
-    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """The window from the trained length, see the class; a parameter that is given is kept.
+    def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"window": max(1, trained // 4)}
 
-        Raises:
-            RopeExtendError: unknown or invalid parameters, or a leak that does not reach the target.
-        """
-        trained = shape.trained_length
-        built = cls._build({"window": max(1, trained // 4), **parameters})
-        cls._check_window(shape, "window", built.window)
-        if built.leak is not None:
-            _check_reach(built, shape, target_length, "leak", built.leak)
-        return built
+    def _nearest(self, trained: int, target: int) -> str:
+        return _nearest("leak", self.window, trained, target)
 
     @property
     def borders(self) -> Bands:
@@ -134,26 +118,11 @@ class ReRoPE(RemapEncoding):
         return log_n_scale(shape, position_ids) if self.log_n else None
 
 
-def _check_reach(
-    built: SelfExtend | ReRoPE, shape: RopeShape, target_length: int, field: str, value: float
-) -> None:
-    """Refuse a group or a leak with which distances exceed the trained window.
-
-    Raises:
-        RopeExtendError: `field`, which has `value`, does not reach the target.
-    """
-    reach, trained, window = built.target_length(shape), shape.trained_length, built.window
-    if reach is None or reach >= target_length:
-        return
-    if window == trained:
-        raise RopeExtendError(
-            f"{built.name}: with window={trained}, as long as the trained window, no distance is left for "
-            f"tokens beyond it; use a smaller one, such as window={max(1, trained // 4)}"
-        )
-    raise RopeExtendError(
-        f"{built.name}: {field}={value:g} with window={window} reaches {reach} tokens, not {target_length}; "
-        f"use {field}={math.ceil((target_length - window) / (trained - window))} or more"
-    )
+def _nearest(field: str, window: int, trained: int, target: int) -> str:
+    """The smallest group or leak that reaches a target with a window."""
+    if window == trained:  # no distance is left for tokens beyond it
+        return f"a window less than the trained one, such as window={max(1, trained // 4)}"
+    return f"{field}={math.ceil((target - window) / (trained - window))} or more"
 
 
 @dataclass(frozen=True)
@@ -176,6 +145,7 @@ class String(RemapEncoding):
 
     name: ClassVar[str] = "string"
     paper: ClassVar[str] = "2410.18745"
+    within: ClassVar[tuple[str, ...]] = ("shift",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -186,33 +156,19 @@ class String(RemapEncoding):
             )
 
     @classmethod
-    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """Both numbers from the lengths, see the class; a parameter that is given is kept.
+    def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        local = given.get("local", min(given.get("shift", trained), max(1, min(128, trained // 16))))
+        needed = min(target - trained + local, trained)
+        return {"local": local, "shift": max(trained // 3, local, needed)}
 
-        Raises:
-            RopeExtendError: unknown or invalid parameters, or a target that is not reached.
-        """
-        trained = shape.trained_length
-        default = max(1, min(128, trained // 16))
-        local = cls._build({"shift": parameters.get("local", default), "local": default, **parameters}).local
-        needed = target_length - trained + local
-        built = cls._build(
-            {"shift": max(trained // 3, local, min(needed, trained)), **parameters, "local": local}
+    def _nearest(self, trained: int, target: int) -> str:
+        needed, local = target - trained + self.local, self.local
+        if needed <= trained:
+            return f"shift={needed} or more"
+        return (
+            f"at most {2 * trained - local} tokens with local={local}, or self_extend, rerope, jet_long or "
+            "dual_chunk"
         )
-        cls._check_window(shape, "shift", built.shift)
-        reach = built.target_length(shape)
-        if reach < target_length:
-            nearest = f"use shift={needed} or more"
-            if needed > trained:
-                nearest = (
-                    f"its largest reach is {2 * trained - local} tokens with local={local}; for longer texts "
-                    f"use self_extend, rerope, jet_long or dual_chunk"
-                )
-            raise RopeExtendError(
-                f"string: shift={built.shift} with local={local} reaches {reach} tokens, not "
-                f"{target_length}; {nearest}"
-            )
-        return built
 
     @property
     def borders(self) -> Bands:
@@ -251,20 +207,12 @@ class JetLong(RemapEncoding):
 
     name: ClassVar[str] = "jet_long"
     paper: ClassVar[str] = "2607.07740"
+    within: ClassVar[tuple[str, ...]] = ("near", "window")
     depends_on_length = True
 
     @classmethod
-    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """Both numbers from the trained length, see the class; a parameter that is given is kept.
-
-        Raises:
-            RopeExtendError: unknown or invalid parameters, or more than the trained window.
-        """
-        trained = shape.trained_length
-        built = cls._build({"near": max(1, min(2048, trained // 4)), "window": trained, **parameters})
-        for field in ("near", "window"):
-            cls._check_window(shape, field, getattr(built, field))
-        return built
+    def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"near": max(1, min(2048, trained // 4)), "window": trained}
 
     def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
         """The next multiple of the window, int64: texts up to it have the same groups."""
@@ -310,19 +258,12 @@ class Sinks(RemapEncoding):
 
     name: ClassVar[str] = "sinks"
     paper: ClassVar[str] = "2309.17453"
+    within: ClassVar[tuple[str, ...]] = ("sinks + window",)
 
     @classmethod
-    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """Both numbers from the trained length, see the class; a parameter that is given is kept.
-
-        Raises:
-            RopeExtendError: unknown or invalid parameters, or more tokens than the trained window.
-        """
-        trained = shape.trained_length
-        sinks = cls._build({"window": 1, "sinks": max(1, min(4, trained - 1)), **parameters}).sinks
-        built = cls._build({"window": max(1, trained - sinks), **parameters, "sinks": sinks})
-        cls._check_window(shape, "sinks + window", built.sinks + built.window)
-        return built
+    def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        sinks = given.get("sinks", max(1, min(4, trained - 1)))
+        return {"sinks": sinks, "window": max(1, trained - sinks)}
 
     @property
     def borders(self) -> StartAndWindow:
@@ -354,19 +295,12 @@ class DualChunk(RemapEncoding):
 
     name: ClassVar[str] = "dual_chunk"
     paper: ClassVar[str] = "2402.17463"
+    within: ClassVar[tuple[str, ...]] = ("chunk + local",)
 
     @classmethod
-    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
-        """Both numbers from the trained length, see the class; a parameter that is given is kept.
-
-        Raises:
-            RopeExtendError: unknown or invalid parameters, or distances beyond the trained window.
-        """
-        local = cls._build({"chunk": 1, "local": max(1, shape.trained_length // 8), **parameters}).local
-        largest = 3 * shape.trained_length // 4
-        built = cls._build({"chunk": max(1, largest - local), **parameters, "local": local})
-        cls._check_window(shape, "chunk + local", built.chunk + built.local)
-        return built
+    def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        local = given.get("local", max(1, trained // 8))
+        return {"local": local, "chunk": max(1, 3 * trained // 4 - local)}
 
     @property
     def borders(self) -> Chunks:

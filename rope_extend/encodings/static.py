@@ -11,15 +11,37 @@ from typing import Annotated, Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import choice, flag, number
-from rope_extend.encodings.core.critical import check_critical, critical_pair
-from rope_extend.encodings.core.encoding import check_parameters
+from rope_extend.encodings.core.checks import MAX_DIM, choice, flag, number, whole
 from rope_extend.encodings.core.rope import RopeEncoding, ScaledRope
-from rope_extend.encodings.core.shapes import RopeShape
+from rope_extend.encodings.core.shapes import RopeShape, critical_range
 from rope_extend.errors import RopeExtendError
 
 TURNS = number(0, 1e6, above=True)
 """Turns of a channel pair within the trained window, where a ramp between two schedules starts or ends."""
+CRITICAL = whole(1, MAX_DIM, also="theoretical")
+"""The index of a channel pair, or the theoretical critical pair, see `critical_range`."""
+
+
+def critical_pair(name: str, critical: int | str, shape: RopeShape) -> int:
+    """The index of the critical pair in a model.
+
+    Raises:
+        RopeExtendError: the model has no such pair.
+    """
+    theoretical, last = critical_range(shape)[1], shape.dim // 2 - 1
+    if isinstance(critical, int) and critical > last:
+        raise RopeExtendError(
+            f"{name}: critical is {critical}, but this model rotates {last + 1} channel pairs, 0 to {last}; "
+            f"the theoretical critical pair is {theoretical}"
+        )
+    return critical if isinstance(critical, int) else theoretical
+
+
+def check_order(method: Any, larger: str, smaller: str) -> None:
+    """Refuse a ramp that does not go from one field of a method up to another."""
+    high, low = getattr(method, larger), getattr(method, smaller)
+    if high <= low:
+        raise RopeExtendError(f"{method.name}: {larger} must exceed {smaller}, got {high:g} and {low:g}")
 
 
 @dataclass(frozen=True)
@@ -75,7 +97,7 @@ class NTK(ScaledRope):
             which is NTK-aware scaling as published.
     """
 
-    critical: Annotated[int | str | None, check_critical] = None
+    critical: Annotated[int | str | None, CRITICAL] = None
 
     name: ClassVar[str] = "ntk"
     paper: ClassVar[str] = "bloc97 2023 (NTK-aware scaled RoPE); described in 2309.00071"
@@ -128,10 +150,7 @@ class NTKByParts(ScaledRope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta <= self.alpha:
-            raise RopeExtendError(
-                f"ntk_by_parts: beta must exceed alpha, got {self.beta:g} and {self.alpha:g}"
-            )
+        check_order(self, "beta", "alpha")
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`(1 - keep) * theta_i / s + keep * theta_i`, `[dim/2]` float64, radians per token."""
@@ -186,7 +205,7 @@ class YaRN(ScaledRope):
     mscale: Annotated[float | None, number(0, 100, above=True)] = None
     mscale_all_dim: Annotated[float | None, number(0, 100, above=True)] = None
     ramp: Annotated[str, choice("index", "turns")] = "index"
-    critical: Annotated[int | str | None, check_critical] = None
+    critical: Annotated[int | str | None, CRITICAL] = None
 
     name: ClassVar[str] = "yarn"
     paper: ClassVar[str] = "2309.00071"
@@ -195,10 +214,7 @@ class YaRN(ScaledRope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta_fast <= self.beta_slow:
-            raise RopeExtendError(
-                f"yarn: beta_fast must exceed beta_slow, got {self.beta_fast:g} and {self.beta_slow:g}"
-            )
+        check_order(self, "beta_fast", "beta_slow")
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise RopeExtendError("yarn: mscale and mscale_all_dim only act together; give both or neither")
         if self.ramp == "turns" and not self.truncate:
@@ -215,35 +231,30 @@ class YaRN(ScaledRope):
         """`ramp * theta_i / s + (1 - ramp) * theta_i`, `[dim/2]` float64, radians per token."""
         if self.ramp == "turns":
             return by_parts(shape, self.factor, self.beta_slow, self.beta_fast)
-        low, high = (shape.index_with_turns(turns) for turns in (self.beta_fast, self._slow_turns(shape)))
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, shape.dim - 1)
+        low, high = self._ends(shape)
         if low == high:
             high += 0.001  # a step instead of a ramp, as in transformers
         ramp = ((torch.arange(shape.dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
         plain = shape.inv_freq()
         return ramp * plain / self.factor + (1 - ramp) * plain
 
-    def _slow_turns(self, shape: RopeShape) -> float:
-        """The turns within the trained window at the slow end of the ramp.
+    def _ends(self, shape: RopeShape) -> tuple[float, float]:
+        """The (fractional) channel pairs where the ramp starts and ends, for `ramp="index"`.
 
         Raises:
             RopeExtendError: the critical pair is not in the model, or is at or below the start of the ramp.
         """
+        low, high = (shape.index_with_turns(turns) for turns in (self.beta_fast, self.beta_slow))
+        low = max(math.floor(low) if self.truncate else low, 0)
         if self.critical is None:
-            return self.beta_slow
+            return low, min(math.ceil(high) if self.truncate else high, shape.dim - 1)
         pair = critical_pair("yarn", self.critical, shape)
-        start = shape.index_with_turns(self.beta_fast)
-        start = max(0, math.floor(start) if self.truncate else start)
-        if pair <= start:
+        if pair <= low:
             raise RopeExtendError(
-                f"yarn: critical must be above the pair where the ramp starts, {start:g} with "
+                f"yarn: critical must be above the pair where the ramp starts, {low:g} with "
                 f"beta_fast={self.beta_fast:g}; got {pair}"
             )
-        # Half a pair before if the end is rounded up, so that no rounding of the turns misses the pair.
-        index = pair - 0.5 if self.truncate else pair
-        return shape.turns_at(index)
+        return low, pair
 
     def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
         """`0.1 ln s + 1`, or DeepSeek's quotient of two such terms, or `attention_scale`."""
@@ -265,8 +276,11 @@ class YaRN(ScaledRope):
             return self.longrope_parameters(shape)
         values = super().rope_parameters(shape)
         del values["ramp"]
-        values.pop("critical", None)
-        values["beta_slow"] = self._slow_turns(shape)
+        if values.pop("critical", None) is not None:
+            # Half a pair before if the end is rounded up, so that no rounding of the turns misses the pair.
+            index = self._ends(shape)[1] - self.truncate / 2
+            turns = shape.trained_length * shape.theta ** (-2 * index / shape.dim) / (2 * math.pi)
+            values["beta_slow"] = float(turns)
         return {**values, "original_max_position_embeddings": shape.trained_length}
 
 
@@ -289,11 +303,7 @@ class Llama3(ScaledRope):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise RopeExtendError(
-                "llama3: high_freq_factor must exceed low_freq_factor, "
-                f"got {self.high_freq_factor:g} and {self.low_freq_factor:g}"
-            )
+        check_order(self, "high_freq_factor", "low_freq_factor")
 
     def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
         """`(1 - keep) * theta_i / s + keep * theta_i`, `[dim/2]` float64, radians per token."""
@@ -335,7 +345,7 @@ class ABF(RopeEncoding):
         Raises:
             RopeExtendError: the trained window is too short for the rule, or a parameter is invalid.
         """
-        check_parameters(cls, parameters)
+        cls.check_names(parameters)
         if "theta" not in parameters:
             if shape.trained_length <= 2 * math.pi:
                 raise RopeExtendError(

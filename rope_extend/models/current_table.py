@@ -17,11 +17,12 @@ from rope_extend.encodings.core.checks import ZERO_FREQUENCY, ZERO_FREQUENCY_DIV
 from rope_extend.encodings.core.shapes import ExtendedShape
 from rope_extend.errors import RopeExtendError
 from rope_extend.method_names import CURRENT, PRETRAINED
-from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
 from rope_extend.models.view import (
     config_record,
     current_window,
+    has_tables_of,
     rotary_part,
+    rotary_tables,
     shape_of,
     trained_length_of,
     unwrap,
@@ -67,7 +68,7 @@ class CurrentTable:
         Raises:
             RopeExtendError: `top` is more than one table and one attention factor.
         """
-        if reason := top.effects(self.shape).reason():
+        if reason := top.beyond_one_table(self.shape):
             raise RopeExtendError(
                 f"start='current' multiplies two tables, and {top} is not one table: {reason}; use a method "
                 "with one static table, such as yarn"
@@ -124,14 +125,17 @@ def current_table(
         )
     if (recorded := unapplied_record(model)) is not None:
         raise RopeExtendError(f"start='current' needs the table that the model has now, and {recorded[1]}")
-    encoding = current_encoding(model)
-    short = None if encoding is None else _short_divisors(encoding, shape)
-    if short is not None:
+    encoding, short, first = current_encoding(model), None, 1
+    if isinstance(encoding, LongRoPE) and encoding.depends_on_length and not encoding.start_tokens:
+        short, first = encoding.short_factor or (1.0,) * len(encoding.long_factor), shape.trained_length + 1
         _check_boundary(model, shape.trained_length)
+    elif encoding is not None and (reason := encoding.beyond_one_table(shape)):
+        raise RopeExtendError(
+            f"start='current' needs a model with one static table, and this one has {encoding}: {reason}; "
+            f"{_ADVICE}"
+        )
     # A table of a stock rope_type that is not known here may depend on the length: look at several lengths.
-    lengths = (
-        (shape.trained_length + 1, window + 1, 4 * window) if short else (1, window, window + 1, 4 * window)
-    )
+    lengths = (first, window + 1, 4 * window)
     tables = [each for length in lengths for each in rotary_tables(model, length)]
     table, factor = tables[0]
     if any(not torch.equal(other, table) or scale != factor for other, scale in tables[1:]):
@@ -157,7 +161,7 @@ def current_encoding(model: nn.Module) -> Encoding | None:
     """
     config = unwrap(model).config
     if (record := config_record(config)) is not None:
-        return Encoding.from_dict(record["encoding"])
+        return record.encoding
     part, parameters = rotary_part(config)
     return RopeEncoding.from_rope_parameters(parameters, part.max_position_embeddings)
 
@@ -171,14 +175,11 @@ def unapplied_record(model: nn.Module) -> tuple[RopeEncoding, str] | None:
     Raises:
         RopeExtendError: the record in the config is damaged.
     """
-    if (record := config_record(unwrap(model).config)) is None:
+    encoding, shape, window = config_record(unwrap(model).config) or (None, None, 0)
+    if not isinstance(encoding, RopeEncoding) or shape is None:
         return None
-    encoding, shape = Encoding.from_dict(record["encoding"]), RopeShape(**record["shape"])
-    if not isinstance(encoding, RopeEncoding):
+    if encoding.beyond_one_table(shape) and not isinstance(encoding, LongRoPE):
         return None
-    if encoding.effects(shape).reason() and not isinstance(encoding, LongRoPE):
-        return None
-    window = int(record["target_length"])
     if has_tables_of(model, encoding, shape, (shape.trained_length, window)):
         return None
     return encoding, (
@@ -186,22 +187,6 @@ def unapplied_record(model: nn.Module) -> tuple[RopeEncoding, str] | None:
         "which cannot represent that encoding; load it with rope_extend.load, or if it was not written by "
         "rope_extend.save, apply that encoding with patch_model"
     )
-
-
-def _short_divisors(encoding: Encoding, shape: RopeShape) -> tuple[float, ...] | None:
-    """The divisors within the pretrained window, if `longrope` has others there.
-
-    Raises:
-        RopeExtendError: the encoding is not a table, or two as in `longrope`.
-    """
-    if isinstance(encoding, LongRoPE) and encoding.depends_on_length and not encoding.start_tokens:
-        return encoding.short_factor or (1.0,) * len(encoding.long_factor)
-    if reason := encoding.effects(shape).reason():
-        raise RopeExtendError(
-            f"start='current' needs a model with one static table, and this one has {encoding}: {reason}; "
-            f"{_ADVICE}"
-        )
-    return None
 
 
 def _check_boundary(model: nn.Module, trained_length: int) -> None:
@@ -238,15 +223,13 @@ def extended_again(
             f"start='current': target_length must exceed the {window} tokens that the model reads now, got "
             f"{target_length}; give current_length= if it was trained on fewer"
         )
-    if any(getattr(cls, "encoding", None) is not None for cls in method.classes):
+    if method.saved is not None:
         raise RopeExtendError(
             "start='current' takes a method by name; a saved encoding already is the whole table, so use it "
             "with start='pretrained'"
         )
-    if current.is_plain:
-        encoding = method.for_target(current.pretrained, target_length, **parameters)
-    else:
-        encoding = method.for_target(current.shape, target_length, **parameters)
+    shape = current.pretrained if current.is_plain else current.shape
+    encoding = method.for_target(shape, target_length, **parameters)
     # `nope` is a schedule whose frequencies are all zero.
     if not isinstance(encoding, RopeEncoding) or not encoding.inv_freq(current.shape, target_length).any():
         raise RopeExtendError(

@@ -26,7 +26,7 @@ class FamilyAdapter:
     Attributes:
         model_types: the `config.model_type`s that share the shape.
         note: a description of the shape in a few words, for `rope-extend families`.
-        rotary_paths: paths of the rotary modules below the decoder (transformers' `model.base_model`); `*`
+        rotary_path: path of the rotary modules below the decoder (transformers' `model.base_model`); `*`
             stands for any one name, as in `layers.*.self_attn.rotary_emb`.
         stock_rope_types: the `rope_type`s that the family's config accepts; None for all of them.
         layout: the order of the values that the rotary module returns: the whole table twice (`halves`), each
@@ -35,7 +35,8 @@ class FamilyAdapter:
         pairs: the two channels of a pair, as queries and keys reach the attention function: one of each half
             of the rotated channels (`halves`), or two neighbours (`neighbours`).
         rotated: the position of the rotated channels in a head, if not all are rotated: `first` or `last`.
-        rotates: tells whether an attention module rotates by the tables that are replaced; None if all do.
+        rotates: tells whether an attention module rotates by the tables that are replaced; None if those of
+            `layer_types` do, or all.
         backwards: whether pairs rotate in the opposite direction.
         normalises: tells whether an attention module normalises queries and keys after the rotation, which
             cancels a factor on cos and sin; None if none does.
@@ -55,7 +56,7 @@ class FamilyAdapter:
 
     model_types: tuple[str, ...]
     note: str
-    rotary_paths: tuple[str, ...] = ("rotary_emb",)
+    rotary_path: str = "rotary_emb"
     stock_rope_types: tuple[str, ...] | None = None
     layout: Layout = "halves"
     in_float32: tuple[str, ...] = ()
@@ -75,7 +76,10 @@ class FamilyAdapter:
 
     def extends(self, module: nn.Module) -> bool:
         """Whether an attention module rotates by the tables that a patch replaces."""
-        return self.rotates is None or self.rotates(module)
+        if self.rotates is not None:
+            return self.rotates(module)
+        attention: Any = module
+        return not self.layer_types or attention.config.layer_types[attention.layer_idx] in self.layer_types
 
     def accepts(self, rope_type: str) -> bool:
         """Whether the family's own config class loads this `rope_type`."""
@@ -117,37 +121,28 @@ class FamilyAdapter:
         Raises:
             UnsupportedModelError: a module is missing or has no table, for example in a newer transformers.
         """
-        modules = {}
-        for path, module in self._at_paths(decoder):
-            tables = ("inv_freq", *(f"{layer_type}_inv_freq" for layer_type in self.layer_types))
-            if not any(isinstance(getattr(module, table, None), Tensor) for table in tables):
+        pattern = re.compile(re.escape(self.rotary_path).replace(re.escape("*"), "[^.]+"))
+        modules = {path: module for path, module in decoder.named_modules() if pattern.fullmatch(path)}
+        newer = "the installed transformers may be newer than rope_extend supports"
+        if not modules:
+            raise UnsupportedModelError(
+                f"{type(decoder).__name__} has no rotary module at {self.rotary_path!r}; {newer}"
+            )
+        names = ("inv_freq", *(f"{layer_type}_inv_freq" for layer_type in self.layer_types))
+        for path, module in modules.items():
+            if not any(isinstance(getattr(module, name, None), Tensor) for name in names):
                 types = f" for layers of type {' or '.join(self.layer_types)}" if self.layer_types else ""
                 raise UnsupportedModelError(
                     f"{type(decoder).__name__}.{path} is a {type(module).__name__} without a table of "
                     f"inverse frequencies{types}, so rope_extend cannot tell how many channels it rotates; "
-                    f"the installed transformers may be newer than rope_extend supports"
+                    f"{newer}"
                 )
-            modules[path] = module
         return modules
 
-    def _at_paths(self, decoder: nn.Module) -> list[tuple[str, nn.Module]]:
-        modules: list[tuple[str, nn.Module]] = []
-        for path in self.rotary_paths:
-            pattern = re.escape(path).replace(re.escape("*"), "[^.]+")
-            if "*" in path:
-                matches = [item for item in decoder.named_modules() if re.fullmatch(pattern, item[0])]
-            else:
-                try:
-                    matches = [(path, decoder.get_submodule(path))]
-                except AttributeError:
-                    matches = []
-            if not matches:
-                raise UnsupportedModelError(
-                    f"{type(decoder).__name__} has no rotary module at {path!r}; the installed transformers "
-                    f"may be newer than rope_extend supports"
-                )
-            modules += matches
-        return modules
+
+def types(names: str) -> tuple[str, ...]:
+    """Model types, from their names with spaces between them."""
+    return tuple(names.split())
 
 
 REFUSED: dict[str, str] = {

@@ -16,10 +16,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.models.families import adapter_for
 from rope_extend.models.gguf_checkpoint import gguf_file, no_second_quantization
 from rope_extend.models.load_choices import ATTENTION, DEVICE_MAPS, QUANTIZED
-from rope_extend.models.loading import default_dtype, pretrained
+from rope_extend.models.loading import default_dtype, empty_model, pretrained
 from rope_extend.models.processes import process_count
 from rope_extend.models.view import is_soft_capped
 
@@ -57,22 +56,19 @@ class LoadOptions:
                 f"device={self.device!r} and device_map={self.device_map!r} contradict each other; give "
                 "a device for the whole model or a device_map to spread it, not both"
             )
-        if isinstance(self.device_map, str) and self.device_map not in DEVICE_MAPS:
-            raise RopeExtendError(
-                f"device_map must be one of {', '.join(DEVICE_MAPS)}, got {self.device_map!r}"
-            )
-        if self.device_map is not None and process_count() > 1:
-            raise RopeExtendError(
-                f"device_map spreads one model over all GPUs, which works in one process only; "
-                f"{process_count()} were started. Start one, or leave device_map out, so that each process "
-                f"loads its own model"
-            )
+        named = self.device_map if isinstance(self.device_map, str) else None
         for name, value, known in (
+            ("device_map", named, DEVICE_MAPS),
             ("attention", self.attention, ATTENTION),
             ("quantize", self.quantize, QUANTIZED),
         ):
             if value is not None and value not in known:
                 raise RopeExtendError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if self.device_map is not None and process_count() > 1:
+            raise RopeExtendError(
+                f"device_map spreads one model over all GPUs, which works in one process only; "
+                f"{process_count()} were started. Start one, or leave device_map out"
+            )
         if self.limit_memory is not None and self.limit_memory < 1:
             raise RopeExtendError(f"limit_memory must be a number of bytes above 0, got {self.limit_memory}")
         if self.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
@@ -124,20 +120,10 @@ class LoadOptions:
             RopeExtendError: no such checkpoint, no adapter for its family, or it cannot be loaded this way.
         """
         config = self._config(name)
-        adapter_for(config.model_type)
         arguments: dict[str, Any] = dict(self._attention(config))
         if (dtype := self._dtype(config)) != "auto":
             arguments["dtype"] = dtype
-        try:
-            with torch.device("meta"):
-                model: nn.Module = AutoModelForCausalLM.from_config(config, **arguments)
-        except (ValueError, ImportError) as error:
-            if self.attention is None:
-                raise
-            raise RopeExtendError(
-                f"{name!r} cannot be loaded with attention {self.attention}: {error}"
-            ) from error
-        return model
+        return empty_model(name, config, **arguments)
 
     def load(self, name: str, *, reserve: int = 0) -> nn.Module:
         """The model of a checkpoint, as these options say, in evaluation mode.

@@ -87,17 +87,24 @@ def one_error(what: str, advice: str = "") -> Iterator[None]:
         raise RopeExtendError(f"{reason.rstrip('.!')}. {advice}" if advice else reason) from error
 
 
-def empty_model(name: str) -> nn.Module:
+def empty_model(name: str, config: Any = None, **arguments: Any) -> nn.Module:
     """The model of a checkpoint's config, on the meta device: no weights are read or allocated.
 
+    Args:
+        name: a checkpoint's directory or hub id, or a GGUF file.
+        config: its config, if it is loaded already.
+        arguments: as `AutoModelForCausalLM.from_config` takes them, such as `attn_implementation`.
+
     Raises:
-        RopeExtendError: no such checkpoint.
+        RopeExtendError: no such checkpoint, or its config describes no model.
         UnsupportedModelError: no adapter for the family.
     """
-    config = pretrained(AutoConfig, name)
+    config = pretrained(AutoConfig, name) if config is None else config
     adapter_for(config.model_type)
-    with one_error(f"the config of {name!r} describes no model"), torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    attention = arguments.get("attn_implementation")
+    how = "" if attention is None else f" with attention {attention}"
+    with one_error(f"the config of {name!r} describes no model that can be built{how}"), torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, **arguments)
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,65 +14,24 @@ from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
 from rope_extend.models.families import Layout
 
-_PIECE = 12
-"""Bits per piece in the split-float path: a product of two 12-bit integers is exact in float32."""
-_PIECES = 4
 
-
-def split_turns(inv_freq: Tensor) -> Tensor:
-    """Cut frequencies into pieces whose products with a position are exact in float32.
-
-    `inv_freq` `[dim/2]` float64, radians per token, at most 1, becomes `[4, dim/2]` float32: whole numbers
-    below 2^12, piece k in units of `2^-(14 + 12k)` turns per token. That is 50 bits in all, so at a position
-    of 24 bits the error is below 2^-26 turns.
-    """
-    rest = inv_freq.detach().to("cpu", torch.float64) / (2 * math.pi) * 2.0**14
-    pieces = []
-    for _ in range(_PIECES):
-        pieces.append(rest.floor())
-        rest = (rest - rest.floor()) * 2.0**_PIECE
-    return torch.stack(pieces).to(torch.float32)
-
-
-def split_angles(position_ids: Tensor, pieces: Tensor) -> Tensor:
-    """Angles modulo a full turn without float64, for devices that have none (MPS).
-
-    `position_ids` `[..., T]` whole numbers below 2^24, `pieces` `[4, dim/2]` of `split_turns`. Returns
-    `[..., T, dim/2]` float32 radians in [0, 2 pi), within 1e-5 of the float64 angle at any such position.
-    """
-    positions = position_ids.to(torch.int64)
-    high = (positions >> _PIECE).to(torch.float32)[..., None]
-    low = (positions & (2**_PIECE - 1)).to(torch.float32)[..., None]
-    turns = torch.zeros((), device=position_ids.device)
-    for index in range(_PIECES):
-        unit = 2.0 ** -(14 + _PIECE * index)
-        for part, weight in ((high, unit * 2**_PIECE), (low, unit)):
-            product = part * pieces[index] * weight  # exact: 24 bits times a power of two
-            turns = turns + (product - product.floor())
-    return (turns - turns.floor()) * (2 * math.pi)
-
-
-def has_float64(device: torch.device) -> bool:
-    """Whether a device computes in float64."""
-    return device.type != "mps"
+def float64_device(device: torch.device) -> torch.device:
+    """Where angles for states on a device are computed, in float64: Apple's GPUs have none."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def angles_of(encoding: RopeEncoding, shape: RopeShape, position_ids: Tensor, inv_freq: Tensor) -> Tensor:
-    """The rotation angles of an encoding at `position_ids` `[batch, T]`: `[batch, T, dim/2]` radians.
+    """The rotation angles of an encoding at `position_ids` `[..., T]`: `[..., T, dim/2]` float64 radians.
 
-    `inv_freq` is `[dim/2]`, or `[batch, 1, dim/2]` for a table per row, float64. The angles are float64, or
-    float32 modulo a turn on devices without float64. Positions below `start_tokens` have plain RoPE's angles.
+    `inv_freq` is `[dim/2]`, or `[batch, 1, dim/2]` for a table per row, float64. Positions below
+    `start_tokens` have plain RoPE's angles. The result is on `float64_device` of the positions.
     """
-
-    def angles(table: Tensor) -> Tensor:
-        if has_float64(position_ids.device):
-            return position_ids[..., None].to(torch.float64) * to_device(table, position_ids.device)
-        return split_angles(position_ids, to_device(split_turns(table), position_ids.device))
-
+    device = float64_device(position_ids.device)
+    at = to_device(position_ids, device)[..., None].to(torch.float64)
+    angles = at * to_device(inv_freq, device)
     if encoding.start_tokens == 0:
-        return angles(inv_freq)
-    early = (position_ids < encoding.start_tokens)[..., None]
-    return torch.where(early, angles(shape.inv_freq()), angles(inv_freq))
+        return angles
+    return torch.where(at < encoding.start_tokens, at * to_device(shape.inv_freq(), device), angles)
 
 
 def expand_cos_sin(cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, Tensor] | Tensor:
@@ -143,7 +101,7 @@ class ExtendedRotaryEmbedding(nn.Module):
 
     The table used for computing is float64 and not reached by dtype casts. `model.to(torch.bfloat16)` rounds
     every buffer, and a rounded frequency is wrong by whole turns at long positions. Angles are computed in
-    float64 (split float32 on devices without it); only cos and sin are rounded.
+    float64; only cos and sin are rounded.
 
     Args:
         encoding: the schedule.
@@ -181,12 +139,13 @@ class ExtendedRotaryEmbedding(nn.Module):
         # As in the stock module, a copy of the table that is in use.
         self.register_buffer("original_inv_freq", self._buffer(table, slot.device), persistent=False)
         # A plain attribute, not a buffer: no cast reaches it.
-        self._table = self._for_device(self._computed(), self.inv_freq.device)
+        self._table = self._computed(self.inv_freq.device)
 
-    def _computed(self) -> Tensor:
-        """The frequencies that this module rotates by, `[dim/2]` float64."""
+    def _computed(self, device: torch.device) -> Tensor:
+        """The frequencies that this module rotates by, `[dim/2]` float64; on the CPU for a model on meta."""
         plain = self.encoding.rotates_in_attention
-        return self.shape.inv_freq() if plain else self.encoding.inv_freq(self.shape)
+        table = self.shape.inv_freq() if plain else self.encoding.inv_freq(self.shape)
+        return table.to("cpu" if device.type == "meta" else float64_device(device))
 
     def compute_default_rope_parameters(self, config: Any = None, **kwargs: Any) -> tuple[Tensor, float]:
         """`(inv_freq [dim/2] float32, attention factor)` of the encoding, as transformers asks for them."""
@@ -199,21 +158,14 @@ class ExtendedRotaryEmbedding(nn.Module):
         """Frequencies or angles `[..., dim/2]`, padded to `[..., pairs]` by zeros."""
         return nn.functional.pad(values, (0, self.pairs - self.shape.dim // 2))
 
-    @classmethod
-    def _for_device(cls, inv_freq: Tensor, device: torch.device) -> Tensor:
-        """The float64 table, or its split form, on `device`; on the CPU while the model is on meta."""
-        target = torch.device("cpu") if device.type == "meta" else device
-        return inv_freq.to(target) if has_float64(target) else split_turns(inv_freq).to(target)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExtendedRotaryEmbedding:
         """Follow the model to its device, but not to its dtype; refill what `to_empty` left undefined."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         device = self.inv_freq.device
         with torch.device("cpu"):  # not on a device that the caller made the default, such as meta
-            table, computed = self.encoding.inv_freq(self.shape), self._computed()
+            table, self._table = self.encoding.inv_freq(self.shape), self._computed(device)
         self.inv_freq = self._buffer(table, device)
         self.original_inv_freq = self._buffer(table, device)
-        self._table = self._for_device(computed, device)
         if self.plain is not None and "meta" not in (device.type, self._table_of_plain().device.type):
             self.plain.to(device)
         return self
@@ -222,12 +174,6 @@ class ExtendedRotaryEmbedding(nn.Module):
         name = "inv_freq" if self.layer_type is None else f"{self.layer_type}_inv_freq"
         table: Tensor = getattr(self.plain, name)
         return table
-
-    def _angles(self, position_ids: Tensor, table: Tensor) -> Tensor:
-        """`[batch, T, dim/2]` radians: float64, or float32 modulo a turn where the device has no float64."""
-        if has_float64(position_ids.device):
-            return position_ids[..., None].to(torch.float64) * table
-        return split_angles(position_ids, table)
 
     @torch.no_grad()
     def forward(
@@ -247,45 +193,28 @@ class ExtendedRotaryEmbedding(nn.Module):
             assert self.original is not None
             other: tuple[Tensor, Tensor] = self.original(x, position_ids, layer_type)
             return other
-        if self.encoding.rotates_in_attention:
-            return self._rotated_plainly(x, position_ids)
-        parts, given = None, position_ids
-        if position_ids.dim() == 3:
-            parts, position_ids = position_ids, position_ids[0]
-            if self.encoding.depends_on_length:
-                self._check_one_position(parts)
-        factor: Tensor | float
-        if self.encoding.depends_on_length:
-            angles, factor = self._rowwise(x, position_ids)
+        encoding, in_attention = self.encoding, self.encoding.rotates_in_attention
+        parts = position_ids.dim() == 3
+        if parts and (in_attention or encoding.depends_on_length):
+            self._check_one_position(position_ids)
+        if in_attention and self._plain_serves(x.device):
+            layer_types = () if layer_type is None else (layer_type,)
+            # In transformers 5.17, the stock module takes positions with all parts only.
+            every = position_ids.expand(3, -1, -1) if self.sections and not parts else position_ids
+            return self._mark(self.plain(x, every, *layer_types), position_ids)
+        first = position_ids[0] if parts else position_ids
+        factor: Tensor | float = 1.0 if in_attention else self.attention_scaling
+        if encoding.depends_on_length and not in_attention:
+            angles, factor = self._rowwise(first)
+        elif parts and not in_attention:
+            angles = self._in_sections(angles_of(encoding, self.shape, position_ids, self._table))
         else:
-            angles, factor = self._static(x, position_ids if parts is None else parts), self.attention_scaling
-            if parts is not None:
-                angles = self._in_sections(angles)
-        return self._laid_out(angles, factor, x, given)
-
-    def _laid_out(
-        self, angles: Tensor, factor: Tensor | float, x: Tensor, position_ids: Tensor
-    ) -> tuple[Tensor, Tensor] | Tensor:
-        """cos and sin of angles `[batch, T, dim/2]` as the model takes them, marked with their positions."""
+            angles = angles_of(encoding, self.shape, first, self._table)
         if self.pairs > self.shape.dim // 2:
             angles = self.pad_unrotated(angles)
         dtype = self.dtype or x.dtype
-        cos, sin = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        cos, sin = ((each * factor).to(x.device, dtype) for each in (angles.cos(), angles.sin()))
         return self._mark(expand_cos_sin(cos, sin, self.layout), position_ids)
-
-    def _rotated_plainly(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        """cos and sin of plain RoPE, by the model's own module if it computes that."""
-        if position_ids.dim() == 3:
-            self._check_one_position(position_ids)
-        if self._plain_serves(x.device):
-            layer_type = () if self.layer_type is None else (self.layer_type,)
-            # In transformers 5.17, the stock module takes positions with all parts only.
-            parts = self.sections and position_ids.dim() == 2
-            at = position_ids.expand(3, -1, -1) if parts else position_ids
-            cos_sin: tuple[Tensor, Tensor] | Tensor = self.plain(x, at, *layer_type)
-            return self._mark(cos_sin, position_ids)
-        positions = position_ids[0] if position_ids.dim() == 3 else position_ids
-        return self._laid_out(self._angles_of_table(positions, x.device), 1.0, x, position_ids)
 
     def _plain_serves(self, device: torch.device) -> bool:
         """Whether plain RoPE comes from the model's own module: not if that is elsewhere, or was cast."""
@@ -313,11 +242,6 @@ class ExtendedRotaryEmbedding(nn.Module):
             setattr(cos_sin if isinstance(cos_sin, Tensor) else cos_sin[0], POSITIONS, position_ids)
         return cos_sin
 
-    def _angles_of_table(self, position_ids: Tensor, device: torch.device) -> Tensor:
-        """`[..., T, dim/2]` radians by the one table of the module."""
-        # A model dispatched over several devices by hooks never calls `_apply`.
-        return self._angles(position_ids, to_device(self._table, device))
-
     def _check_one_position(self, parts: Tensor) -> None:
         """Refuse positions `[3, batch, T]` of which the parts differ.
 
@@ -329,12 +253,6 @@ class ExtendedRotaryEmbedding(nn.Module):
                 f"{self.encoding} needs one position for each token, but this input has tokens with several "
                 f"(time, height, width); use a static schedule, such as yarn"
             )
-
-    def _static(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """`[..., T, dim/2]` radians by the one table of the schedule."""
-        if self.encoding.start_tokens:
-            return angles_of(self.encoding, self.shape, position_ids, self.encoding.inv_freq(self.shape))
-        return self._angles_of_table(position_ids, x.device)
 
     def _in_sections(self, angles: Tensor) -> Tensor:
         """Choose the angles of each pair, `[batch, T, dim/2]`, from those by part, `[3, batch, T, dim/2]`.
@@ -348,7 +266,7 @@ class ExtendedRotaryEmbedding(nn.Module):
             chosen[..., pairs] = angles[part, ..., pairs]
         return chosen
 
-    def _rowwise(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _rowwise(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Angles `[batch, T, dim/2]` and factors `[batch, 1, 1]`, each row under its own table."""
         if position_ids.is_meta:  # in a dry run
             lengths = [position_ids.shape[-1]] * len(position_ids)
@@ -359,7 +277,7 @@ class ExtendedRotaryEmbedding(nn.Module):
         tables = torch.stack([self.encoding.inv_freq(self.shape, length) for length in lengths])
         factors = [self.encoding.attention_factor(self.shape, length) for length in lengths]
         angles = angles_of(self.encoding, self.shape, position_ids, tables[:, None])
-        return angles, to_device(torch.tensor(factors, dtype=torch.float32), x.device)[:, None, None]
+        return angles, to_device(torch.tensor(factors, dtype=torch.float32), angles.device)[:, None, None]
 
     def _check_cache(self, cached: int, length: int) -> None:
         """Refuse tokens after `cached` ones that were rotated by another table of their row.

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
+from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.checks import ZERO_FREQUENCY, ZERO_FREQUENCY_DIVISOR
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter
-from rope_extend.models.view import config_record, rotary_part, stock_table
+from rope_extend.models.view import ORIGINAL_WINDOW, config_record, rotary_part, stock_table
 
 _CARRIED = ("partial_rotary_factor", "mrope_section", "mrope_interleaved", "llama_4_scaling_beta")
 """Rotary parameters that describe the model's shape, not its scaling, and are kept when that changes."""
-ORIGINAL_WINDOW = "original_max_position_embeddings"
 DUAL_CHUNK_KEY = "dual_chunk_attention_config"
 """The key from which SGLang and some versions of vLLM compute dual chunk attention, in addition to
 `rope_parameters`. transformers keeps it in a config, and ignores it."""
@@ -71,10 +70,9 @@ def has_stock_config(config: Any, target_length: int) -> bool:
         config: the config of a patched model.
         target_length: the extended window, in tokens.
     """
-    if (record := config_record(config)) is not None:
-        effects = Encoding.from_dict(record["encoding"]).effects(RopeShape(**record["shape"]))
-        if effects.reason() and not effects.per_row:
-            return False
+    record = config_record(config)
+    if record and record.encoding.beyond_one_table(record.shape) and not record.encoding.per_row:
+        return False
     part, parameters = rotary_part(config)
     kind = parameters.get("rope_type", "default")
     return bool(part.max_position_embeddings == target_length or kind not in ("default", "proportional"))
@@ -123,7 +121,10 @@ def stock_parameters(
         form = with_carried(form, old, shape.trained_length)
         part.rope_parameters = nested(adapter, changed, form)
         part.max_position_embeddings = encoding.max_position_embeddings(shape, target_length)
-        table, factor = stock_table(part, form["rope_type"], adapter.layer_type(changed), target_length)
+        try:
+            table, factor = stock_table(part, form["rope_type"], adapter.layer_type(changed), target_length)
+        except RopeExtendError:  # such as lists for more pairs than a carried share of channels leaves
+            continue
         ours, scale = encoding.inv_freq(shape), encoding.attention_factor(shape)
         rotated, rest = table[: len(ours)], table[len(ours) :]
         if (
@@ -143,17 +144,14 @@ def dual_chunk_configs(config: Any) -> list[Any]:
     return [part for part in parts.values() if DUAL_CHUNK_KEY in vars(part)]
 
 
-def carried(parameters: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """The old rotary parameters that describe the model's shape, and that the new ones do not state."""
-    return {key: old[key] for key in _CARRIED if key in old and key not in parameters}
-
-
 def with_carried(
-    parameters: Mapping[str, Any], old: Mapping[str, Any], trained_length: int
+    parameters: Mapping[str, Any], old: Mapping[str, Any], trained_length: int | None = None
 ) -> dict[str, Any]:
-    """`rope_parameters` together with the old values that describe the model's shape, not its scaling."""
-    merged = {**parameters, **carried(parameters, old)}
-    if "llama_4_scaling_beta" in merged:  # queries are scaled by their distance from the trained window
+    """`rope_parameters` with the old values that describe the model's shape, and that they do not state."""
+    kept = {key: old[key] for key in _CARRIED if key in old and key not in parameters}
+    merged = {**parameters, **kept}
+    if "llama_4_scaling_beta" in merged and trained_length is not None:
+        # Queries are scaled by their distance from the trained window.
         merged.setdefault(ORIGINAL_WINDOW, trained_length)
     return merged
 
@@ -163,11 +161,6 @@ def missing_attributes(config: Any) -> dict[str, Any]:
     if getattr(config, "is_heterogeneous", False) or getattr(config, "head_dim", 0) is not None:
         return {}
     return {"head_dim": config.hidden_size // config.num_attention_heads}
-
-
-def window_attributes(config: Any, length: int, trained_length: int) -> dict[str, int]:
-    """The attributes of a config that hold its context window, with new values."""
-    return window_values(length, trained_length if hasattr(config, ORIGINAL_WINDOW) else None)
 
 
 def window_values(length: int, original: int | None) -> dict[str, int]:

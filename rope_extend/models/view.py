@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -12,8 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_extend.encodings import Encoding, RopeShape
-from rope_extend.encodings.core.checks import MAX_LENGTH, ZERO_FREQUENCY, check_number
+from rope_extend.encodings import Encoding, RopeEncoding, RopeShape
+from rope_extend.encodings.core.checks import MAX_LENGTH, ZERO_FREQUENCY, check_length, check_number
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.models.families import adapter_for, find_adapter
 from rope_extend.models.rotary import ExtendedRotaryEmbedding
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 CONFIG_RECORD = "rope_extend"
 """The attribute of `config` with the record of the patch; stock loaders keep it and ignore it."""
+ORIGINAL_WINDOW = "original_max_position_embeddings"
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -103,27 +106,25 @@ def trained_length_of(config: Any) -> int:
     """The window, in tokens, that a checkpoint was pretrained on, before any scaling in its config.
 
     Raises:
-        RopeExtendError: the config does not say. With `linear` scaling, `max_position_embeddings` is the
-            trained length in some checkpoints and the scaled one in others.
+        RopeExtendError: the config does not say, or says something that is no window. With `linear` scaling,
+            `max_position_embeddings` is the trained length in some checkpoints and the scaled one in others.
     """
-    record = config_record(config)
-    if record is not None:
-        return RopeShape(**record["shape"]).trained_length
-    config, parameters = rotary_part(config)
+    if (record := config_record(config)) is not None:
+        return record.shape.trained_length
+    part, parameters = rotary_part(config)
     rope_type = parameters.get("rope_type", "default")
-    original = parameters.get("original_max_position_embeddings")
     plain = rope_type == "proportional" and parameters.get("factor", 1.0) == 1.0
-    if plain or rope_type == "default" or rope_type == "dynamic":
-        return int(config.max_position_embeddings)
-    if original is None:
-        original = getattr(config, "original_max_position_embeddings", None)
+    if plain or rope_type in ("default", "dynamic"):
+        return _window("max_position_embeddings", part.max_position_embeddings)
+    original = parameters.get(ORIGINAL_WINDOW)
+    original = getattr(part, ORIGINAL_WINDOW, None) if original is None else original
     if original is None:
         raise RopeExtendError(
             f"this checkpoint already has {rope_type!r} scaling (factor {parameters.get('factor')}), but its "
             f"config does not say which window it was pretrained on; max_position_embeddings is "
-            f"{config.max_position_embeddings}. Give trained_length= (--trained-length)"
+            f"{part.max_position_embeddings}. Give trained_length= (--trained-length)"
         )
-    return int(original)
+    return _window(ORIGINAL_WINDOW, original)
 
 
 def current_window(config: Any) -> int:
@@ -138,22 +139,30 @@ def current_window(config: Any) -> int:
             rope_extend recorded in the config is damaged.
     """
     if (record := config_record(config)) is not None:
-        return int(record["target_length"])
+        return record.target_length
     part, parameters = rotary_part(config)
-    window = _positive("max_position_embeddings", part.max_position_embeddings)
-    original, factor = parameters.get("original_max_position_embeddings"), parameters.get("factor")
+    window = _window("max_position_embeddings", part.max_position_embeddings)
+    original, factor = parameters.get(ORIGINAL_WINDOW), parameters.get("factor")
     if parameters.get("rope_type", "default") != "yarn" or original is None or factor is None:
         return window
-    original = _positive("original_max_position_embeddings", original)
-    return max(window, round(original * check_number("config", "factor", factor, minimum=0, above=True)))
+    factor = check_number("config", "factor", factor, minimum=0, above=True)
+    return max(window, round(_window(ORIGINAL_WINDOW, original) * factor))
 
 
-def _positive(name: str, value: object) -> int:
+def _window(name: str, value: object) -> int:
     """A window of the config in tokens."""
     return int(check_number("config", name, value, minimum=1, maximum=MAX_LENGTH))
 
 
-def config_record(config: Any) -> dict[str, Any] | None:
+class ConfigRecord(NamedTuple):
+    """What rope_extend wrote into a config: the encoding, the model's shape, and the window."""
+
+    encoding: Encoding
+    shape: RopeShape
+    target_length: int
+
+
+def config_record(config: Any) -> ConfigRecord | None:
     """The record that rope_extend wrote into a config, or None.
 
     `{"encoding": ..., "shape": ..., "target_length": ..., "rope_parameters": ...}`. If the record's
@@ -163,21 +172,24 @@ def config_record(config: Any) -> dict[str, Any] | None:
     Raises:
         RopeExtendError: the record is damaged.
     """
-    record = getattr(config, CONFIG_RECORD, None)
-    if record is None:
+    values = getattr(config, CONFIG_RECORD, None)
+    if values is None:
         return None
     try:
-        RopeShape(**record["shape"])
-        Encoding.from_dict(record["encoding"])
-        recorded = dict(record["rope_parameters"])
+        record = ConfigRecord(
+            Encoding.from_dict(values["encoding"]),
+            RopeShape(**values["shape"]),
+            check_length(f"config.{CONFIG_RECORD}", "target_length", values["target_length"]),
+        )
+        recorded = dict(values["rope_parameters"])
     except (KeyError, TypeError, ValueError) as error:
         raise RopeExtendError(
-            f"config.{CONFIG_RECORD} is damaged ({error}): {record!r}; remove it, and the "
+            f"config.{CONFIG_RECORD} is damaged ({error}): {values!r}; remove it, and the "
             f"checkpoint loads by its rope_parameters"
         ) from error
     _, current = rotary_part(config)
     if all(current.get(key) == value for key, value in recorded.items()):
-        return dict(record)
+        return record
     logger.warning(
         "config.%s is ignored: it was written for other rope_parameters than the present %s",
         CONFIG_RECORD, current,
@@ -194,39 +206,37 @@ def shape_of(model: nn.Module, trained_length: int | None = None) -> RopeShape:
             invalid.
     """
     base = unwrap(model)
-    config = base.config
-    adapter = adapter_for(config.model_type)
-    modules = adapter.rotary_modules(base.base_model)
+    adapter = adapter_for(base.config.model_type)
+    modules = list(adapter.rotary_modules(base.base_model).values())
+    bases = {base for base in adapter.bases(base.config) if base}
+    if len(bases) > 1:
+        raise UnsupportedModelError(f"the layers of this model differ in base: {sorted(bases)}")
+    if isinstance(modules[0], ExtendedRotaryEmbedding):
+        dim, theta = modules[0].shape.dim, modules[0].shape.theta
+    elif (record := config_record(base.config)) is not None:
+        dim, theta = record.shape.dim, record.shape.theta
+    else:
+        dim, theta = _stock_shape(base.config, modules)
+    return RopeShape(dim, theta, trained_length_of(base.config) if trained_length is None else trained_length)
+
+
+def _stock_shape(config: Any, modules: Sequence[Any]) -> tuple[int, float]:
+    """The rotated channels per head and the base, by the stock rotary modules of a model."""
     _, parameters = rotary_part(config)
-    record = config_record(config)
-    theta = record["shape"]["theta"] if record else parameters.get("rope_theta")
-    if theta is None:
+    if (theta := parameters.get("rope_theta")) is None:
         raise RopeExtendError(
             f"config.rope_parameters of this {config.model_type} model has no rope_theta, only "
             f"{parameters}; set it to the base that the model was pretrained with"
         )
-    channels, widths = set(), set()
-    for module in modules.values():
-        table, _ = active_table(module, config, 1)
-        channels.add(2 * len(table))
-        widths.add(
-            module.shape.dim
-            if isinstance(module, ExtendedRotaryEmbedding)
-            else record["shape"]["dim"]
-            if record
-            else 2 * int((table > ZERO_FREQUENCY).sum())
-        )
-    if not record and len(widths) == len(channels) == 1:
+    tables = [active_table(module, config, 1)[0] for module in modules]
+    widths = sorted({2 * int((table > ZERO_FREQUENCY).sum()) for table in tables})
+    channels = sorted({2 * len(table) for table in tables})
+    if len(widths) > 1:
+        raise UnsupportedModelError(f"the rotary modules of this model differ in width: {widths}")
+    if len(channels) == 1:
         # "Proportional" rotary: the exponents count all channels, but only the fastest pairs rotate.
-        theta **= min(widths) / min(channels)
-    if len(widths) != 1:
-        raise UnsupportedModelError(f"the rotary modules of this model differ in width: {sorted(widths)}")
-    bases = {base for base in adapter.bases(config) if base}
-    if len(bases) > 1:
-        raise UnsupportedModelError(f"the layers of this model differ in base: {sorted(bases)}")
-    if trained_length is None:
-        trained_length = trained_length_of(config)
-    return RopeShape(widths.pop(), theta, trained_length)
+        theta **= widths[0] / channels[0]
+    return widths[0], theta
 
 
 def active_table(module: Any, config: Any, seq_len: int) -> tuple[Tensor, float]:
@@ -248,18 +258,60 @@ def active_table(module: Any, config: Any, seq_len: int) -> tuple[Tensor, float]
         if rope_type != "default":
             return stock_table(part, rope_type, layer_type, seq_len)
         arguments = {} if layer_type is None else {"layer_type": layer_type}
-        table, factor = module.compute_default_rope_parameters(layer_config(config), **arguments)
-        return table.to("cpu", torch.float64), float(factor)
+        compute = partial(module.compute_default_rope_parameters, layer_config(config), **arguments)
+        return _computed_by_stock(compute, rope_type)
 
 
 def stock_table(config: Any, rope_type: str, layer_type: str | None, seq_len: int) -> tuple[Tensor, float]:
     """The table that transformers computes from the config of a rotary module.
 
     For every `rope_type` except `default`.
+
+    Raises:
+        RopeExtendError: the config has values that transformers cannot compute with.
     """
     arguments = {} if layer_type is None else {"layer_type": layer_type}
-    table, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len, **arguments)
-    return table.to("cpu", torch.float64), float(factor)
+    compute = ROPE_INIT_FUNCTIONS[rope_type]
+    return _computed_by_stock(partial(compute, config, torch.device("cpu"), seq_len, **arguments), rope_type)
+
+
+def _computed_by_stock(compute: Callable[[], tuple[Tensor, float]], rope_type: str) -> tuple[Tensor, float]:
+    """A table of transformers and its attention factor, in float64 on the CPU.
+
+    Raises:
+        RopeExtendError: the config has values that transformers cannot compute with.
+    """
+    try:
+        table, factor = compute()
+        return table.to("cpu", torch.float64), float(factor)
+    except Exception as error:  # what a config holds is checked by nobody, so the error may be any
+        raise RopeExtendError(
+            f"transformers cannot compute the rotary table of rope_type {rope_type!r} from this config "
+            f"({type(error).__name__}: {error}); correct its rope_parameters"
+        ) from error
+
+
+def rotary_tables(model: nn.Module, length: int) -> list[tuple[Tensor, float]]:
+    """`(inv_freq [pairs] float64, attention factor)` of each rotary module, for texts of `length` tokens."""
+    base = unwrap(model)
+    modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
+    return [active_table(module, base.config, length) for module in modules.values()]
+
+
+def has_tables_of(model: nn.Module, encoding: RopeEncoding, shape: RopeShape, lengths: Iterable[int]) -> bool:
+    """Whether every rotary module of a model has an encoding's tables, up to float32 rounding.
+
+    Pairs beyond those of the shape must have frequency zero.
+    """
+    for length in lengths:
+        ours, scale = encoding.inv_freq(shape, length), encoding.attention_factor(shape, length)
+        for table, factor in rotary_tables(model, length):
+            if len(table) < len(ours) or not math.isclose(factor, scale, rel_tol=1e-6):
+                return False
+            expected = torch.nn.functional.pad(ours, (0, len(table) - len(ours)))
+            if not torch.allclose(table, expected, rtol=1e-5, atol=ZERO_FREQUENCY):
+                return False
+    return True
 
 
 class DecoderLayers(NamedTuple):
@@ -283,7 +335,7 @@ def decoder_layers(model: nn.Module) -> DecoderLayers | None:
     decoder, adapter = base.base_model, find_adapter(base.config.model_type)
     if adapter is None:
         return None
-    steps = adapter.rotary_paths[0].split(".")
+    steps = adapter.rotary_path.split(".")
     steps = steps[: steps.index("*")] if "*" in steps else steps
     for depth in range(len(steps) - 1, -1, -1):
         parent = decoder.get_submodule(".".join(steps[:depth]))
@@ -310,9 +362,8 @@ def length_groups(model: nn.Module, lengths: Sequence[int]) -> list[list[int]]:
     modules = adapter_for(base.config.model_type).rotary_modules(base.base_model)
     if all(isinstance(m, ExtendedRotaryEmbedding) and not m.encoding.per_row for m in modules.values()):
         return [sorted(set(lengths))]
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for length in sorted(set(lengths)):
-        tables = [active_table(module, base.config, length) for module in modules.values()]
-        key = tuple((tuple(table.tolist()), factor) for table, factor in tables)
-        groups.setdefault(key, []).append(length)
+        tables = [(table.tolist(), factor) for table, factor in rotary_tables(model, length)]
+        groups.setdefault(repr(tables), []).append(length)
     return list(groups.values())

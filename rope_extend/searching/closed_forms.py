@@ -6,8 +6,7 @@ import itertools
 import math
 from contextlib import suppress
 
-from rope_extend.encodings import NTK, Linear, Llama3, RopeEncoding, YaRN
-from rope_extend.encodings.core.critical import critical_range
+from rope_extend.encodings import NTK, Linear, Llama3, RopeEncoding, YaRN, critical_range
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.current_table import divisors_of
 from rope_extend.searching.search_config import SearchConfig

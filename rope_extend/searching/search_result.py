@@ -9,8 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from rope_extend.encodings import LongRoPE, RopeShape
-from rope_extend.encodings.core.saved import EncodingFile, write_encoding_file
+from rope_extend.encodings import LongRoPE, RopeShape, SavedEncoding
 from rope_extend.evaluation.results import or_none
 from rope_extend.evaluation.statistics import Difference
 from rope_extend.files import replacing_files, write_json, write_text
@@ -223,10 +222,8 @@ Held out:
             write_json(files / SUMMARY, self.to_dict())
             curve = [(passes, value) for passes, value in self.curve if math.isfinite(value)]
             plot_search_curve(curve, files / CURVE, title=f"{self.config.strategy}: fitness so far")
-            content = EncodingFile(
-                self.encoding.to_dict(), self.shape, self.encoding.target_length(self.shape)
-            )
-            write_encoding_file(files / ENCODING_FILE, content)
+            saved = SavedEncoding(self.encoding, self.shape, self.encoding.target_length(self.shape))
+            saved.write(files / ENCODING_FILE)
 
 
 def _relative(config: SearchConfig) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from rope_extend.data.choices import CONSECUTIVE
-from rope_extend.encodings import RopeShape
+from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import refuse_if
 from rope_extend.loss import IGNORED, NextTokenLoss, causal_lm
 from rope_extend.models.view import layer_types_except_full_attention
@@ -178,14 +178,13 @@ def global_inputs(input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 def _reason_against_parts(encoding: Any, shape: RopeShape) -> str | None:
     """Why an encoding cannot be computed on a part of a text; None if it can."""
-    effects = encoding.effects(shape)
-    if not effects.rotary:
+    if not isinstance(encoding, RopeEncoding):
         return "it acts inside attention or on embeddings, and a process has only those of its part"
-    if effects.depends_on_length:
+    if encoding.depends_on_length:
         return "its table depends on the length of the text, and each process would use that of its part"
-    if effects.rotates_in_attention or effects.decays:
+    if encoding.rotates_in_attention or encoding.decay(shape) is not None:
         return "it rotates or scales inside attention, which ring attention replaces"
-    if effects.scales_logits:
+    if encoding.scales_logits(shape):
         return "it scales attention by the number of visible tokens; ring attention does not"
     return None
 

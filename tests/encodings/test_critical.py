@@ -13,8 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_extend as rx
-from rope_extend.encodings import NTK, YaRN
-from rope_extend.encodings.core.critical import critical_range
+from rope_extend.encodings import NTK, YaRN, critical_range
 
 LLAMA3 = rx.RopeShape(128, 5e5, 8192)
 
@@ -97,11 +96,3 @@ def test_stock_yarn_computes_the_same_table(truncate: bool) -> None:
     read = YaRN.from_rope_parameters(encoding.rope_parameters(LLAMA3))
     assert read is not None
     torch.testing.assert_close(read.inv_freq(LLAMA3), encoding.inv_freq(LLAMA3), rtol=1e-12, atol=0)
-
-
-def test_a_critical_pair_excludes_the_other_ends_of_the_ramp() -> None:
-    for options in ({"ramp": "turns"}, {"beta_slow": 2.0}):
-        with pytest.raises(rx.RopeExtendError, match="leave out ramp='turns' and beta_slow"):
-            rx.encoding("yarn", factor=4.0, critical=30, **options)
-    with pytest.raises(rx.RopeExtendError, match=r"0 to 63; the theoretical critical pair is 35"):
-        NTK(4.0, critical=64).inv_freq(LLAMA3)

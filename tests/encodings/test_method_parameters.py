@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import rope_extend as rx
@@ -9,25 +11,28 @@ from rope_extend.cli.main import parse
 from rope_extend.encodings import method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
-from rope_extend.method_names import check_method_name, name_and_parameters
+from rope_extend.method_names import check_method_name, parse_method
 
 SHAPE = rx.RopeShape(64, 100_000.0, 8192)
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "parameters"),
+    ("text", "names", "parameters"),
     [
-        ("yarn", "yarn", {}),
-        ("resonance(yarn)", "resonance(yarn)", {}),
-        ("yarn(critical=17)", "yarn", {"critical": "17"}),
-        ("yarn( beta_fast = 16 , beta_slow=2 )", "yarn", {"beta_fast": "16", "beta_slow": "2"}),
-        ("short_original(yarn(critical=17))", "short_original(yarn)", {"critical": "17"}),
-        ("ntk(critical=theoretical)", "ntk", {"critical": "theoretical"}),
-        ("runs/a=b/factors", "runs/a=b/factors", {}),
+        ("yarn", ["yarn"], {}),
+        ("yarn( beta_fast = 16 , beta_slow=2 )", ["yarn"], {"beta_fast": "16", "beta_slow": "2"}),
+        (" short_original( yarn(critical=17) ) ", ["short_original", "yarn"], {"critical": "17"}),
+        ("runs/a=b/my  factors", ["runs/a=b/my  factors"], {}),
     ],
 )
-def test_a_name_is_split_from_its_parameters(text: str, name: str, parameters: dict[str, str]) -> None:
-    assert name_and_parameters(text) == (name, parameters)
+def test_a_name_is_split_from_its_parameters(
+    text: str, names: list[str], parameters: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "/" in text:
+        Path(text).mkdir(parents=True)
+        Path(text, "encoding.json").touch()
+    assert parse_method(text) == (names, parameters)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,7 @@ def test_the_encoding_has_them(text: str, expected: rx.Encoding) -> None:
         ("yarn(betafast=3)", "unknown parameter 'betafast'"),
         ("alibi(slopes=1)", "alibi: unknown parameter 'slopes'; it takes no parameters"),
         ("yarn(factor=3)", "factor follows from target_length"),
+        ("resonance(yarn", "as many closing ones"),
         ("yran(critical=17)", "Did you mean 'yarn'"),
     ],
 )
@@ -67,13 +73,8 @@ def test_wrong_ones_are_refused(text: str, message: str) -> None:
 def test_commas_in_brackets_do_not_split_a_list() -> None:
     config = EvaluationConfig(model="unused", methods="none,yarn(beta_fast=16,beta_slow=2),ntk")
     assert config.methods == ("none", "yarn(beta_fast=16,beta_slow=2)", "ntk")
-    command = [
-        "plot",
-        "frequencies",
-        "unused",
-        "--methods",
-        "yarn(critical=5,beta_fast=9), ntk,",
-        "--output",
-        "x",
+    command = ["plot", "frequencies", "unused", "--output", "x", "--methods"]
+    assert parse([*command, "yarn(critical=5,beta_fast=9), ntk,"]).methods == [
+        "yarn(critical=5,beta_fast=9)",
+        "ntk",
     ]
-    assert parse(command).methods == ["yarn(critical=5,beta_fast=9)", "ntk"]

@@ -10,8 +10,7 @@ import torch
 from cases import FACTOR, TARGET, TRAINED, tiny_llama
 
 import rope_extend as rx
-from rope_extend.encodings import LongRoPE, YaRN, method_named, rotary_method
-from rope_extend.encodings.core.saved import EncodingFile, write_encoding_file
+from rope_extend.encodings import LongRoPE, SavedEncoding, YaRN, method_named, rotary_method
 from rope_extend.method_names import check_method_name
 
 SHAPE = rx.RopeShape(16, 1e4, TRAINED)
@@ -20,7 +19,7 @@ TABLE = LongRoPE(FACTOR, long_factor=(1.0, 1.1, 1.5, 2.0, 3.0, 5.0, 8.0, 9.0), a
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    write_encoding_file(tmp_path / "encoding.json", EncodingFile(TABLE.to_dict(), SHAPE, TARGET))
+    SavedEncoding(TABLE, SHAPE, TARGET).write(tmp_path / "encoding.json")
     return tmp_path
 
 
@@ -36,7 +35,7 @@ def test_directory_and_file_give_the_encoding(saved: Path) -> None:
 def test_extend_and_recipes_take_the_directory(saved: Path) -> None:
     model = tiny_llama()
     shape = rx.extend(model, TARGET, "yarn").shape
-    write_encoding_file(saved / "encoding.json", EncodingFile(TABLE.to_dict(), shape, TARGET))
+    SavedEncoding(TABLE, shape, TARGET).write(saved / "encoding.json")
     rx.current_patch(model).remove()
     with rx.extend(model, TARGET, str(saved)) as patch:
         assert patch.encoding == TABLE
@@ -71,8 +70,6 @@ def test_the_dict_of_an_encoding_alone_is_taken(tmp_path: Path) -> None:
     [
         "",
         "[1]",
-        '["name"]',
-        "null",
         "{}",
         '{"encoding": {"name": "yarn", "factor": 2}}',
         '{"encoding": 1, "shape": 2}',
@@ -90,7 +87,7 @@ def test_other_files_are_refused(content: str, tmp_path: Path) -> None:
 def test_a_path_may_have_spaces(saved: Path) -> None:
     directory = saved / "my  enc"
     directory.mkdir()
-    write_encoding_file(directory / "encoding.json", EncodingFile(TABLE.to_dict(), SHAPE, TARGET))
+    SavedEncoding(TABLE, SHAPE, TARGET).write(directory / "encoding.json")
     for name in (f"resonance({directory})", f" resonance ( {directory} ) "):
         composed = rotary_method(name).for_target(SHAPE, TARGET)
         assert composed == rx.encoding("resonance", inner=TABLE)
@@ -118,7 +115,7 @@ def test_a_record_cannot_name_a_file(saved: Path) -> None:
 def test_a_directory_does_not_hide_a_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "yarn").mkdir()
-    write_encoding_file(tmp_path / "yarn" / "encoding.json", EncodingFile(TABLE.to_dict(), SHAPE, TARGET))
+    SavedEncoding(TABLE, SHAPE, TARGET).write(tmp_path / "yarn" / "encoding.json")
     assert rx.encoding("yarn", factor=4.0) == YaRN(4.0)
     assert rotary_method("yarn").for_target(SHAPE, TARGET) == YaRN(FACTOR)
     assert torch.equal(rx.encoding("./yarn").inv_freq(SHAPE), TABLE.inv_freq(SHAPE))

@@ -146,7 +146,7 @@ def test_without_a_gpu_rows_say_not_measured(
             run_benchmarks.main([*wrong, "--output", str(tmp_path / "other.jsonl")])
     said = capsys.readouterr().err
     assert "no CUDA device; use --device cpu" in said
-    assert "no benchmark is called nothing" in said
+    assert "invalid choice: 'nothing'" in said
 
 
 def test_attention_kernels_are_compared_with_float64() -> None:

@@ -23,7 +23,6 @@ from rope_extend.config import add_flags, from_arguments
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.identity import model_identity
-from rope_extend.evaluation.perplexity_report import read_results
 from rope_extend.models.load_options import LoadOptions, input_device, is_quantized, is_spread
 from rope_extend.units import memory_size
 
@@ -49,18 +48,12 @@ def test_options() -> None:
     assert parse("--device-map auto").device_map == "auto"
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("20GB", 20 * 10**9), ("20gb", 20 * 10**9), ("20GiB", 20 * 2**30), ("512M", 512 * 10**6)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert memory_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "20XB", "1e9", "24"])
-def test_other_texts_are_no_sizes(text: str) -> None:
-    with pytest.raises(RopeExtendError, match="such as"):
-        memory_size(text)
+def test_sizes() -> None:
+    for text, size in (("20gb", 20 * 10**9), ("20GiB", 20 * 2**30), ("512M", 512 * 10**6)):
+        assert memory_size(text) == size
+    for text in ("", "GB", "-1GB", "20XB", "1e9", "24"):
+        with pytest.raises(RopeExtendError, match="such as"):
+            memory_size(text)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +103,7 @@ def test_kernels_that_are_not_installed_are_reported_before_weights_are_loaded(
     assert importlib.util.find_spec("flash_attn") is None, "choose another attention for this test"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     how = LoadOptions(dtype=torch.bfloat16, attention="flash_attention_2")
-    with pytest.raises(RopeExtendError, match="cannot be loaded with attention flash_attention_2"):
+    with pytest.raises(RopeExtendError, match="can be built with attention flash_attention_2"):
         how.empty(str(tmp_path))
 
 
@@ -271,31 +264,3 @@ def test_an_adapter_on_a_model_with_layers_elsewhere(
         rx.load_adapter(base, adapter)
     assert rx.current_patch(base) is None
     assert not list((tmp_path / "here").iterdir())  # where peft would have written the base's weights
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_evaluate_and_retrieve_take_the_options(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    common = f"{work / 'model'} --methods linear --device-map auto --attn eager --dtype float32"
-    main(shlex.split(
-        f"evaluate {common} --data {work / 'data'} --lengths 64 --no-cropped --output {tmp_path / 'ours'}"
-    ))  # fmt: skip
-    main(shlex.split(
-        f"evaluate {work / 'model'} --methods linear --data {work / 'data'} --lengths 64 --no-cropped "
-        f"--output {tmp_path / 'stock'}"
-    ))  # fmt: skip
-    ours, stock = (read_results(tmp_path / name)[0].result.ppl[64] for name in ("ours", "stock"))
-    assert ours == pytest.approx(stock, rel=1e-5)
-    assert ours != stock  # eager sums in another order
-    main(shlex.split(
-        f"retrieve {common} --lengths 256 --depths 1 --trials 1 --no-controls --output {tmp_path / 'keys'}"
-    ))  # fmt: skip
-    first, *_ = (tmp_path / "keys" / "cells.jsonl").read_text().splitlines()
-    assert json.loads(first)["identity"]["dtype"] == "torch.float32"
-    capsys.readouterr()
-    for command in ("evaluate --data x", "retrieve"):
-        with pytest.raises(SystemExit):
-            main(shlex.split(f"{command} {work / 'model'} --output {tmp_path / 'no'} --attn flex_attention"))
-        assert "flex_attention needs a GPU" in capsys.readouterr().err

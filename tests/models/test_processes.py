@@ -16,9 +16,7 @@ from several_processes import launch
 from test_measurement import numbers
 
 from rope_extend.cli.main import main
-from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.evaluation.perplexity_report import read_results
-from rope_extend.evaluation.retrieval_report import read_retrieval
 
 RUN = "import sys; from rope_extend.cli.main import main; main(sys.argv[1:])"
 
@@ -81,12 +79,3 @@ def test_processes_keep_finished_cells_and_resume_together(work: Path, tmp_path:
     assert sorted(path.name for path in output.glob("cells*")) == ["cells.jsonl"]
     whole, resumed = (read_results(path)[0].result for path in (tmp_path / "whole", output))
     assert numbers(resumed) == numbers(whole)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_two_processes_give_the_answers_of_one(tmp_path: Path) -> None:
-    command = f"retrieve {MODEL_DIR} --lengths 256,320 --methods none,yarn --depths 2 --trials 2"
-    main(shlex.split(f"{command} --device cpu --output {tmp_path / 'one'}"))
-    in_two_processes(f"{command} --output {tmp_path / 'two'}", tmp_path)
-    assert read_retrieval(tmp_path / "two") == read_retrieval(tmp_path / "one")

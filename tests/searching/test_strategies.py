@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rope_extend as rx
-from rope_extend.encodings import NTK, Linear, YaRN
-from rope_extend.encodings.core.critical import critical_range
+from rope_extend.encodings import NTK, Linear, YaRN, critical_range
 from rope_extend.searching import genetic, race
 from rope_extend.searching.closed_forms import closed_forms
 from rope_extend.searching.fitness import Loss

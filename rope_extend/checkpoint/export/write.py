@@ -38,17 +38,15 @@ from rope_extend.encodings import DualChunk, RopeEncoding
 from rope_extend.errors import RopeExtendError
 from rope_extend.files import expand_home, write_json
 from rope_extend.models.families import adapter_for
-from rope_extend.models.frequency_tables import has_tables_of, rotary_tables
 from rope_extend.models.gguf_metadata import gguf_metadata
 from rope_extend.models.loading import empty_model, one_error, pretrained
 from rope_extend.models.stock_config import (
     DUAL_CHUNK_KEY,
-    ORIGINAL_WINDOW,
-    carried,
     softmax_scale_of,
     window_values,
+    with_carried,
 )
-from rope_extend.models.view import CONFIG_RECORD
+from rope_extend.models.view import CONFIG_RECORD, ORIGINAL_WINDOW, has_tables_of, rotary_tables
 from rope_extend.units import format_length
 
 logger = logging.getLogger(__name__)
@@ -251,7 +249,7 @@ def _with_form(data: dict[str, Any], config: Any, form: Mapping[str, Any]) -> di
         part = part[name]
     old = part["rope_parameters"]
     current = old if kind is None else old[kind]
-    parameters = carried(form["rope_parameters"], current) | form["rope_parameters"]
+    parameters: Any = with_carried(form["rope_parameters"], current)
     if adapter.completes is not None:
         parameters = adapter.completes(parameters)
     part["rope_parameters"] = parameters if kind is None else {**old, kind: parameters}

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from rope_extend.encodings.core.effects import Effects
 from rope_extend.encodings.core.encoding import Encoding
 from rope_extend.encodings.core.rope import RopeEncoding
 from rope_extend.encodings.core.shapes import ModelShape, RopeShape
+
+LearnedValues = Mapping[str, Tensor]
+"""The learned parameters of an encoding, float32, by the names of `initial`."""
 
 
 class BiasEncoding(Encoding):
@@ -21,14 +23,8 @@ class BiasEncoding(Encoding):
 
     replaces_rotation = True
 
-    def effects(self, shape: RopeShape) -> Effects:
-        """A bias on attention logits."""
-        return Effects(adds_bias=True)
-
     @abstractmethod
-    def bias(
-        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
-    ) -> Tensor:
+    def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
         """The bias on the logit of a query and a key, `[heads, ...]` float32.
 
         `distance` `[...]` is the number of whole tokens from a key to a later query, at least 0. `query` is
@@ -43,7 +39,7 @@ class BiasEncoding(Encoding):
         """
         return None
 
-    def distance_only_until(self, shape: ModelShape, learned: Mapping[str, Tensor]) -> Tensor | None:
+    def distance_only_until(self, shape: ModelShape, learned: LearnedValues) -> Tensor | None:
         """The last query position at which the bias depends on the distance alone, `[]`; None for all.
 
         It stays on the device of the parameters: all layers' are read at once.
@@ -62,16 +58,14 @@ class RelativeEncoding(BiasEncoding):
         """The range of each distance, int64 `[...]`, for whole tokens `[...]` from 0."""
 
     @abstractmethod
-    def key_vectors(self, learned: Mapping[str, Tensor]) -> Tensor:
+    def key_vectors(self, learned: LearnedValues) -> Tensor:
         """The vectors added to keys, `[ranges, head_dim]`; the same for all heads."""
 
-    def value_vectors(self, learned: Mapping[str, Tensor]) -> Tensor | None:
+    def value_vectors(self, learned: LearnedValues) -> Tensor | None:
         """The vectors added to values, `[ranges, value_dim]`; None if nothing is added."""
         return None
 
-    def bias(
-        self, shape: ModelShape, distance: Tensor, query: Tensor, learned: Mapping[str, Tensor]
-    ) -> Tensor:
+    def bias(self, shape: ModelShape, distance: Tensor, query: Tensor, learned: LearnedValues) -> Tensor:
         """Not available: the bias depends on the content of the query, not only on its position."""
         raise NotImplementedError
 
@@ -81,12 +75,12 @@ class AbsoluteEncoding(Encoding):
 
     replaces_rotation = True
 
-    def effects(self, shape: RopeShape) -> Effects:
+    def beyond_one_table(self, shape: RopeShape) -> str:
         """Vectors on token embeddings."""
-        return Effects(adds_vectors=True)
+        return "it adds vectors to the token embeddings instead of rotating"
 
     @abstractmethod
-    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: Mapping[str, Tensor]) -> Tensor:
+    def vectors(self, shape: ModelShape, position_ids: Tensor, learned: LearnedValues) -> Tensor:
         """`[..., hidden_size]` float32 for `position_ids` `[...]`, whole tokens from 0.
 
         Raises:
@@ -101,10 +95,6 @@ class KernelEncoding(Encoding):
 
     inner: RopeEncoding
     """The static rotary schedule of the features."""
-
-    def effects(self, shape: RopeShape) -> Effects:
-        """A sum that is carried from token to token, instead of softmax."""
-        return Effects(replaces_softmax=True)
 
     @abstractmethod
     def features(self, states: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ A field states its values where it is declared: `factor: Annotated[float, number
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, fields
-from functools import cache
+from functools import cache, partial
 from numbers import Integral, Real
 from typing import Any, get_type_hints
 
@@ -39,40 +39,55 @@ class Checked:
 
     def __post_init__(self) -> None:
         """Check each field by itself; subclasses add checks of several fields."""
-        owner = getattr(self, "name", type(self).__name__)
         kind: Any = type(self)
-        for field, check in _checks(kind):
-            value = getattr(self, field.name)
-            if value is not None or field.default is not None:
-                object.__setattr__(self, field.name, check(owner, field.name, value))
+        for field, value in checked(kind, {field: getattr(self, field) for field in _checks(kind)}).items():
+            object.__setattr__(self, field, value)
+
+
+def checked(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of some fields of a `Checked` dataclass, each checked by itself.
+
+    Raises:
+        RopeExtendError: a value is not one that its field takes.
+    """
+    owner, stated = getattr(cls, "name", cls.__name__), _checks(cls)
+    return {
+        name: value
+        if name not in stated or (value is None and stated[name][0].default is None)
+        else stated[name][1](owner, name, value)
+        for name, value in values.items()
+    }
 
 
 @cache
-def _checks(cls: Any) -> list[tuple[Field[Any], Check]]:
-    """The fields of a dataclass that state their values, with their checks."""
+def _checks(cls: Any) -> dict[str, tuple[Field[Any], Check]]:
+    """The fields of a dataclass that state their values, by name, with their checks."""
     hints = get_type_hints(cls, include_extras=True)
     stated = [(field, getattr(hints[field.name], "__metadata__", ())) for field in fields(cls)]
-    return [(field, check) for field, checks in stated for check in checks]
+    return {field.name: (field, checks[0]) for field, checks in stated if checks}
 
 
 def number(minimum: float, maximum: float = math.inf, *, above: bool = False) -> Check:
     """Finite numbers within bounds; `above=True` excludes `minimum` itself."""
-    return lambda owner, field, value: check_number(
-        owner, field, value, minimum=minimum, maximum=maximum, above=above
-    )
+    return partial(check_number, minimum=minimum, maximum=maximum, above=above)
 
 
-def whole(minimum: int, maximum: int) -> Check:
-    """Whole numbers within bounds, both included."""
+def whole(minimum: int, maximum: int, of: str = "", also: str | None = None) -> Check:
+    """Whole numbers `of` something within bounds, both included, or `also` a word."""
 
-    def check(owner: str, field: str, value: Any) -> int:
+    def check(owner: str, field: str, value: Any) -> Any:
+        if also is not None and value == also:
+            return value
         if isinstance(value, bool) or not isinstance(value, Integral) or not minimum <= int(value) <= maximum:
-            raise RopeExtendError(
-                f"{owner}: {field} must be a whole number from {minimum} to {maximum}, got {value!r}"
-            )
+            range_ = f"{minimum} to {maximum}" + ("" if also is None else f", or {also!r}")
+            raise RopeExtendError(f"{owner}: {field} must be a whole number{of} from {range_}, got {value!r}")
         return int(value)
 
     return check
+
+
+check_length: Callable[[str, str, object], int] = whole(1, MAX_LENGTH, " of tokens")
+"""Lengths of texts and windows."""
 
 
 def choice(*names: str) -> Check:
@@ -104,32 +119,24 @@ def check_number(
     Raises:
         RopeExtendError: not a real number, NaN, infinite, or outside the range.
     """
+    kind = f" ({type(value).__name__})"
+    if isinstance(value, Real) and not isinstance(value, bool):
+        number, kind = _as_float(value), ""
+        low = number > minimum if above else number >= minimum
+        if math.isfinite(number) and low and number <= maximum:
+            return number
     bound = f"{'above' if above else 'at least'} {minimum:g}"
     if maximum != math.inf:
         bound += f" and at most {maximum:g}"
-    message = f"{owner}: {field} must be a finite number {bound}, got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise RopeExtendError(f"{message} ({type(value).__name__})")
-    number = float(value)
-    if not math.isfinite(number) or number < minimum or (above and number == minimum) or number > maximum:
-        raise RopeExtendError(message)
-    return number
+    raise RopeExtendError(f"{owner}: {field} must be a finite number {bound}, got {value!r}{kind}")
 
 
-def check_length(owner: str, field: str, value: object) -> int:
-    """Return `value` as an int number of tokens, or raise with the range that is accepted.
-
-    Raises:
-        RopeExtendError: not a whole number, or not between 1 and `MAX_LENGTH`.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RopeExtendError(
-            f"{owner}: {field} must be a whole number of tokens, got {value!r} ({type(value).__name__})"
-        )
-    length = int(value)
-    if not 1 <= length <= MAX_LENGTH:
-        raise RopeExtendError(f"{owner}: {field} must be between 1 and {MAX_LENGTH} tokens, got {length}")
-    return length
+def _as_float(value: Real) -> float:
+    """A number as a float; infinite if it is too large for one, as whole numbers in JSON may be."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def short_text(value: object) -> str:

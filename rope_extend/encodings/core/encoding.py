@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import inspect
+import json
 from abc import ABC
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from rope_extend.encodings.core.checks import Checked, short_text
-from rope_extend.encodings.core.effects import Effects
-from rope_extend.encodings.core.saved import read_encoding_file
+from rope_extend.encodings.core.checks import Checked, check_length, short_text
 from rope_extend.encodings.core.shapes import ModelShape, RopeShape
 from rope_extend.errors import RopeExtendError
+from rope_extend.files import write_json
 from rope_extend.method_names import encoding_file, unknown_method
+from rope_extend.units import format_length
 
 _registry: dict[str, type[Encoding]] = {}
+_MOST_NESTED = 16
+"""The most methods in each other that are read from a file: more would end Python's stack."""
 
 
 class Encoding(Checked, ABC):
     """A position encoding: frozen, validated when it is made, hashable, and found by name.
 
     A subclass that sets `name` registers itself; abstract kinds have no name. `to_dict` and `from_dict`
-    are exact inverses, so an encoding can be stored in JSON, YAML and `config.json`.
+    are exact inverses, so an encoding can be stored in JSON, YAML and `config.json`. Code that supports only
+    some encodings asks the attributes below and `beyond_one_table`.
     """
 
     name: ClassVar[str]
@@ -39,10 +44,19 @@ class Encoding(Checked, ABC):
     """Whether every token of a row is encoded by the row's whole length, later tokens included."""
     per_layer: bool = False
     """Whether each layer has its own learned parameters, if the encoding learns any."""
+    remaps: ClassVar[bool] = False
+    """Whether it rotates distant pairs of tokens in another way than near ones, as SelfExtend does."""
 
-    def effects(self, shape: RopeShape) -> Effects:
-        """What the encoding does to a model of this shape, beyond one static rotary table."""
-        raise NotImplementedError
+    def beyond_one_table(self, shape: RopeShape) -> str:
+        """Why one rotary table and one attention factor do not say all that the encoding does, as a clause.
+
+        Empty if they do.
+        """
+        return "it acts inside attention, with or instead of a rotation"
+
+    def scales_by_position(self, shape: RopeShape) -> bool:
+        """Whether the attention logits of a query have a factor that changes with its position."""
+        return False
 
     def target_length(self, shape: RopeShape) -> int | None:
         """The window this encoding is meant for, in tokens; None if its parameters do not say."""
@@ -55,13 +69,32 @@ class Encoding(Checked, ABC):
         Raises:
             RopeExtendError: unknown, missing or invalid parameters.
         """
-        return cls._build(parameters)
+        return cls.make(parameters)
 
     @classmethod
-    def _build(cls, parameters: Mapping[str, Any]) -> Self:
-        built = encoding(cls.name, **parameters)
-        assert isinstance(built, cls)
-        return built
+    def make(cls, parameters: Mapping[str, Any]) -> Self:
+        """The encoding with these parameters.
+
+        Raises:
+            RopeExtendError: unknown, missing or invalid parameters.
+        """
+        cls.check_names(parameters)
+        if missing := [name for name in cls.required() if name not in parameters]:
+            raise RopeExtendError(
+                f"{cls.name}: missing {', '.join(missing)}; it takes {', '.join(cls.parameters())}"
+            )
+        return cls(**parameters)
+
+    @classmethod
+    def check_names(cls, parameters: Mapping[str, Any]) -> None:
+        """Refuse parameters that the encoding does not have, and name the ones it has.
+
+        Raises:
+            RopeExtendError: an unknown parameter.
+        """
+        if unknown := [repr(name) for name in parameters if name not in cls.parameters()]:
+            known = ", ".join(cls.parameters()) or "no parameters"
+            raise RopeExtendError(f"{cls.name}: unknown parameter {', '.join(unknown)}; it takes {known}")
 
     def initial(self, shape: ModelShape) -> dict[str, Tensor]:
         """The first values of the learned parameters, float32, by name; empty if nothing is learned.
@@ -116,17 +149,14 @@ class Encoding(Checked, ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """`{"name": ..., parameter: value, ...}`; parameters that are None are omitted."""
-        values = {key: getattr(self, key) for key in self.parameters()}
-        plain = {
-            key: value.to_dict()
-            if isinstance(value, Encoding)
-            else list(value)
-            if isinstance(value, tuple)
-            else value
-            for key, value in values.items()
-            if value is not None
-        }
-        return {"name": self.name, **plain}
+        plain: dict[str, Any] = {"name": self.name}
+        for key in self.parameters():
+            value = getattr(self, key)
+            if isinstance(value, Encoding):
+                value = value.to_dict()
+            if value is not None:
+                plain[key] = list(value) if isinstance(value, tuple) else value
+        return plain
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Encoding:
@@ -139,8 +169,16 @@ class Encoding(Checked, ABC):
             raise RopeExtendError(
                 f"an encoding is a mapping such as {{'name': 'linear', 'factor': 8.0}}, got {data!r}"
             )
+        inner, depth = data, 0
+        while isinstance(inner, Mapping):
+            inner, depth = inner.get("inner", inner.get("far")), depth + 1
+        if depth > _MOST_NESTED:
+            raise RopeExtendError(
+                f"an encoding has at most {_MOST_NESTED} methods in each other, got {depth}"
+            )
         # Never a path: a record that names one must not make us read that file.
-        return _named(data["name"], {key: value for key, value in data.items() if key != "name"})
+        parameters = {key: value for key, value in data.items() if key != "name"}
+        return encoding_class(data["name"]).make(parameters)
 
 
 def encoding_classes() -> dict[str, type[Encoding]]:
@@ -164,20 +202,6 @@ def encoding_class(name: str) -> type[Encoding]:
     raise unknown_method(name, _registry)
 
 
-def check_parameters(cls: type[Encoding], parameters: Mapping[str, Any]) -> None:
-    """Refuse parameters that the encoding does not have, and name the ones it has.
-
-    Raises:
-        RopeExtendError: an unknown parameter.
-    """
-    unknown = [key for key in parameters if key not in cls.parameters()]
-    if unknown:
-        known = ", ".join(cls.parameters()) or "no parameters"
-        raise RopeExtendError(
-            f"{cls.name}: unknown parameter {', '.join(map(repr, unknown))}; it takes {known}"
-        )
-
-
 def encoding(name: str, **parameters: Any) -> Encoding:
     """Make an encoding by name: `encoding("yarn", factor=4.0)`.
 
@@ -189,14 +213,69 @@ def encoding(name: str, **parameters: Any) -> Encoding:
     if name not in _registry and (file := encoding_file(name)) is not None:
         if parameters:
             raise RopeExtendError(f"{name} is a saved encoding, which takes no parameters; got {parameters}")
-        return Encoding.from_dict(read_encoding_file(file).encoding)
-    return _named(name, parameters)
+        return SavedEncoding.read(file).encoding
+    return encoding_class(name).make(parameters)
 
 
-def _named(name: str, parameters: Mapping[str, Any]) -> Encoding:
-    cls = encoding_class(name)
-    check_parameters(cls, parameters)
-    missing = [field for field in cls.required() if field not in parameters]
-    if missing:
-        raise RopeExtendError(f"{name}: missing {', '.join(missing)}; it takes {', '.join(cls.parameters())}")
-    return cls(**parameters)
+@dataclass(frozen=True)
+class SavedEncoding:
+    """An encoding in a JSON file, such as `rope-extend search` writes, with the model that it belongs to.
+
+    Attributes:
+        encoding: the encoding.
+        shape: the rotary shape of the model; None if the file does not say.
+        target_length: the longest window that it is meant for, in tokens; None if the file does not say.
+    """
+
+    encoding: Encoding
+    shape: RopeShape | None = None
+    target_length: int | None = None
+
+    @classmethod
+    def read(cls, file: Path) -> SavedEncoding:
+        """From its file. The `to_dict()` of an encoding alone is taken too.
+
+        Raises:
+            RopeExtendError: the file is damaged, or is no such file.
+        """
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(values, dict):
+                raise TypeError(f"its JSON is a {type(values).__name__}, and not an object with keys")
+            if "name" in values:
+                return cls(Encoding.from_dict(values))
+            target_length = check_length(str(file), "target_length", values["target_length"])
+            return cls(Encoding.from_dict(values["encoding"]), RopeShape(**values["shape"]), target_length)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RopeExtendError(
+                f"{file} is not the file of a saved encoding ({error}); it needs encoding, shape and "
+                "target_length, as `rope-extend search` writes them"
+            ) from error
+
+    def write(self, file: Path) -> None:
+        """Write the file, whole or not at all.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        shape = None if self.shape is None else asdict(self.shape)
+        values = {"encoding": self.encoding.to_dict(), "shape": shape, "target_length": self.target_length}
+        write_json(file, values)
+
+    def for_target(self, shape: RopeShape, target_length: int) -> Encoding:
+        """The encoding itself.
+
+        Raises:
+            RopeExtendError: it belongs to a model of another shape, or to a shorter window.
+        """
+        if self.shape is not None and self.shape != shape:
+            raise RopeExtendError(
+                f"the saved encoding {self.encoding} belongs to another model: it is for {self.shape}, and "
+                f"this model has {shape}; search again for this model"
+            )
+        if self.target_length is not None and target_length > self.target_length:
+            raise RopeExtendError(
+                f"the saved encoding {self.encoding} is for {format_length(self.target_length)} tokens, got "
+                f"{format_length(target_length)}; use a target up to that length, or search again"
+            )
+        return self.encoding

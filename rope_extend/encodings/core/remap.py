@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from rope_extend.encodings.core.checks import checked
 from rope_extend.encodings.core.rope import RopeEncoding
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
@@ -122,10 +124,56 @@ class RemapEncoding(RopeEncoding):
 
     remaps = True
 
-    @property
-    def rotates_in_attention(self) -> bool:
-        """Always: the position of a key depends on the query."""
-        return True
+    within: ClassVar[tuple[str, ...]] = ("window",)
+    """The parameters, or sums of parameters, that must not exceed the trained window."""
+
+    @classmethod
+    def for_target(cls, shape: RopeShape, target_length: int, **parameters: Any) -> Self:
+        """Parameters from the lengths, see the class; a parameter that is given is kept.
+
+        Raises:
+            RopeExtendError: unknown or invalid parameters, one beyond the trained window, or distances beyond
+                it in a text as long as the target.
+        """
+        cls.check_names(parameters)
+        given = checked(cls, parameters)
+        built = cls.make(cls._from_lengths(shape.trained_length, target_length, given) | given)
+        built.check_lengths(shape, target_length)
+        return built
+
+    @classmethod
+    def _from_lengths(cls, trained: int, target: int, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters that follow from the lengths and from those that are given."""
+        return {}
+
+    def check_lengths(self, shape: RopeShape, target_length: int) -> None:
+        """Refuse near pairs that the model was not trained for, and a text that is too long.
+
+        Raises:
+            RopeExtendError: one of these.
+        """
+        trained = shape.trained_length
+        for names in self.within:
+            value = sum(getattr(self, name) for name in names.split(" + "))
+            if value > trained:
+                raise RopeExtendError(
+                    f"{self.name}: {names}={value} exceeds the {trained} tokens that the model was trained "
+                    f"on; use {names}={trained} or less"
+                )
+        reach = self._reach(shape)
+        if reach is not None and reach < target_length:
+            nearest = self._nearest(trained, target_length)
+            raise RopeExtendError(f"{self} reaches {reach} tokens, not {target_length}; use {nearest}")
+
+    def _reach(self, shape: RopeShape) -> int | None:
+        """The longest text that the method is good for; None if there is no limit."""
+        return self.target_length(shape)
+
+    def _nearest(self, trained: int, target: int) -> str:
+        """What reaches a target that these parameters do not reach, for an error."""
+        return "a shorter target"
+
+    rotates_in_attention = True
 
     @property
     @abstractmethod
@@ -182,16 +230,3 @@ class RemapEncoding(RopeEncoding):
                 here = (region == index) & (lengths == length)
                 given[here] = each.query(query[here].double()) - each.key(key[here].double())
         return given
-
-    @classmethod
-    def _check_window(cls, shape: RopeShape, field: str, value: int) -> None:
-        """Refuse a region of near pairs that the model was not trained for.
-
-        Raises:
-            RopeExtendError: it exceeds the trained window.
-        """
-        if value > shape.trained_length:
-            raise RopeExtendError(
-                f"{cls.name}: {field}={value} exceeds the {shape.trained_length} tokens that the model was "
-                f"trained on; use {field}={shape.trained_length} or less"
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor
 
 from rope_extend.encodings.core.checks import FINEST_STEP, MAX_FACTOR, ZERO_FREQUENCY_DIVISOR, choice, number
-from rope_extend.encodings.core.effects import Effects
-from rope_extend.encodings.core.encoding import Encoding, encoding, encoding_classes
+from rope_extend.encodings.core.encoding import Encoding, encoding_classes
 from rope_extend.encodings.core.shapes import RopeShape
 from rope_extend.errors import RopeExtendError
 
@@ -28,8 +26,6 @@ class RopeEncoding(Encoding):
     """Parameters with another name in `config.rope_parameters`: our name to the stock name."""
     start_tokens: int = 0
     """Positions below this keep plain RoPE's angles (LongRoPE's n-hat)."""
-    remaps: ClassVar[bool] = False
-    """Whether it rotates distant pairs of tokens in another way than near ones, as SelfExtend does."""
     inner_name: ClassVar[str] = ""
     """The parameter that takes another method, as in `resonance(yarn)`; empty if there is none."""
 
@@ -38,20 +34,33 @@ class RopeEncoding(Encoding):
         """Whether the model rotates by plain RoPE, and attention turns on to the table of a query."""
         return self.depends_on_length and not self.per_row
 
-    def effects(self, shape: RopeShape) -> Effects:
-        """What the schedule does beyond one table of frequencies and one attention factor."""
+    def beyond_one_table(self, shape: RopeShape) -> str:
+        """Why one table of frequencies and one attention factor are not the whole schedule; empty if so."""
+        if self.remaps:
+            return "it rotates distant pairs of tokens in another way than near ones, inside attention"
+        if self.decay(shape) is not None:
+            return "the product of a query and a key shrinks with their distance"
+        if self._logit_scales(shape) is not None:
+            return "it scales attention logits in addition to the rotation"
+        if self.start_tokens:
+            return f"its first {self.start_tokens} positions keep plain RoPE's angles"
+        if self.depends_on_length or self.rotates_in_attention:
+            return "its table depends on the length of the text"
+        return ""
+
+    def scales_logits(self, shape: RopeShape) -> bool:
+        """Whether the attention logits of a query have a factor, in addition to the attention factor."""
+        return self._logit_scales(shape) is not None
+
+    def scales_by_position(self, shape: RopeShape) -> bool:
+        """Whether that factor changes with the query's position."""
+        scales = self._logit_scales(shape)
+        return scales is not None and bool(scales[0] != scales[1])
+
+    def _logit_scales(self, shape: RopeShape) -> Tensor | None:
+        """The factor of a query at the end of the trained window, and of one far beyond."""
         ends = torch.tensor([shape.trained_length - 1, 8 * shape.trained_length], device="cpu")
-        scale = self.logit_scale(shape, ends)
-        return Effects(
-            depends_on_length=self.depends_on_length,
-            per_row=self.per_row,
-            rotates_in_attention=self.rotates_in_attention,
-            scales_logits=scale is not None,
-            scales_by_position=scale is not None and bool(scale[0] != scale[1]),
-            decays=self.decay(shape) is not None,
-            start_tokens=self.start_tokens,
-            remaps=self.remaps,
-        )
+        return self.logit_scale(shape, ends)
 
     def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
         """The length that sets the table of a query, int64 `[...]`.
@@ -125,7 +134,7 @@ class RopeEncoding(Encoding):
             RopeExtendError: one static table does not say all that the encoding does.
         """
         table = self.inv_freq(shape)
-        if not self.effects(shape).is_one_table:
+        if self.beyond_one_table(shape):
             raise RopeExtendError(f"{self.name} has no form that stock transformers can load")
         factors = torch.where(table > 0, shape.inv_freq() / table, ZERO_FREQUENCY_DIVISOR).tolist()
         target = self.target_length(shape)
@@ -162,7 +171,7 @@ class RopeEncoding(Encoding):
         cls, rope_parameters: Mapping[str, Any], max_position_embeddings: int | None
     ) -> RopeEncoding | None:
         values = {key: rope_parameters.get(cls.stock_names.get(key, key)) for key in cls.parameters()}
-        return cls._build({key: value for key, value in values.items() if value is not None})
+        return cls.make({key: value for key, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -192,7 +201,12 @@ class ScaledRope(RopeEncoding):
                 f"{target_length / shape.trained_length:g}); give only one of the two. "
                 f"For any other factor: patch_model(model, encoding({cls.name!r}, factor=...))"
             )
-        return cls._build({"factor": target_length / shape.trained_length, **parameters})
+        return cls.make({"factor": target_length / shape.trained_length, **parameters})
+
+
+def two_tables(shape: RopeShape, lengths: Tensor) -> Tensor:
+    """Lengths that set two tables: one up to and including the trained length, and one beyond."""
+    return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +239,7 @@ class LengthDependent(RopeEncoding):
 
     def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
         """Two tables: one up to and including the trained length, and one beyond."""
-        return shape.trained_length + (lengths > shape.trained_length).to(torch.int64)
+        return two_tables(shape, lengths)
 
     def rope_parameters(self, shape: RopeShape) -> dict[str, Any]:
         """The stock form, if there is one. Stock transformers uses the longest row of a batch."""
@@ -265,93 +279,22 @@ class GrowingRope(LengthDependent):
         return table[torch.searchsorted(table, lengths.contiguous())]
 
 
-def inner_schedule(outer: Any) -> RopeEncoding:
-    """The `inner` of an encoding that is made of a rotary schedule, also if it was given as `to_dict()`.
+def inner_schedule(outer: Any, field: str = "inner", *, may_remap: bool = False) -> RopeEncoding:
+    """The schedule in a field of an encoding that is made of others, also if it was given as `to_dict()`.
 
     Raises:
-        RopeExtendError: it is not a rotary schedule.
+        RopeExtendError: it is not a rotary schedule, or it changes positions and may not.
     """
-    inner = Encoding.from_dict(outer.inner) if isinstance(outer.inner, Mapping) else outer.inner
+    given = getattr(outer, field)
+    inner = Encoding.from_dict(given) if isinstance(given, Mapping) else given
     if not isinstance(inner, RopeEncoding):
         raise RopeExtendError(
-            f"{outer.name}: inner must be a rotary schedule, such as encoding('yarn', factor=8.0), "
-            f"got {outer.inner!r}"
+            f"{outer.name}: {field} must be a rotary schedule, such as encoding('yarn', factor=8.0), "
+            f"got {given!r}"
         )
-    if inner.remaps:
+    if inner.remaps and not may_remap:
         raise RopeExtendError(
-            f"{outer.name}: inner must be a schedule of frequencies, but {inner.name} changes positions and "
-            f"goes into no other method; use {inner.name} alone"
+            f"{outer.name}: {field} must be a schedule of frequencies, but {inner.name} changes positions "
+            f"and goes into no other method; use {inner.name} alone"
         )
     return inner
-
-
-@dataclass(frozen=True)
-class ComposedRope(RopeEncoding):
-    """A change to another rotary schedule: `resonance(yarn)`, `logn(ntk)`.
-
-    Everything that a subclass does not change is taken from the inner schedule.
-
-    Attributes:
-        inner: the schedule that is changed, an encoding or its `to_dict()`; plain RoPE by default.
-    """
-
-    inner: RopeEncoding = dataclasses.field(default_factory=lambda: _rotary(encoding("none")))
-
-    inner_name: ClassVar[str] = "inner"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "inner", inner_schedule(self))
-
-    @property
-    def depends_on_length(self) -> bool:  # type: ignore[override]
-        """As the inner schedule."""
-        return self.inner.depends_on_length
-
-    @property
-    def per_row(self) -> bool:  # type: ignore[override]
-        """As the inner schedule."""
-        return self.inner.per_row
-
-    @property
-    def start_tokens(self) -> int:  # type: ignore[override]
-        """As the inner schedule."""
-        return self.inner.start_tokens
-
-    @property
-    def rotates_in_attention(self) -> bool:
-        """As the inner schedule."""
-        return self.inner.rotates_in_attention
-
-    def inv_freq(self, shape: RopeShape, seq_len: int | None = None) -> Tensor:
-        """The inner schedule's, `[dim/2]` float64, radians per token."""
-        return self.inner.inv_freq(shape, seq_len)
-
-    def attention_factor(self, shape: RopeShape, seq_len: int | None = None) -> float:
-        """The inner schedule's."""
-        return self.inner.attention_factor(shape, seq_len)
-
-    def table_length(self, shape: RopeShape, lengths: Tensor) -> Tensor:
-        """The inner schedule's."""
-        return self.inner.table_length(shape, lengths)
-
-    def logit_scale(self, shape: RopeShape, position_ids: Tensor) -> Tensor | None:
-        """The inner schedule's."""
-        return self.inner.logit_scale(shape, position_ids)
-
-    def decay(self, shape: RopeShape) -> Tensor | None:
-        """The inner schedule's."""
-        return self.inner.decay(shape)
-
-    def target_length(self, shape: RopeShape) -> int | None:
-        """The inner schedule's."""
-        return self.inner.target_length(shape)
-
-    def __str__(self) -> str:
-        """`resonance(yarn(factor=8))`: the inner schedule, then what differs from the defaults."""
-        return f"{self.name}({', '.join([str(self.inner), *self._changed_parameters()])})"
-
-
-def _rotary(built: Encoding) -> RopeEncoding:
-    assert isinstance(built, RopeEncoding)
-    return built

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Annotated
@@ -55,10 +56,6 @@ class RopeShape(Checked):
         """The (fractional) index of the channel pair with `turns` turns within the trained window."""
         return self.dim * math.log(self.trained_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
-    def turns_at(self, index: float) -> float:
-        """The turns within the trained window at a (fractional) index; inverse of `index_with_turns`."""
-        return float(self.trained_length * self.theta ** (-2 * index / self.dim) / (2 * math.pi))
-
 
 @dataclass(frozen=True)
 class ExtendedShape(RopeShape):
@@ -98,29 +95,27 @@ class ExtendedShape(RopeShape):
         Between two pairs, and before the first and after the last, logarithms are interpolated.
         """
         goal = math.log(turns * 2 * math.pi / self.trained_length)
-        logs = self._logs()
-        for index, (low, high) in enumerate(zip(logs[1:], logs[:-1], strict=True)):
+        # A pair that does not rotate counts as slower than all others.
+        logs = [math.log(max(frequency, ZERO_FREQUENCY)) for frequency in self.table]
+        for index, (high, low) in enumerate(itertools.pairwise(logs)):
             if low <= goal < high:
                 return index + (high - goal) / (high - low)
-        end, at = (0, logs[0]) if goal >= logs[0] else (len(logs) - 1, logs[-1])
-        return end + (at - goal) / self._step
+        end = 0 if goal >= logs[0] else len(logs) - 1
+        step = 2 * math.log(self.theta) / self.dim  # between two neighbours in plain RoPE
+        return end + (logs[end] - goal) / step
 
-    def turns_at(self, index: float) -> float:
-        """The turns of the present table within its window at a (fractional) index."""
-        logs = self._logs()
-        whole = min(max(math.floor(index), 0), len(logs) - 1)
-        following = logs[whole + 1] if 0 <= index < len(logs) - 1 else logs[whole] - self._step
-        log = logs[whole] + (index - whole) * (following - logs[whole])
-        return self.trained_length * math.exp(log) / (2 * math.pi)
 
-    @property
-    def _step(self) -> float:
-        """The difference of the logarithms of two neighbours in plain RoPE."""
-        return 2 * math.log(self.theta) / self.dim
+def critical_range(shape: RopeShape) -> tuple[int, int]:
+    """The first pair with at most ten periods in the trained window, and the first with at most one.
 
-    def _logs(self) -> list[float]:
-        """Logarithms of the frequencies; a pair that does not rotate counts as slower than all others."""
-        return [math.log(max(frequency, ZERO_FREQUENCY)) for frequency in self.table]
+    A pair whose period exceeds the trained window never completes a turn in training. In theory the first of
+    these is LongRoPE2's critical pair, the first that is interpolated by the whole factor (2502.20082). Pairs
+    a little faster are also trained too little, so the search for the real one begins at ten periods. Both
+    are at least 1 and at most the last pair.
+    """
+    last = shape.dim // 2 - 1
+    ten, one = (max(1, min(last, math.ceil(shape.index_with_turns(turns)))) for turns in (10, 1))
+    return ten, one
 
 
 @dataclass(frozen=True)
