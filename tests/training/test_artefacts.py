@@ -65,7 +65,7 @@ READERS: dict[str, dict[str, str | None]] = {
         "publishing.files_to_push": None,  # reads in the card which pictures it shows
         "stock_reader": None,  # the request of the process that started this one
         "stock_reader.main": None,  # the same
-        "verifying._ask": None,  # the answer to this request
+        "verifying._logits_elsewhere": None,  # the answer to this request
     },
     "demo": {},
 }
