@@ -23,6 +23,7 @@ from rope_extend.advice.advice import (
 )
 from rope_extend.advice.advised_recipe import BOOKS, LONGEST_BOOKS, first_fields, fit, within_hours
 from rope_extend.advice.question import Question
+from rope_extend.advice.serving import serving
 from rope_extend.advice.windows import STANZA_LONGEST, STANZA_ORIGINAL, Window, window_of_config
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.checkpoint.info import info
@@ -185,7 +186,7 @@ def _by_the_makers(question: Question) -> Advice:
         question.model, question.model_type, question.window, question.target, STANZA, reason,
         trained_length=STANZA_ORIGINAL, factor=question.factor, method="yarn", untrained_method="yarn",
         commands=question.measuring(["none", "yarn"]), criteria=CRITERIA, notes=(note,),
-        serving=question.serve("yarn", None), engines=question.engines("yarn"),
+        serving=serving(question, "yarn", None), engines=question.engines("yarn"),
     )  # fmt: skip
 
 
@@ -212,12 +213,12 @@ def _train(question: Question, gpu: Gpu, hours: float | None, data: str | None) 
         misfit = _misfit(question, memory, gpu, no_short_blocks)
         verdict, reason = (verdict, f"{reason} {misfit}") if untrained else (DOES_NOT_FIT, misfit)
     method = "yarn" if run else untrained
-    serving = question.serve(method, run) if method else None
+    served = serving(question, method, run) if method else None
     return Advice(
         question.model, question.model_type, question.window, question.target, verdict, reason,
         trained_length=question.extended, factor=question.factor, method="yarn", untrained_method=untrained,
         recipe=fields, memory=memory, work=amount, commands=commands, criteria=CRITERIA if commands else (),
-        notes=(*notes, *_notes(question, fields, memory)), serving=serving, start=question.start,
+        notes=(*notes, *_notes(question, fields, memory)), serving=served, start=question.start,
         engines=question.engines("yarn"),
     )  # fmt: skip
 

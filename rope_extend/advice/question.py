@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from shlex import quote
 
-from rope_extend.advice.serving import Extension, Serving, serving
 from rope_extend.advice.windows import Window
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS
@@ -59,16 +58,6 @@ class Question:
             for name in TARGETS
             if support(encoding, self.shape, name, self.model_type, target_length=self.target).possible
         )
-
-    def serve(self, method: str, run: str | None) -> Serving | None:
-        """How the engine serves a method, or with `run` its adapter; None if no engine was chosen."""
-        if self.engine is None:
-            return None
-        encoding = self.encoding(method)
-        extension = Extension(
-            self.model, self.model_type, encoding, self.shape, self.target, method, run, self.stated
-        )
-        return serving(extension, self.engine)
 
     def measuring(self, methods: list[str], run: str | None = None) -> tuple[str, ...]:
         """The commands that measure perplexity and passkeys with their control, of methods or of a run."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from shlex import quote
 from typing import Any, NamedTuple
 
+from rope_extend.advice.question import Question
 from rope_extend.checkpoint.export.support import support
 from rope_extend.checkpoint.export.targets import TARGETS, commands
-from rope_extend.encodings import Encoding, RopeShape
 from rope_extend.models.gguf_checkpoint import CONVERT, gguf_file
 from rope_extend.models.gguf_metadata import gguf_metadata
 
@@ -42,61 +42,39 @@ class Serving:
     steps: tuple[Step, ...]
 
 
-@dataclass(frozen=True)
-class Extension:
-    """What is served: a model with an encoding, trained or not.
-
-    Attributes:
-        model: the base model, a directory, hub id or GGUF file.
-        model_type: its family.
-        encoding: the position encoding.
-        shape: the rotary shape of the pretrained model.
-        target_length: the extended window in tokens.
-        method: the name of the encoding's method.
-        run: the directory of the fine-tuned adapter; None if nothing is trained.
-        stated: the pretrained window in tokens, if the config is wrong about it; otherwise None.
-    """
-
-    model: str
-    model_type: str
-    encoding: Encoding
-    shape: RopeShape
-    target_length: int
-    method: str
-    run: str | None
-    stated: int | None = None
-
-
-def serving(extension: Extension, engine: str) -> Serving:
-    """Commands and config with which an engine serves an extension.
+def serving(question: Question, method: str, run: str | None) -> Serving | None:
+    """Commands and config with which the engine serves a method; None if no engine was chosen.
 
     The window is stated wherever the engine reads it, so that training and serving agree.
 
-    Raises:
-        RopeExtendError: an unknown engine.
+    Args:
+        question: the model, its target and the engine.
+        method: the name of the method.
+        run: the directory of the fine-tuned adapter; None if nothing is trained.
     """
+    if (engine := question.engine) is None:
+        return None
     form = support(
-        extension.encoding, extension.shape, engine, extension.model_type,
-        target_length=extension.target_length,
-    )  # fmt: skip
+        question.encoding(method), question.shape, engine, question.model_type, target_length=question.target
+    )
     config = {} if TARGETS[engine].reads == "gguf" else dict(form.form or {})
-    steps = tuple(_steps(extension, engine, form.possible))
+    steps = tuple(_steps(question, engine, method, run, form.possible))
     return Serving(engine, form.possible, form.reason, config, steps)
 
 
-def _steps(extension: Extension, engine: str, possible: bool) -> Iterator[Step]:
-    run, reads, file = extension.run, TARGETS[engine].reads, gguf_file(extension.model)
-    base = ""
+def _steps(question: Question, engine: str, method: str, run: str | None, possible: bool) -> Iterator[Step]:
+    model, reads, base = question.model, TARGETS[engine].reads, ""
+    file = gguf_file(model)
     if file is not None and (possible or (reads == "stock" and not run)):
         # Merging, stock transformers and the servers need a checkpoint.
         base = f"{run}-base" if run else "converted"
         dtype = "" if gguf_metadata(file).float32 else " --dtype bfloat16"
-        yield Step("shell", f"{CONVERT} {quote(extension.model)}{dtype} --output {quote(base)}")
-        extension = replace(extension, model=base)
-    stated = f", trained_length={extension.stated}" if extension.stated else ""
+        yield Step("shell", f"{CONVERT} {quote(model)}{dtype} --output {quote(base)}")
+        model = base
+    stated = f", trained_length={question.stated}" if question.stated else ""
     extended = (
-        f"model = AutoModelForCausalLM.from_pretrained({extension.model!r}, dtype='auto')",
-        f"rx.extend(model, {extension.target_length}, {extension.method!r}{stated})",
+        f"model = AutoModelForCausalLM.from_pretrained({model!r}, dtype='auto')",
+        f"rx.extend(model, {question.target}, {method!r}{stated})",
     )
     if not possible:
         if reads == "stock":  # rope_extend loads it there
@@ -104,14 +82,14 @@ def _steps(extension: Extension, engine: str, possible: bool) -> Iterator[Step]:
         return
     checkpoint, weights = run or "extended", ""
     if run is None:
-        tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({extension.model!r})"
+        tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({model!r})"
         yield from _python(*extended, tokenizer, "rx.save(model, 'extended', tokenizer)")
         base, weights = "", str(file or "")
     elif reads == "gguf":
         checkpoint, option = f"{run}-merged", f" --base-model {quote(base)}" if base else ""
         yield Step("shell", f"rope-extend merge {quote(run)}{option} --output {quote(checkpoint)}")
         base = ""
-    for line in commands(engine, checkpoint, extension.target_length, base_model=base, gguf=weights):
+    for line in commands(engine, checkpoint, question.target, base_model=base, gguf=weights):
         yield Step("shell", line)
     if reads == "stock":
         yield from _python(f"model = AutoModelForCausalLM.from_pretrained({f'{checkpoint}-{engine}'!r})")

@@ -52,7 +52,7 @@ PICTURE_NAME = "perplexity.png"
 _PICTURE = f"![Perplexity against length]({PICTURE_NAME})"
 _MOST_NAMES = 20
 """Number of data sources that the card names."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _RECIPE = (
     "steps", "batch_size", "block_length", "lora_rank", "positions", "packing", "mixed_windows",
     "short_share",
@@ -169,7 +169,7 @@ def _front_matter(record: Record, adapter: bool) -> Markup:
         "tags": ["rope_extend", "long-context", record.encoding.name, *(["lora"] if adapter else [])],
     }
     name = record.base_model or ""
-    if _HUB_ID.fullmatch(name) and not (_is_gguf(name) or Path(name).exists()):
+    if _HUB_ID.fullmatch(name) and not (_is_gguf(name) or os.path.exists(name)):
         data = {"base_model": name, **data}
     return Markup(yaml.safe_dump(data, sort_keys=False, allow_unicode=True))
 

@@ -67,7 +67,9 @@ def push_to_hub(
     directory = Path(expand_home(directory))
     record = read_record(directory)
     check_directory(directory, record.weights, record.configs)
-    for name, fields in private_fields(directory, ("adapter_config.json", RECORD_NAME)).items():
+    for name, fields in private_fields(directory).items():
+        if name not in files_to_push(directory):
+            continue
         raise RopeExtendError(
             f"{directory / name} names a local path in {', '.join(fields)}, which nobody else can load; "
             "write the hub id of the base model instead"

@@ -183,7 +183,7 @@ def _results(source: str | None) -> dict[str, Any]:
     """The tables and the picture of an evaluation, as `write_card` takes them."""
     if source is None:
         return {}
-    from rope_extend.evaluation.perplexity_report import card_results, read_results
+    from rope_extend.evaluation.report_files import card_results, read_results
 
     return card_results(read_results(Path(source)))
 
@@ -237,7 +237,7 @@ def export_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--support", action="store_true",
-        help="print what each target supports, for a checkpoint or for all methods, and write nothing",
+        help="print how each target supports the checkpoint's encoding, and write nothing",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print what is supported as JSON")
 
@@ -247,30 +247,31 @@ def export(arguments: argparse.Namespace) -> None:
 
     The export does not need rope_extend. It is compared with the original before it appears.
     """
-    if not arguments.support and not (arguments.directory and arguments.output):
-        raise RopeExtendError("export needs a checkpoint's directory and --output, or --support")
+    if arguments.directory is None or not (arguments.support or arguments.output):
+        raise RopeExtendError("export needs a checkpoint's directory, and --output or --support")
     if arguments.json and not arguments.support:
         raise RopeExtendError("--json belongs to --support; an export writes a directory")
-    from rope_extend.checkpoint.export.support import examples, support_table, support_values
-    from rope_extend.checkpoint.export.write import export as run
-    from rope_extend.checkpoint.record import read_record
-    from rope_extend.encodings import RopeShape
+    if not arguments.support:
+        from rope_extend.checkpoint.export.write import export as run
 
-    if arguments.support:
-        shape, family, target = RopeShape(dim=8, theta=10_000.0, trained_length=4096), None, 32_768
-        rows = list(examples(shape, target))
-        if arguments.directory:
-            record = read_record(arguments.directory)
-            rows, shape = [record.encoding], record.shape
-            family, target = record.model_type, record.target_length
-        if arguments.json:
-            values = support_values(rows, shape, model_type=family, target_length=target)
-            print(json.dumps(values, indent=2))
-        else:
-            print(support_table(rows, shape, model_type=family, target_length=target))
-    else:
         path = run(
             arguments.directory, arguments.output, arguments.to, overwrite=arguments.overwrite,
             verify=not arguments.no_verify, base_model=arguments.base_model, gguf=arguments.gguf,
         )  # fmt: skip
         print("written:", path)
+        return
+    from rope_extend.checkpoint.export.support import support
+    from rope_extend.checkpoint.record import read_record
+
+    record = read_record(arguments.directory)
+    rows = [
+        support(record.encoding, record.shape, target, record.model_type, target_length=record.target_length)
+        for target in TARGETS
+    ]
+    if arguments.json:
+        values = [{"target": row.target, "verdict": row.verdict, "reason": row.reason} for row in rows]
+        print(json.dumps({"encoding": str(record.encoding), "targets": values}, indent=2))
+        return
+    print(record.encoding)
+    for row in rows:
+        print(f"{row.target:<14}{row.verdict}: {row.reason}")

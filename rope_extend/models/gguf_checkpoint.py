@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
@@ -50,9 +51,12 @@ def gguf_file(name: str | Path) -> Path | None:
         RopeExtendError: the directory holds several GGUF files and no `config.json`.
     """
     path = Path(name).expanduser()
-    if path.suffix.lower() == GGUF and path.is_file():
+    if path.suffix.lower() == GGUF and os.path.isfile(path):
         return path
-    if not path.is_dir() or any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+    # Unlike methods of Path, os.path takes names that are too long for a file or hold NUL, as records may.
+    if not os.path.isdir(path) or any(
+        (path / file).exists() for file in ("config.json", "adapter_config.json")
+    ):
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == GGUF)
     if len(files) > 1:
@@ -153,6 +157,12 @@ def _set_positions(path: Path, config: Any, plain: dict[str, Any], metadata: Met
     rotated = keys("rope.dimension_count")
     if rotated and rotated < width and not keys("attention.kv_lora_rank"):
         plain["partial_rotary_factor"] = rotated / width  # transformers drops it for some families
+    pairs = (rotated or width) // 2
+    if wrong := [name for name, table in metadata.tables.items() if len(table) != pairs]:
+        raise RopeExtendError(
+            f"{path.name} rotates {pairs} pairs of channels, and {wrong[0]} has another number of divisors. "
+            f"{ADVICE}"
+        )
     if _WINDOW in vars(config):  # Phi-3's own attribute, which has precedence over rope_parameters
         setattr(config, _WINDOW, scaling.get(_WINDOW, config.max_position_embeddings))
     if not scaling:

@@ -189,7 +189,9 @@ _SIZES = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.kv_lora_rank",
     "expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length",
 )  # fmt: skip
-"""Keys that no tensor is smaller than; some files have one value for each layer."""
+"""Keys that no tensor is smaller than."""
+_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+"""Those of which some files have one value for each layer."""
 _MAY_BE_ZERO = ("feed_forward_length", "attention.head_count_kv", "attention.kv_lora_rank", "expert")
 
 
@@ -221,7 +223,7 @@ def _check(path: Path, metadata: Metadata) -> None:
     checks = dict(_OF_ARCHITECTURE, block_count=whole(1, max(1, metadata.blocks)))
     for key in _SIZES:
         size = whole(0 if key.startswith(_MAY_BE_ZERO) else 1, metadata.largest)
-        by_layer = isinstance(metadata.of_architecture(key), list)
+        by_layer = key in _BY_LAYER and isinstance(metadata.of_architecture(key), list)
         checks[key] = _each(size) if by_layer else size
     _check_keys(path, {f"{architecture}.{key}": check for key, check in checks.items()}, keys)
     _check_keys(path, dict.fromkeys(metadata.tables, _each(number(0, above=True))), metadata.tables)

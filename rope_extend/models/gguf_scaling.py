@@ -1,6 +1,7 @@
 """The scaling of positions in a GGUF file, as `rope_parameters` of transformers.
 
-It is read as llama.cpp computes it; see `checkpoint/export/gguf.py` for the sources.
+It is read as llama.cpp computes it; see `checkpoint/export/gguf.py` for the sources. `gguf_metadata.py` has
+checked its values.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def rope_scaling(metadata: Metadata) -> dict[str, Any]:
             its table of divisors belongs to.
     """
     keys = metadata.of_architecture
-    kind = str(keys("rope.scaling.type", "linear"))
+    kind = keys("rope.scaling.type", "linear")
     factor = float(keys("rope.scaling.factor", keys("rope.scale_linear", 0.0)) or 1.0)
-    stated = int(keys("rope.scaling.original_context_length") or 0)
+    stated = keys("rope.scaling.original_context_length", 0)
     attention = float(keys("rope.scaling.attn_factor", 1.0) or 1.0)
     if kind == "none":
         factor = 1.0
@@ -65,7 +66,7 @@ def rope_scaling(metadata: Metadata) -> dict[str, Any]:
                 )
         return {
             "rope_type": "yarn", "factor": factor,
-            "original_max_position_embeddings": stated or int(keys("context_length", 0)),
+            "original_max_position_embeddings": stated or keys("context_length", 0),
             "attention_factor": attention * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
             "beta_fast": 32.0, "beta_slow": 1.0,
         }  # fmt: skip

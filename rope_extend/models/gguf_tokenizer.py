@@ -87,8 +87,8 @@ class _TokenizerKeys:
         tokens = self.value("tokens")
         if not tokens:
             raise RopeExtendError(f"{path.name} has no tokenizer (tokenizer.ggml.tokens)")
-        self.tokens: list[str] = list(tokens)
-        self.types: list[int] = [int(kind) for kind in self.value("token_type", [1] * len(self.tokens))]
+        self.tokens: list[str] = tokens
+        self.types: list[int] = self.value("token_type", [1] * len(self.tokens))
         for key in ("token_type", "scores"):
             if (count := len(self.value(key, self.tokens))) != len(self.tokens):
                 raise RopeExtendError(f"{path.name} has {len(self.tokens)} tokens and {count} {key}")
@@ -101,7 +101,7 @@ class _TokenizerKeys:
 
     def token(self, key: str) -> str | None:
         index = self.value(key)
-        return self.tokens[index] if index is not None and 0 <= index < len(self.tokens) else None
+        return self.tokens[index] if index is not None and index < len(self.tokens) else None
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -143,42 +143,30 @@ def _sentencepiece(keys: _TokenizerKeys) -> Tokenizer:
         if keys.types[index] == 1 and token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     merges.sort(key=lambda merge: (*merge[:2], len(merge[2])))
-    tokenizer = Tokenizer(
-        BPE(
-            vocabulary,
-            [(left, right) for *_, left, right in merges],
-            unk_token=keys.token("unknown_token_id") or keys.tokens[0],
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    unknown = keys.token("unknown_token_id") or keys.tokens[0]
+    pairs = [(left, right) for *_, left, right in merges]
+    tokenizer = Tokenizer(BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefixed = bool(keys.value("add_space_prefix", True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [
-            *([normalizers.Prepend(_SPACE)] if prefixed else []),
-            normalizers.Replace(" ", _SPACE),
-        ]
-    )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace(_SPACE, " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if prefixed else []),
-        ]
-    )
+    first, last = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if prefixed else ([], [])
+    tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
+    decoding = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    tokenizer.decoder = decoders.Sequence(decoding)
     return tokenizer
 
 
 def _add_marked_tokens(tokenizer: Tokenizer, keys: _TokenizerKeys) -> None:
     """Tokens that are found in a text before anything else: control tokens, and those that users defined."""
     swallows = any(name in keys.title.lower() for name in _SWALLOWING)
-    for token, kind in zip(keys.tokens, keys.types, strict=True):
-        if kind in (_UNKNOWN, _CONTROL):
-            after = swallows and token not in _NOT_SWALLOWING
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False, rstrip=after)])
-        elif kind == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
+    marked = list(zip(keys.tokens, keys.types, strict=True))
+    tokenizer.add_special_tokens([
+        AddedToken(
+            token, special=True, normalized=False, rstrip=swallows and token not in _NOT_SWALLOWING
+        )
+        for token, kind in marked if kind in (_UNKNOWN, _CONTROL)
+    ])  # fmt: skip
+    tokenizer.add_tokens([
+        AddedToken(token, normalized=False) for token, kind in marked if kind == _USER_DEFINED
+    ])  # fmt: skip
 
 
 def _add_ends(tokenizer: Tokenizer, keys: _TokenizerKeys, special: Mapping[str, str], adds_bos: bool) -> None:

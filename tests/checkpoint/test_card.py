@@ -23,7 +23,7 @@ from rope_extend.checkpoint.card import add_card, model_card, write_card
 from rope_extend.checkpoint.card_mark import CARD_NAME
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.cli.main import main, parse
-from rope_extend.evaluation.perplexity_report import write_report
+from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 
 IDS = torch.arange(TARGET).remainder(61)[None]
@@ -100,17 +100,6 @@ def test_our_commands_parse_and_name_what_is_there(run: Path) -> None:
 
 
 @pytest.mark.parametrize("run", ["yarn"], indirect=True)
-def test_an_adapter_warns_of_the_loader_that_forgets(run: Path) -> None:
-    text = model_card(run)
-    assert (
-        "Stock `PeftModel.from_pretrained` loads this adapter and **silently ignores its position encoding**"
-        in text
-    )
-    rx.merge(run, "merged")
-    assert "silently ignores" not in model_card("merged")
-
-
-@pytest.mark.parametrize("run", ["yarn"], indirect=True)
 def test_front_matter_names_a_base_of_the_hub_and_no_license(run: Path) -> None:
     def front() -> dict[str, Any]:
         return yaml.safe_load(model_card(run).split("---\n")[1])
@@ -142,8 +131,8 @@ def results(tmp_path: Path) -> Path:
         protocol="prefix", window=None, documents=2, dropped_documents=0, data="abc", passes=1,
         forward_tokens=512, seconds=1.0, peak_memory_bytes=1,
     )  # fmt: skip
-    row = EvaluationRow("yarn + LoRA", {"name": "yarn", "factor": 8.0}, "base", "run", result)
-    write_report([row], tmp_path / "report", trained_length=TRAINED)
+    row = EvaluationRow("yarn + LoRA", {"name": "yarn", "factor": 8.0}, "base", "run", result, TRAINED)
+    write_report([row], tmp_path / "report")
     return tmp_path / "report"
 
 
@@ -267,9 +256,8 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     "recipe",
     few([
-        "data: 5", "data: [5]", "data: {a: b}", "data: [[a]]", "steps: [1]", "positions: 3", "packing: []",
-        "block_length: {}", "[1, 2]", "x", "", "\0", "a: " + "[" * 20_000,
-        f"{ALIASES}data: *a11", f"{ALIASES}steps: *a11",
+        "data: 5", "data: [[a]]", "steps: [1]", "block_length: {}", "[1, 2]", "x", "", "\0",
+        "a: " + "[" * 20_000, f"{ALIASES}data: *a11", f"{ALIASES}steps: *a11",
     ], 3),
 )  # fmt: skip
 def test_a_recipe_of_another_form_is_left_out_of_the_card(
@@ -281,15 +269,6 @@ def test_a_recipe_of_another_form_is_left_out_of_the_card(
     assert len(text) < 10_000
     if recipe not in ("x", ""):
         assert "recipe.yaml" in caplog.text
-
-
-def test_text_of_a_recipe_stays_in_its_cell(adapter: Path) -> None:
-    (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": "a\n\n## Loading\n|x`"}))
-    text = model_card(adapter)
-    assert text.count("\n## Loading\n") == 1
-    assert "| data | `a ## Loading /x'` |" in text
-    (adapter / "recipe.yaml").write_text(yaml.safe_dump({"data": [f"d{n}" for n in range(500)]}))
-    assert "`d19` and 480 more |" in model_card(adapter)
 
 
 def test_an_unforeseen_error_in_a_card_does_not_end_the_work(

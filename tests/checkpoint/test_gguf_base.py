@@ -6,7 +6,6 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_extend as rx
 from rope_extend import RopeExtendError, RopeShape
-from rope_extend.advice.serving import Extension, serving
+from rope_extend.advice.question import Question
+from rope_extend.advice.serving import serving
+from rope_extend.advice.windows import Window
 from rope_extend.checkpoint.card import write_card
 from rope_extend.checkpoint.export.targets import TARGETS
 from rope_extend.cli.main import main
@@ -100,43 +101,43 @@ def performed(steps: Any) -> Any:
     return scope["model"]
 
 
+def question(model: str, engine: str) -> Question:
+    window = Window(TRAINED, "the config says so")
+    return Question(model, "llama", window, TARGET, engine, SHAPE, None, False)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("trained", [True, False])
-@pytest.mark.parametrize("engine", TARGETS)
-def test_the_steps_that_serve_an_extension_run(run: Path, engine: str, trained: bool) -> None:
+@pytest.mark.parametrize(
+    ("engine", "method", "trained"),
+    [
+        *((engine, "yarn", trained) for engine in TARGETS for trained in (True, False)),
+        ("transformers", "dynamic_yarn", False),  # which rope_extend loads
+    ],
+)
+def test_the_steps_that_serve_an_extension_run(run: Path, engine: str, method: str, trained: bool) -> None:
     model = pretrained(AutoModelForCausalLM, "model.gguf", dtype=torch.float32)
-    encoding = rx.extend(model, TARGET, "yarn").encoding
+    rx.extend(model, TARGET, method)
     expected = logits(rx.load(run) if trained else model)
-    extension = Extension("model.gguf", "llama", encoding, SHAPE, TARGET, "yarn", "run" if trained else None)
     before = Path("model.gguf").read_bytes()
-    assert_same_but_rounding(logits(performed(serving(extension, engine).steps).float()), expected)
+    served = serving(question("model.gguf", engine), method, "run" if trained else None)
+    assert served is not None
+    assert_same_but_rounding(logits(performed(served.steps).float()), expected)
     assert Path("model.gguf").read_bytes() == before
 
 
-def test_the_steps_keep_the_precision_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [("F32", "exact.gguf", "exact.gguf"), ("F16", "small one.gguf", "'small one.gguf' --dtype bfloat16")],
+)
+def test_the_steps_keep_the_precision_of_the_file(
+    kind: str, name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An export to llama.cpp compares logits where all weights are float32."""
     monkeypatch.chdir(tmp_path)
-    converted(llama(), Path("exact.gguf"))
-    converted(llama(), Path("small one.gguf"), quantized=gguf.GGMLQuantizationType.F16)
-    for model, words in (
-        ("exact.gguf", "exact.gguf"),
-        ("small one.gguf", "'small one.gguf' --dtype bfloat16"),
-    ):
-        extension = Extension(
-            model, "llama", rx.encoding("yarn", factor=8.0), SHAPE, TARGET, "yarn", "my run"
-        )
-        first = serving(extension, "vllm").steps[0].line
-        assert first == f"rope-extend convert {words} --output 'my run-base'"
-
-
-@pytest.mark.slow
-def test_what_no_engine_computes_is_loaded_here(run: Path) -> None:
-    model = pretrained(AutoModelForCausalLM, "model.gguf", dtype=torch.float32)
-    encoding = rx.extend(model, TARGET, "dynamic_yarn").encoding
-    for trained, expected in (("run", rx.load(run)), (None, model)):
-        extension = Extension("model.gguf", "llama", encoding, SHAPE, TARGET, "dynamic_yarn", trained)
-        steps = serving(extension, "transformers").steps
-        assert_same_but_rounding(logits(performed(steps).float()), logits(expected))
+    converted(llama(), Path(name), quantized=gguf.GGMLQuantizationType[kind])
+    served = serving(question(name, "vllm"), "yarn", "my run")
+    assert served is not None
+    assert served.steps[0].line == f"rope-extend convert {words} --output 'my run-base'"
 
 
 def test_a_merge_says_how_to_get_a_base_that_it_takes(
@@ -157,16 +158,6 @@ def test_a_merge_says_how_to_get_a_base_that_it_takes(
     main(["convert", "my model.gguf", "--output", "DIRECTORY"])
     main(["merge", "my run", "--base-model", "DIRECTORY", "--output", "my merge"])
     assert "rope-extend verify 'my merge'" in capsys.readouterr().out
-
-
-def test_the_command_after_a_run_is_quoted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done = SimpleNamespace(steps=1, tokens=64, seconds=1.0, output_dir=Path("my run"), skipped=0)
-    monkeypatch.setattr("rope_extend.training.finetune.finetune", lambda *_, **__: done)
-    settings = {"model": "my model.gguf", "data": "x.txt", "target-length": "64", "output-dir": "my run"}
-    main(["finetune", *(word for name, value in settings.items() for word in (f"--{name}", value))])
-    assert "rope-extend evaluate 'my model.gguf' 'my run' --data" in capsys.readouterr().out
 
 
 def test_weights_of_4_bits_are_not_planned_for(run: Path) -> None:

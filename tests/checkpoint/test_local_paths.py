@@ -84,15 +84,6 @@ def test_full_checkpoints_hold_no_local_path(
         rx.load(tmp_path / name)
 
 
-@pytest.mark.slow
-def test_a_verification_holds_no_local_path(clients: Path, tmp_path: Path) -> None:
-    rx.save(loaded(clients / "base"), tmp_path / "full")
-    rx.verify(tmp_path / "full")
-    assert (tmp_path / "full" / "verification.json").exists()
-    assert named(tmp_path / "full") == {}
-    assert named(tmp_path / "full", str(tmp_path)) == {}
-
-
 def test_an_export_of_an_earlier_checkpoint_holds_no_local_path(clients: Path, tmp_path: Path) -> None:
     """Earlier versions recorded it."""
     rx.save(loaded(clients / "base"), clients / "full")
@@ -144,18 +135,6 @@ def test_a_name_that_is_given_replaces_the_local_path(
         assert config["base_model_name_or_path"] == "owner/base"
         assert torch.equal(logits(rx.load(directory, base_model=str(clients / "base"))), logits(model))
     assert said(caplog.text) == {}
-
-
-def test_a_name_that_is_no_local_path_stays_as_given(
-    clients: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    adapter = rx.save(with_lora(loaded("clients/base")), tmp_path / "adapter")
-    assert read_record(adapter).base_model == "clients/base"
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "clients/base"
-    assert said(caplog.text) == {}
-    rx.load(adapter)
 
 
 @pytest.mark.usefixtures("private_cache")

@@ -359,21 +359,6 @@ def test_stock_adds_no_token_of_its_own(tmp_path: Path, caplog: pytest.LogCaptur
     assert stock("It was <|endoftext|>").input_ids == ours("It was <|endoftext|>").input_ids
 
 
-def test_a_directory_with_a_checkpoint_and_files_is_not_guessed_at(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(RopeExtendError, match=r"checkpoint of transformers already.*path: model\.gguf"):
-        rx.convert(tmp_path, tmp_path / "out")
-
-
-def test_commands_in_messages_quote_paths(tmp_path: Path) -> None:
-    (tmp_path / "my models").mkdir()
-    path = converted(llama(), tmp_path / "my models" / "tiny.gguf")
-    for read in (lambda: loaded(path, quantization_config=object()), lambda: rx.load(path)):
-        with pytest.raises(RopeExtendError, match=r"rope-extend convert '.*my models/tiny\.gguf' --output"):
-            read()
-
-
 def test_an_adapter_next_to_the_file_is_refused(tmp_path: Path) -> None:
     """transformers would load it too, and fails."""
     path = converted(llama(), tmp_path / "tiny.gguf")

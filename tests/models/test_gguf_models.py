@@ -517,23 +517,3 @@ def test_a_tokenizer_of_another_kind_is_refused(
     converted(llama(vocab_size=trained.get_vocab_size()), path, tokenizer=writes(trained, kind, **keys))
     with pytest.raises(RopeExtendError, match=message):
         pretrained(AutoTokenizer, str(path))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "types", "message"),
-    [
-        (["a", "b"], [1], "2 tokens and 1 token_type"),
-        (["a", "b", "a"], [1, 1, 1], "the token 'a' twice"),
-    ],
-)
-def test_lists_that_do_not_fit_are_refused(
-    tokens: list[str], types: list[int], message: str, tmp_path: Path
-) -> None:
-    def write(writer: Any, _count: int) -> None:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_types(types)
-
-    path = converted(llama(), tmp_path / "words.gguf", tokenizer=write)
-    with pytest.raises(RopeExtendError, match=message):
-        pretrained(AutoTokenizer, str(path))

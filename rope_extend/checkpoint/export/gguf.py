@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -125,30 +124,21 @@ def schedule(encoding: RopeEncoding, shape: RopeShape, target_length: int, archi
     )
 
 
-def annotate(
-    source: str | PathLike[str], output: str | PathLike[str], record: Record, *, overwrite: bool = False
-) -> Path:
+def annotate(source: str | PathLike[str], output: str | PathLike[str], record: Record) -> Path:
     """Write a copy of a GGUF file that has the recorded encoding; returns its path.
 
     Args:
         source: the extended or the base model's weights, converted by llama.cpp's converter into one file.
         output: the new file; the source is only read.
         record: the record of the extended checkpoint.
-        overwrite: replace an existing output file.
 
     Raises:
         RopeExtendError: the package `gguf` is missing; the source is not a GGUF file or of another model;
-            llama.cpp does not support the encoding; or the output exists or cannot be written.
+            llama.cpp does not support the encoding; or the output cannot be written.
     """
     path, target = Path(source), Path(output)
-    if target.exists():
-        if path.exists() and os.path.samefile(path, target):
-            raise RopeExtendError(f"{target} is the source itself; choose another output")
-        if not overwrite:
-            raise RopeExtendError(f"{target} exists; choose another file, or overwrite=True")
-    with one_error(
-        f"cannot read {path} as GGUF", "Give the file that llama.cpp's convert_hf_to_gguf.py wrote"
-    ):
+    advice = "Give the file that llama.cpp's convert_hf_to_gguf.py wrote"
+    with one_error(f"cannot read {path} as GGUF", advice):
         metadata = gguf_metadata(path)
         _check_model(path, metadata, record)
     assert isinstance(record.encoding, RopeEncoding)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,6 @@ from rope_extend.encodings import (
     PlainRope,
     RopeEncoding,
     RopeShape,
-    encoding_names,
-    method_named,
 )
 from rope_extend.errors import RopeExtendError
 from rope_extend.models.families import FamilyAdapter, find_adapter
@@ -208,80 +206,3 @@ def _dual_chunk(
         "original_max_position_embeddings": length,
     }
     return Support(target, NATIVE, plain.reason, {**(plain.form or {}), DUAL_CHUNK_KEY: key})
-
-
-_VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("dynamic_ntk", {"per": "row"}),
-    ("yarn", {"attention_scale": 1.25}),
-    ("yarn", {"beta_fast": 16.0, "truncate": False}),
-    ("yarn", {"ramp": "turns"}),
-    ("longrope", {"per": "row"}),
-    ("longrope", {"short": True}),
-    ("longrope", {"start_tokens": 4}),
-    ("resonance(yarn)", {}),
-    ("logn(ntk)", {}),
-    ("short_original(yarn)", {}),
-)
-"""Parameters or inner methods that change the verdict; the table shows them in addition to all defaults."""
-
-
-def examples(shape: RopeShape, target_length: int) -> Iterator[Encoding]:
-    """Every method for a target length, rotary methods first, and the variants with other verdicts."""
-    rotary = encoding_names(RopeEncoding)
-    for name, parameters in sorted([*((name, {}) for name in rotary), *_VARIANTS], key=lambda row: row[0]):
-        options = dict(parameters)
-        if name == "longrope":
-            options["long_factor"] = [1.0 + i for i in range(shape.dim // 2)]
-            if options.pop("short", False):
-                options["short_factor"] = options["long_factor"]
-        length = target_length
-        if name == "string":  # its reach is less than twice the trained window
-            length = min(length, 3 * shape.trained_length // 2)
-        yield method_named(name).for_target(shape, length, **options)
-    for name in encoding_names():
-        if name not in rotary:
-            yield method_named(name).for_target(shape, target_length)
-
-
-def support_values(
-    rows: Sequence[Encoding],
-    shape: RopeShape,
-    *,
-    model_type: str | None = None,
-    target_length: int | None = None,
-) -> list[dict[str, Any]]:
-    """The contents of `support_table`, as plain values for JSON: one dict for each encoding and target."""
-    return [
-        {"encoding": str(encoding), "target": target, "verdict": found.verdict, "reason": found.reason}
-        for encoding in rows
-        for target in TARGETS
-        for found in [support(encoding, shape, target, model_type, target_length=target_length)]
-    ]
-
-
-def support_table(
-    rows: Sequence[Encoding],
-    shape: RopeShape,
-    *,
-    model_type: str | None = None,
-    target_length: int | None = None,
-    targets: Sequence[str] = tuple(TARGETS),
-) -> str:
-    """A Markdown table of encodings and targets, with the reasons numbered below it.
-
-    Args:
-        rows: encodings, one row each.
-        shape: the rotary shape of the pretrained model.
-        model_type: the family; default: one of Llama's shape.
-        target_length: the extended window, in tokens; default: each encoding's own.
-        targets: the columns.
-    """
-    reasons: dict[str, int] = {}
-    lines = [f"| encoding | {' | '.join(targets)} |", "|---" * (len(targets) + 1) + "|"]
-    for encoding in rows:
-        cells = []
-        for target in targets:
-            cell = support(encoding, shape, target, model_type, target_length=target_length)
-            cells.append(f"{cell.verdict} ({reasons.setdefault(cell.reason, len(reasons) + 1)})")
-        lines.append(f"| `{encoding}` | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])

