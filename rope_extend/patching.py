@@ -317,7 +317,8 @@ class Patch:
         self._active = False
         for config, own, before in self._configs:
             for attribute, value in vars(own).items():
-                if attribute not in before or before[attribute] != value:
+                old = before.get(attribute)
+                if old is not value and old != value:  # a config inside it cannot always be compared
                     setattr(config, attribute, value)
         for path, device in devices.items():
             self._move(base, base.base_model.get_submodule(path), device)
