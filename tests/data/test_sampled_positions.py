@@ -190,6 +190,12 @@ def test_a_stock_trainer_with_lora_takes_the_collator(tmp_path: Path, seen: list
     assert torch.cat(seen).tolist() == expected
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_share_beyond_counts_positions_from_the_window_on(name: str) -> None:
+    assert PositionCollator(name, 64).share_beyond(16, 64, 3) == 48 / 64  # a block as long as the window
+    assert 0 < PositionCollator(name, 256).share_beyond(16, 16, 30) < 1
+
+
 @pytest.mark.parametrize(
     ("sampler", "length", "message"),
     [("pose", 1, "blocks of 2 to 64 tokens"), ("cream", 2, "blocks of 3 to 64"), ("random", 65, "got 65")],

@@ -27,6 +27,7 @@ from rope_extend import RopeExtendError
 from rope_extend.journal import only_writer
 from rope_extend.training import resume as resume_module
 from rope_extend.training.finetune import FinetuneInterrupted, Recipe, finetune
+from rope_extend.training.resume import RunState, check_continues
 
 
 @pytest.mark.parametrize(
@@ -106,15 +107,20 @@ def test_the_checkpoint_of_another_run_resumes_in_a_new_directory(recipe: Recipe
     assert Recipe.from_yaml(Path(recipe.output_dir, "recipe.yaml")) == recipe
 
 
-@pytest.mark.slow
-def test_a_finished_run_can_be_extended_but_not_with_a_changed_recipe(recipe: Recipe, finished: Path) -> None:
-    finetune(replace(recipe, steps=3))
+def test_a_run_resumes_only_with_a_recipe_of_the_same_steps(recipe: Recipe) -> None:
+    state = RunState(3, 0, 0.0, "", 1, json.loads(json.dumps(recipe.to_dict())))
+    check_continues(state, replace(recipe, steps=9, save_every=1, dtype="float32"))
     with pytest.raises(
         RopeExtendError, match=r"learning_rate was 0\.01 and is 0\.001; seed was 0 and is 1\."
     ):
-        finetune(replace(recipe, learning_rate=1e-3, seed=1), resume=True)
+        check_continues(state, replace(recipe, learning_rate=1e-3, seed=1))
     with pytest.raises(RopeExtendError, match="3 steps are done, and the recipe has steps 2"):
-        finetune(replace(recipe, steps=2), resume=True)
+        check_continues(state, replace(recipe, steps=2))
+
+
+@pytest.mark.slow
+def test_a_finished_run_can_be_extended(recipe: Recipe, finished: Path) -> None:
+    finetune(replace(recipe, steps=3))
     finetune(recipe, resume=True)
     assert_same(weights(recipe.output_dir), weights(finished))
 
@@ -317,6 +323,8 @@ def test_a_full_disk_is_one_clear_error_and_loses_no_checkpoint(
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's device that is always full")
 def test_a_disk_without_space_is_called_full(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     write = resume_module._torch_save
+    with pytest.raises(OSError, match="No space left on device"):
+        write(torch.zeros(1_000_000), Path("/dev/full"))  # more than Python keeps in its buffer
     monkeypatch.setattr(resume_module, "_torch_save", lambda values, _: write(values, Path("/dev/full")))
     with pytest.raises(RopeExtendError, match=r"the disk is full: .*No space left on device.*make room"):
         finetune(replace(recipe, steps=1))
