@@ -26,14 +26,15 @@ from rope_extend.errors import PatchError as PatchError
 from rope_extend.errors import RopeExtendError as RopeExtendError
 from rope_extend.errors import UnsupportedModelError as UnsupportedModelError
 from rope_extend.evaluation.evaluate import evaluate as evaluate
+from rope_extend.evaluation.evaluate import retrieve as retrieve
 from rope_extend.evaluation.evaluation_config import EvaluationConfig as EvaluationConfig
 from rope_extend.evaluation.evaluation_config import RetrievalConfig as RetrievalConfig
+from rope_extend.evaluation.evaluation_config import StudyConfig as StudyConfig
 from rope_extend.evaluation.perplexity import RunOptions as RunOptions
 from rope_extend.evaluation.perplexity import perplexity as perplexity
 from rope_extend.evaluation.results import EvaluationRow as EvaluationRow
 from rope_extend.evaluation.results import PerplexityResult as PerplexityResult
 from rope_extend.evaluation.results import RetrievalResult as RetrievalResult
-from rope_extend.evaluation.retrieve import retrieve as retrieve
 from rope_extend.models.families import supported_families as supported_families
 from rope_extend.patching import Patch as Patch
 from rope_extend.patching import current_patch as current_patch
@@ -42,8 +43,7 @@ from rope_extend.patching import patch_model as patch_model
 from rope_extend.searching.run_search import search as search
 from rope_extend.searching.search_config import SearchConfig as SearchConfig
 from rope_extend.searching.search_result import SearchResult as SearchResult
-from rope_extend.study.reporting import compare_methods as compare_methods
-from rope_extend.study.study_config import StudyConfig as StudyConfig
+from rope_extend.study import compare_methods as compare_methods
 from rope_extend.training.finetune import finetune as finetune
 from rope_extend.training.recipe import Recipe as Recipe
 

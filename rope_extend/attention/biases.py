@@ -25,10 +25,9 @@ from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.channels import position_channels
 from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall
-from rope_extend.attention.masks import sees_later_keys, visible
+from rope_extend.attention.masks import rows_of_mask, sees_later_keys, visible
 from rope_extend.attention.positions import AttentionHandler
 from rope_extend.attention.registry import (
-    causal_mask,
     is_dense,
     own_function,
     takes_suffix,
@@ -144,7 +143,7 @@ class BiasHandler(AttentionHandler):
         if mask is None and key.shape[2] > query.shape[2]:
             wide = without_mask(wide)
             if not takes_suffix(wide.implementation):
-                mask = causal_mask(query.shape[2], key.shape[2], query, call.implementation)
+                mask = rows_of_mask(call, 0, query.shape[2])
         output, weights = wide.own(wide.query, wide.key, wide.value, mask)
         return output[..., :width].contiguous(), weights
 

@@ -21,8 +21,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from rope_extend.attention.functions import AttentionCall, attention_modules, implementation_of
 from rope_extend.attention.log_sum_exp import kernel_dtype
-from rope_extend.attention.plain import beyond_plain
-from rope_extend.attention.registry import SUFFIX, own_function, register
+from rope_extend.attention.registry import SUFFIX, beyond_plain, own_function, register
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_masks_for_generate
 
-from rope_extend.attention.functions import attention_modules, implementation_of
-from rope_extend.attention.plain import beyond_plain, beyond_plain_sdpa
-from rope_extend.attention.registry import own_function, register, without_cudnn
+from rope_extend.attention.functions import acts_inside, attention_modules, implementation_of, out_of_reach
+from rope_extend.attention.registry import beyond_plain, own_function, register, without_cudnn
 from rope_extend.errors import RopeExtendError, UnsupportedModelError
 from rope_extend.loss import causal_lm, hidden_states
+from rope_extend.models.families import adapter_for
+from rope_extend.models.view import is_soft_capped, layer_types_except_full_attention
 
 
 def document_inputs(model: torch.nn.Module, document_positions: Tensor, *, restarts: bool) -> dict[str, Any]:
@@ -126,6 +127,30 @@ def _attention(
 
 _NAME = register("packed", _attention, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 """The attention implementation under which sdpa takes cumulative lengths of documents."""
+
+
+def beyond_plain_sdpa(lm: Any) -> str | None:
+    """Why a model's attention is not plain causal attention over all tokens by sdpa; None if it is.
+
+    Args:
+        lm: a causal language model of transformers, with or without weights.
+    """
+    config = lm.config.get_text_config()
+    implementation = config._attn_implementation
+    modules = attention_modules(lm.base_model)
+    if reason := out_of_reach(adapter_for(lm.config.model_type), modules):
+        return reason
+    if kinds := layer_types_except_full_attention(config):
+        return f"it has layers of type {', '.join(sorted(kinds))}, not only full attention"
+    if is_soft_capped(config) or any(hasattr(m, "sinks") for m in modules):
+        return "its attention is more than a softmax over the tokens (a soft cap, or sinks)"
+    if not getattr(config, "is_causal", True) or not all(getattr(m, "is_causal", True) for m in modules):
+        return "its attention is not causal"
+    if acts_inside(lm.base_model):
+        return "its position encoding acts inside attention; a static rotary method works, such as yarn"
+    if implementation != "sdpa":
+        return f"attn_implementation is {implementation!r}; load the model with 'sdpa'"
+    return None
 
 
 @torch.no_grad()

@@ -22,6 +22,9 @@ PREFIX = "rope_extend_"
 SUFFIX = "causal_suffix"
 """The end of the names of implementations that need no mask if the queries are the last of the keys."""
 
+_BEYOND = ("softcap", "s_aux", "position_bias", "sliding_window")
+"""Arguments of attention functions that plain causal attention does not support."""
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -75,6 +78,12 @@ def takes_boolean_mask(implementation: str) -> bool:
     return implementation == "sdpa" or takes_suffix(implementation)
 
 
+def beyond_plain(kwargs: dict[str, Any]) -> list[str]:
+    """The names of arguments that plain causal attention does not support."""
+    later = ["is_causal=False"] if kwargs.get("is_causal") is False else []
+    return [name for name in _BEYOND if kwargs.get(name) is not None] + later
+
+
 def without_cudnn() -> AbstractContextManager[None]:
     """Inside the block, attention uses kernels that need no plan for each shape of their inputs.
 
@@ -108,16 +117,3 @@ class _WithoutCudnn(AbstractContextManager[None]):
 
 
 _WITHOUT_CUDNN = _WithoutCudnn()
-
-
-def causal_mask(queries: int, keys: int, like: Tensor, implementation: str) -> Tensor:
-    """`[1, 1, queries, keys]`, for queries that are at the last of the keys' positions.
-
-    Boolean if the implementation takes such masks, otherwise additive in the dtype of `like`.
-    """
-    allowed = torch.ones(queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
-    if takes_boolean_mask(implementation):
-        return allowed[None, None]
-    return torch.zeros(1, 1, queries, keys, dtype=like.dtype, device=like.device).masked_fill_(
-        ~allowed, torch.finfo(like.dtype).min
-    )

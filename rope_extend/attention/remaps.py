@@ -33,9 +33,8 @@ from rope_extend.attention.masks import (
     text_rows,
     without_keys,
 )
-from rope_extend.attention.plain import beyond_plain
 from rope_extend.attention.positions import AttentionHandler
-from rope_extend.attention.registry import is_dense, own_function, takes_suffix, without_cudnn
+from rope_extend.attention.registry import beyond_plain, is_dense, own_function, takes_suffix, without_cudnn
 from rope_extend.attention.remap_parts import Text, attend, can_be_cut
 from rope_extend.attention.rotation import turned
 from rope_extend.attention.sink_cache import SinkLayer, held_layer

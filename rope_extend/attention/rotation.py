@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from rope_extend.attention.causal_suffix import without_mask
 from rope_extend.attention.forward import Forward
 from rope_extend.attention.functions import AttentionCall
-from rope_extend.attention.masks import MASK_ROWS, sees_later_keys
+from rope_extend.attention.masks import MASK_ROWS, rows_of_mask, sees_later_keys
 from rope_extend.attention.positions import AttentionHandler
-from rope_extend.attention.registry import causal_mask, is_dense, takes_suffix, without_cudnn
+from rope_extend.attention.registry import is_dense, takes_suffix, without_cudnn
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.encodings.core.transfers import to_device
 from rope_extend.errors import PatchError
@@ -167,7 +167,8 @@ class RotationHandler(AttentionHandler):
         if not any(segment.turns for segment in segments):
             return call.own(call.query, call.key, call.value, call.mask)
         keys = self.keys_of_call(call, forward)
-        later = self._check_later(call, forward, keys.shape[1])
+        call = call.of_first_keys(keys.shape[1])
+        later = self._check_later(call, forward)
         if len(segments) > 1:
             call = self._for_parts(call, forward)
         with without_cudnn() if len(segments) > 1 else nullcontext():  # each has another number of keys
@@ -178,16 +179,15 @@ class RotationHandler(AttentionHandler):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention of one segment after the other; of queries to keys after them if `later`."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
-        total, new = positions.shape[1], query.shape[2]
+        total, new = key.shape[2], query.shape[2]
         if mask is None and new > 1 and (new < total or len(forward.segments) > 1):
             call = without_mask(call)
         maskless = takes_suffix(call.implementation)
         decays = self.encoding.decay(self.shape) is not None
-        square = mask is None and not maskless and new == total == key.shape[2] and not decays
+        square = mask is None and not maskless and new == total and not decays
         outputs: list[Tensor] = []
         weights: list[Tensor | None] = []
         for segment in forward.segments:
-            # A cache of fixed size has empty slots after the last key; they are cut off.
             end = total if later else total - new + segment.stop
             needs_mask = not maskless and mask is None and end > segment.stop - segment.start > 1
             whole = needs_mask and square and 2 * segment.start <= segment.stop
@@ -212,7 +212,7 @@ class RotationHandler(AttentionHandler):
                 stop = min(start + rows, segment.stop)
                 reach = total if later else total - new + stop
                 if needs_mask and is_dense(call.implementation):
-                    part = causal_mask(stop - start, reach, query, call.implementation)
+                    part = rows_of_mask(call, start, stop)[..., :reach]
                 else:
                     part = _part_of_mask(mask, start, stop, reach)
                 output, weight = call.own(
@@ -223,19 +223,19 @@ class RotationHandler(AttentionHandler):
                 )
                 outputs.append(output)
                 weights.append(weight)
-        if len(outputs) == 1 and (weights[0] is None or weights[0].shape[-1] == key.shape[2]):
+        if len(outputs) == 1 and (weights[0] is None or weights[0].shape[-1] == total):
             return outputs[0], weights[0]
-        wide = [nn.functional.pad(w, (0, key.shape[2] - w.shape[-1])) for w in weights if w is not None]
+        wide = [nn.functional.pad(w, (0, total - w.shape[-1])) for w in weights if w is not None]
         return torch.cat(outputs, dim=1), torch.cat(wide, dim=2) if wide else None
 
-    def _check_later(self, call: AttentionCall, forward: _Forward, keys: int) -> bool:
+    def _check_later(self, call: AttentionCall, forward: _Forward) -> bool:
         """Whether keys after the last query of a segment are needed.
 
         Raises:
             PatchError: they are, and the encoding or the attention implementation does not support it.
         """
         decays = self.encoding.decay(self.shape) is not None
-        if not (decays or len(forward.segments) > 1) or not sees_later_keys(call, forward, keys):
+        if not (decays or len(forward.segments) > 1) or not sees_later_keys(call, forward, call.key.shape[2]):
             return False
         seen = "this input lets tokens attend to later ones (an image, a prefix or is_causal=False)"
         if decays:

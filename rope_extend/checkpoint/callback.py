@@ -52,13 +52,9 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
             _check_encoding(checkpoint, before, record)
             # The recorded fingerprint is of a base model that peft had not changed.
             if not any(map(changes_base, configs)):
-                check_base(
-                    model,
-                    before.base_fingerprint,
-                    adapter=checkpoint,
-                    trained_on=before.base_model,
-                    advice="; load the former, or start a new run",
-                )
+                advice = "; load the former, or start a new run"
+                fingerprint, trained_on = before.base_fingerprint, before.base_model
+                check_base(model, fingerprint, adapter=checkpoint, trained_on=trained_on, advice=advice)
         for config in configs:
             config.auto_mapping = {**(config.auto_mapping or {}), ADAPTER_MARK: adapter_mark(record)}
 
@@ -83,18 +79,15 @@ class SaveEncodingCallback(TrainerCallback):  # type: ignore[misc]
 
 def _check_encoding(checkpoint: Path, before: Record, record: Record) -> None:
     """Refuse to resume with another encoding, shape or window, by the values that differ."""
-    if before.uses != record.uses:
+    then, now = (
+        {**each.encoding.to_dict(), "shape": asdict(each.shape), "target_length": each.target_length}
+        for each in (before, record)
+    )
+    if changed := differences(then, now):
         raise RopeExtendError(
             f"{checkpoint} was trained with {before.encoding}, and this model uses {record.encoding}. They "
-            f"differ in {differences(_flat(before), _flat(record))}; extend the model as before, or start a "
-            "new run"
+            f"differ in {changed}; extend the model as before, or start a new run"
         )
-
-
-def _flat(record: Record) -> dict[str, Any]:
-    """The values by which a model's positions are computed, by name."""
-    shape = asdict(record.shape)
-    return {**record.encoding.to_dict(), "shape": shape, "target_length": record.target_length}
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

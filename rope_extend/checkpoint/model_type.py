@@ -33,8 +33,7 @@ def guarded_config(data: dict[str, Any]) -> dict[str, Any]:
     """
     if data.get("model_type") == MODEL_TYPE:
         return data
-    result = _without_rope(data)
-    _replace(result, "architectures", ARCHITECTURES)
+    result = {**_without_rope(data), **_replaced(data, {"architectures": ARCHITECTURES})}
     return {**result, "model_type": MODEL_TYPE, FAMILY: data.get("model_type")}
 
 
@@ -42,18 +41,17 @@ def plain_config(data: dict[str, Any]) -> dict[str, Any]:
     """The contents of a `config.json` with the family's own values, plugin-only or not."""
     if data.get("model_type") != MODEL_TYPE:
         return data
-    result = _restored(data)
-    _put_back(result, "architectures")
-    return {**{key: value for key, value in result.items() if key != FAMILY}, "model_type": data.get(FAMILY)}
+    result = {key: value for key, value in _restored(data).items() if key != FAMILY}
+    return {**result, "model_type": data.get(FAMILY)}
 
 
 def _without_rope(part: dict[str, Any]) -> dict[str, Any]:
     """A copy of a config with an unknown `rope_type` in all its rotary parameters, also in nested configs."""
     result = {key: _without_rope(value) if isinstance(value, dict) else value for key, value in part.items()}
     parameters = part.get("rope_parameters")
-    if isinstance(parameters, dict):
-        for key in ("rope_parameters", "rope_scaling"):  # the latter is the name in transformers 4
-            _replace(result, key, _unknown(parameters))
+    if isinstance(parameters, dict):  # `rope_scaling` is the name in transformers 4
+        names = ("rope_parameters", "rope_scaling")
+        result |= _replaced(part, {name: _unknown(parameters) for name in names})
     return result
 
 
@@ -64,24 +62,21 @@ def _unknown(parameters: dict[str, Any]) -> dict[str, Any]:
     return {"rope_type": MODEL_TYPE}
 
 
-def _replace(part: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value of a config, and keep the earlier one."""
-    if key in part:
-        part[_KEPT + key] = part[key]
-    part[key] = value
+def _replaced(part: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Our values in a part of a config, and those that they replace under other keys."""
+    return {**{_KEPT + key: part[key] for key in values if key in part}, **values}
 
 
 def _restored(part: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a config with the values that `_without_rope` replaced."""
-    result = {key: _restored(value) if isinstance(value, dict) else value for key, value in part.items()}
-    if _KEPT + "rope_parameters" in part:
-        _put_back(result, "rope_parameters")
-        _put_back(result, "rope_scaling")
-    return result
+    """A copy of a config without our values, and with those that they replaced."""
+    return {
+        key.removeprefix(_KEPT): _restored(value) if isinstance(value, dict) else value
+        for key, value in part.items()
+        if not _is_ours(value)
+    }
 
 
-def _put_back(part: dict[str, Any], key: str) -> None:
-    """Restore a value of a config that `_replace` replaced or added."""
-    part.pop(key, None)
-    if _KEPT + key in part:
-        part[key] = part.pop(_KEPT + key)
+def _is_ours(value: Any) -> bool:
+    if isinstance(value, dict) and value and value.keys() != {"rope_type"}:
+        return all(map(_is_ours, value.values()))
+    return bool(value in (ARCHITECTURES, {"rope_type": MODEL_TYPE}))

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,16 +184,9 @@ def attach(
     """
     from peft import PeftConfig, PeftModel
 
-    def check(hint: str = "") -> None:
-        if check_base:
-            check_base_model(
-                model,
-                record.base_fingerprint,
-                adapter=directory,
-                trained_on=record.base_model,
-                advice=hint + advice,
-            )
-
+    check = partial(
+        check_base_model, model, record.base_fingerprint, adapter=directory, trained_on=record.base_model
+    )
     patch_before = current_patch(model)
     with one_error(f"cannot read {directory / ADAPTER_CONFIG}"):
         config = PeftConfig.from_pretrained(str(directory))
@@ -201,8 +195,8 @@ def attach(
     with one_error(f"the base model does not fit the adapter in {directory}"):
         patch = apply_record(model, record, directory)
     try:
-        if not changed_by:
-            check()
+        if check_base and not changed_by:
+            check(advice=advice)
         with (
             one_error(
                 f"the adapter in {directory} does not fit this {record.model_type} model; it was trained on "
@@ -217,8 +211,8 @@ def attach(
                 model, str(directory), is_trainable=is_trainable, **_device_map(model)
             )
             _refuse_unused(adapted, directory)
-            if changed_by:  # the recorded fingerprint is of the changed base model
-                check(f". {changed_by} may also have changed them")
+            if check_base and changed_by:  # the recorded fingerprint is of the changed base model
+                check(advice=f". {changed_by} may also have changed them{advice}")
             return adapted
     except BaseException:
         if patch is not patch_before:

@@ -223,49 +223,43 @@ def _logits_elsewhere(
     directory: Path, base_model: str | None, inputs: Inputs, *, plugin: bool
 ) -> dict[str, Tensor] | str:
     """Logits of a checkpoint in a new process, or its error message. `plugin`: it may import rope_extend."""
-    try:
-        with TemporaryDirectory(prefix="rope-extend-verify-") as temporary:
-            return _ask(Path(temporary), directory, base_model, inputs, plugin=plugin)
-    except (OSError, SafetensorError) as error:
-        raise RopeExtendError(f"the verifying process cannot be run: {error}") from error
-
-
-def _ask(
-    work: Path, directory: Path, base_model: str | None, inputs: Inputs, *, plugin: bool
-) -> dict[str, Tensor] | str:
-    """`_logits_elsewhere`; the processes exchange files in `work`."""
     tensors = {f"ids.{name}": ids for name, (ids, _) in inputs.items()}
     tensors |= {f"positions.{name}": positions for name, (_, positions) in inputs.items()}
-    save_file(tensors, work / "inputs")
-    request = {
-        "plugin": plugin,
-        "threads": torch.get_num_threads(),
-        "directory": str(directory.resolve()),
-        "base_model": base_model,
-        **{name: str(work / name) for name in ("inputs", "logits", "answer")},
-    }
-    (work / "request").write_text(json.dumps(request), encoding="utf-8")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the same libraries as here
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
-        # -P: the directory of the script belongs to this package and stays off the path.
-        [sys.executable, "-P", "-W", "ignore", stock_reader.__file__, str(work / "request")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode or not (work / "answer").exists():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RopeExtendError(f"the verifying process ended with {done.returncode}: {last}")
-    answer = json.loads((work / "answer").read_text(encoding="utf-8"))
-    if not plugin and not answer["without_rope_extend"]:
-        raise RopeExtendError("the verifying process imported rope_extend, so it verifies nothing")
-    return answer["error"] or load_file(work / "logits")
+    try:
+        with TemporaryDirectory(prefix="rope-extend-verify-") as temporary:
+            files = {name: Path(temporary) / name for name in ("inputs", "logits", "answer", "request")}
+            save_file(tensors, files["inputs"])
+            request = {
+                "plugin": plugin,
+                "threads": torch.get_num_threads(),
+                "directory": str(directory.resolve()),
+                "base_model": base_model,
+                **{name: str(path) for name, path in files.items()},
+            }
+            files["request"].write_text(json.dumps(request), encoding="utf-8")
+            done = subprocess.run(
+                # -P: the directory of the script belongs to this package and stays off the path.
+                [sys.executable, "-P", "-W", "ignore", stock_reader.__file__, str(files["request"])],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode or not files["answer"].exists():
+                last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+                raise RopeExtendError(f"the verifying process ended with {done.returncode}: {last}")
+            answer = json.loads(files["answer"].read_text(encoding="utf-8"))
+            if not plugin and not answer["without_rope_extend"]:
+                raise RopeExtendError("the verifying process imported rope_extend, so it verifies nothing")
+            return answer["error"] or load_file(files["logits"])
+    except (OSError, SafetensorError) as error:
+        raise RopeExtendError(f"the verifying process cannot be run: {error}") from error
 
 
 @dataclass(frozen=True)

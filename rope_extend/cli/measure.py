@@ -17,10 +17,10 @@ from rope_extend.evaluation.evaluation_config import (
     EvaluationConfig,
     ModelConfig,
     RetrievalConfig,
+    StudyConfig,
 )
 from rope_extend.evaluation.protocols import protocol_help
 from rope_extend.files import check_new
-from rope_extend.study.study_config import StudyConfig
 
 if TYPE_CHECKING:
     from rope_extend.evaluation.measurement import Measurement
@@ -64,7 +64,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
         raise RopeExtendError("--json belongs to --plan; an evaluation writes results.jsonl")
 
     from rope_extend.evaluation.evaluate import evaluate as run
-    from rope_extend.evaluation.perplexity_report import markdown_report
+    from rope_extend.evaluation.report_files import markdown_report
     from rope_extend.models.processes import is_main_process
 
     if arguments.plan:
@@ -89,17 +89,17 @@ def retrieve(arguments: argparse.Namespace) -> None:
     """Measure retrieval over depth and length: passkeys, needles, RULER-style tasks, on the same prompts.
 
     The first argument is a checkpoint or a YAML file, such as those in configs/evaluation/. The report has
-    prompts.jsonl, cells.jsonl, results.jsonl, a table with controls, heat maps, accuracy against length and
-    report.html. After an interruption, the same command with --resume continues.
+    prompts.jsonl, results.jsonl, tables with controls, accuracy against length, and heat maps in report.html.
+    After an interruption, the same command with --resume continues.
     """
     config = model_config(RetrievalConfig, arguments)
     if not config.output:
         raise RopeExtendError("retrieve needs --output, the directory of the report")
 
-    from rope_extend.evaluation.retrieval_report import retrieval_table
-    from rope_extend.evaluation.retrieve import retrieve as run
+    from rope_extend.evaluation.evaluate import retrieve as run
+    from rope_extend.evaluation.report_files import markdown_report
 
-    _run(config, arguments, run, retrieval_table)
+    _run(config, arguments, run, markdown_report)
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,17 +118,17 @@ def report(arguments: argparse.Namespace) -> None:
     config = model_config(StudyConfig, arguments)
     _check_needs(config, arguments, "report")
 
-    from rope_extend.study.reporting import Comparison, compare_methods, without_needless_methods
+    from rope_extend.study import Study, compare_methods, without_needless_methods
 
     if arguments.plan:
         print(_estimate(without_needless_methods(config), arguments)[1])
         return
-    _run(config, arguments, compare_methods, Comparison.markdown)
+    _run(config, arguments, compare_methods, Study.markdown)
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `compare`."""
-    text = "directories of evaluate or of retrieve; the same one twice compares its rows, with --row"
+    text = "directories of reports; the same one twice compares its rows, with --row"
     parser.add_argument("runs", type=path, nargs=2, metavar="RUN", help=text)
     text = (
         "row to compare: once for both runs, or twice, for the first and the second run (default: all labels "
@@ -142,19 +142,21 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
 def compare(arguments: argparse.Namespace) -> None:
     """Compare rows of two runs on the same tokens or prompts: the difference, and its interval.
 
-    Two evaluations are compared document by document, two retrieval runs prompt by prompt. So the difficulty
-    of a document or prompt does not affect the difference. Results on other text or prompts, or of another
-    protocol, are refused.
+    Perplexities are compared document by document, answers prompt by prompt. So the difficulty of a document
+    or prompt does not affect the difference. Results on other text or prompts, or of another protocol, are
+    refused.
     """
-    from rope_extend.evaluation.saved_runs import compare_saved, comparison_values
+    from rope_extend.evaluation.report_files import compare_saved
+    from rope_extend.evaluation.report_parts import comparison_parts
+    from rope_extend.report.page import markdown
 
-    table, paths = compare_saved(
+    found, paths = compare_saved(
         *arguments.runs, rows=arguments.row, output=arguments.output, overwrite=arguments.overwrite
     )
     if arguments.json:
-        print(json.dumps(comparison_values(*arguments.runs, rows=arguments.row), indent=2))
+        print(json.dumps([comparison.to_dict() for comparison in found], indent=2))
         return
-    print(table)
+    print(markdown(comparison_parts(found)))
     if paths:
         print("written:", *paths)
 
@@ -225,7 +227,7 @@ def _run(
         connected.destroy_process_group()
     if is_main_process():
         print(text(found))
-        none = "no report is written: no row is measured on a document yet"
+        none = "no report is written: nothing is measured yet"
         print(f"written: {output}" if (Path(output) / RESULTS).exists() else none)
 
 
@@ -261,28 +263,23 @@ def plot(arguments: argparse.Namespace) -> None:
 
 
 def _plot_results(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:
-    from rope_extend.evaluation.perplexity_report import read_runs
-    from rope_extend.evaluation.retrieval_report import read_retrievals
+    from rope_extend.evaluation.report_files import read_runs
     from rope_extend.plots import curves, retrieval_maps
 
+    rows = read_runs(arguments.results)
     if arguments.kind in ("perplexity", "loss"):
-        rows = read_runs(arguments.results)
-        trained = next((row.trained_length for row in rows if row.trained_length), None)
-        if trained is None:
-            raise RopeExtendError("these results do not state the trained window; evaluate again")
         draw = curves.plot_perplexity if arguments.kind == "perplexity" else curves.plot_loss_by_position
-        draw(rows, trained, output, **options)
+        draw([row for row in rows if row.result], output, **options)
         return
-    results = read_retrievals(arguments.results)
     if arguments.kind == "accuracy":
-        retrieval_maps.plot_accuracy(results, arguments.task, output, **options)
+        retrieval_maps.plot_accuracy(rows, arguments.task, output, **options)
         return
-    labels = [result.label for result in results]
+    labels = [row.label for row in rows]
     row = arguments.row or (labels[0] if len(labels) == 1 else None)
     if row not in labels:
         problem = "the results have several rows" if row is None else f"the results have no row {row!r}"
         raise RopeExtendError(f"{problem}; give --row with one of {', '.join(labels)}")
-    retrieval_maps.plot_heat_map(results[labels.index(row)], arguments.task, output, **options)
+    retrieval_maps.plot_heat_map(rows[labels.index(row)], arguments.task, output, **options)
 
 
 def _plot_run(arguments: argparse.Namespace, output: Path, options: dict[str, Any]) -> None:

@@ -183,7 +183,7 @@ def _results(source: str | None) -> dict[str, Any]:
     """The tables and the picture of an evaluation, as `write_card` takes them."""
     if source is None:
         return {}
-    from rope_extend.evaluation.perplexity_report import card_results, read_results
+    from rope_extend.evaluation.report_files import card_results, read_results
 
     return card_results(read_results(Path(source)))
 

@@ -17,11 +17,11 @@ from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.encodings import rotary_method
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.commands import command_words
-from rope_extend.evaluation.controls import regressions
+from rope_extend.evaluation.comparison import regressions
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
 from rope_extend.evaluation.output_directory import RESULTS
-from rope_extend.evaluation.perplexity_report import card_results, markdown_report
+from rope_extend.evaluation.report_files import card_results, markdown_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.training.finetune import finetune
 from rope_extend.training.recipe import Recipe
@@ -129,11 +129,13 @@ def _print_command(*words: str) -> None:
 def _show(rows: Sequence[EvaluationRow], output: Path) -> None:
     """Print the tables, and what fine-tuning did to texts and passkeys that fit the old window."""
     print("\n" + markdown_report(rows))
-    for change in regressions(rows):
-        if change.row.adapter is not None:
-            line = f"{change.row.label}, texts of {change.length} tokens: perplexity {change.before:.2f} → "
-            line += f"{change.after:.2f}"
-            for task, rates in change.retrieval.items():
+    for pair in regressions(rows):
+        for change in pair.differences if pair.second.adapter is not None else []:
+            before, after = (row.result.ppl[change.length] for row in (pair.first, pair.second))
+            line = (
+                f"{pair.second.label}, texts of {change.length} tokens: perplexity {before:.2f} → {after:.2f}"
+            )
+            for task, _, rates in pair.changes:
                 line += f", {task} {rates.first.mean:.0%} → {rates.second.mean:.0%}"
             print(line + ".")
     print(f"\nThe report: {output / 'report.html'}, and its picture: {output / 'perplexity.png'}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
@@ -22,7 +22,6 @@ from rope_extend.errors import PatchError, RopeExtendError
 from rope_extend.evaluation.evaluation_config import AS_IS, PLAIN, ModelConfig
 from rope_extend.evaluation.evaluation_mode import cast_adapter
 from rope_extend.evaluation.labels import distinct_labels, distinct_names, public_names
-from rope_extend.evaluation.results import EvaluationRow, Subject
 from rope_extend.memory.meta_device import quiet_patching
 from rope_extend.method_names import method_names
 from rope_extend.models.load_options import LoadOptions
@@ -200,22 +199,19 @@ class Candidates:
             if patch_of_adapter is not None:
                 patch_of_adapter.remove()
 
-    def subject(self, candidate: Candidate, label: str | None = None) -> Subject:
-        """The description of a candidate for its row; with another label, if given."""
+    def subject(self, candidate: Candidate, label: str) -> dict[str, Any]:
+        """What a row says of the model that was measured, see `EvaluationRow`."""
         patch = current_patch(candidate.model)
-        return Subject(
-            label=label or candidate.label,
-            encoding=patch.encoding.to_dict() if patch else None,
-            model=self.name,
-            adapter=candidate.adapter,
-            trained_length=self.trained_length,
-            rope_parameters=None if patch else self.info.rope_parameters,
-        )
-
-    def described(self, row: EvaluationRow) -> EvaluationRow:
-        """The row of a candidate, with the window that its adapter was trained for."""
-        record = None if row.adapter is None else self.records.get(row.adapter)
-        return row if record is None else replace(row, target_length=record.target_length)
+        record = None if candidate.adapter is None else self.records[candidate.adapter]
+        return {
+            "label": label,
+            "encoding": patch.encoding.to_dict() if patch else None,
+            "model": self.name,
+            "adapter": candidate.adapter,
+            "trained_length": self.trained_length,
+            "rope_parameters": None if patch else self.info.rope_parameters,
+            "target_length": record.target_length if record else None,
+        }
 
 
 def _check_removable(adapter: Path) -> None:

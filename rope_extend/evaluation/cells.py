@@ -2,8 +2,7 @@
 
 A cell is the perplexity of one row on one document, the answers of one row to a batch of prompts, or how one
 row continues a document. Each finished cell is a line of `cells.jsonl`. It is known by a digest of all that
-it depends on, so a cell of another text, adapter or setting is another line, and is not used. What belongs to
-each position is in arrays next to it.
+it depends on, so a cell of another text, adapter or setting is another line, and is not used.
 """
 
 from __future__ import annotations
@@ -11,34 +10,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import zipfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, write_arrays
-from rope_extend.files import PARTIAL
 from rope_extend.journal import Identity, Journal, differences
 
 CELLS = "cells.jsonl"
 """File of the finished cells. Its first line says which model they belong to."""
-ARRAYS = "arrays"
-"""Folder of what belongs to each position of a cell: one `.npz` file for each."""
 PERPLEXITY, RETRIEVAL, SAMPLE = "perplexity", "retrieval", "sample"
 """Kinds of cells, in the order in which those of a row are measured."""
 
 ADVICE = "use the arguments of that measurement, another output directory, or overwrite=True to replace it"
 
 _PARTS = re.compile(r"cells(\.\d+)?\.jsonl")
-_ARRAY = re.compile(rf"(\.)?[0-9a-f]{{16}}\.npz(\.[0-9a-f]{{8}}{re.escape(PARTIAL)})?")
 """Names of our files. All others belong to the user."""
-
-Arrays = dict[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -107,44 +96,17 @@ class CellStore:
         path = None if directory is None else directory / name
         self.journal = Journal(path, model, holds="measurements", advice=ADVICE)
         self.records = {record["cell"]: record for record in self.journal.records}
-        self.arrays: dict[str, Arrays] = {}
-
-    def has(self, cell: Cell) -> bool:
-        """Whether a cell is finished."""
-        return self.read(cell) is not None
 
     def read(self, cell: Cell) -> dict[str, Any] | None:
-        """The values of a finished cell; None if it is not finished, or its arrays are missing or damaged.
+        """The values of a finished cell; None if it is not finished.
 
         The label and the adapter's directory are those of the cell, whatever they were when it was measured.
         """
         record = self.records.get(cell.digest)
-        if record is None:
-            return None
-        if cell.kind == PERPLEXITY and (arrays := self._arrays(cell.digest)) is None:
-            return None
-        found = {**record, "label": cell.row.label, "adapter": cell.row.adapter}
-        return {**found, "arrays": arrays} if cell.kind == PERPLEXITY else found
+        return None if record is None else {**record, "label": cell.row.label, "adapter": cell.row.adapter}
 
-    def _arrays(self, digest: str) -> Arrays | None:
-        if digest not in self.arrays and self.directory is not None:
-            try:
-                with np.load(self._path(digest)) as arrays:
-                    self.arrays[digest] = dict(arrays)
-            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-                return None
-        return self.arrays.get(digest)
-
-    def _path(self, digest: str) -> Path:
-        assert self.directory is not None
-        return self.directory / ARRAYS / f"{digest}.npz"
-
-    def write(self, cell: Cell, values: Mapping[str, Any], arrays: Arrays | None = None) -> None:
-        """Keep a finished cell; the arrays first, so that a line has its arrays."""
-        if arrays is not None:
-            self.arrays[cell.digest] = arrays
-            if self.directory is not None:
-                write_arrays(self._path(cell.digest), arrays)
+    def write(self, cell: Cell, values: Mapping[str, Any]) -> None:
+        """Keep a finished cell."""
         self._add({"cell": cell.digest, "kind": cell.kind, **values, "identity": cell.identity})
 
     def _add(self, record: Mapping[str, Any]) -> None:
@@ -215,43 +177,10 @@ def holds_cells(directory: str | Path) -> bool:
 
 
 def remove_cells(directory: str | Path) -> None:
-    """Delete the cells of a directory, their arrays, and the folder of these if it is empty then."""
-    folder = Path(directory) / ARRAYS
-    ours = [path for path in folder.glob("*") if _ARRAY.fullmatch(path.name) and not path.is_dir()]
-    for path in (*ours, *_our_parts(Path(directory))):
+    """Delete the cells of a directory."""
+    for path in _our_parts(Path(directory)):
         path.unlink(missing_ok=True)
-    with suppress(OSError):  # there is none, or it has files of other people
-        folder.rmdir()
 
 
 def _our_parts(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("cells*.jsonl") if _PARTS.fullmatch(path.name))
-
-
-def perplexity_values(row: EvaluationRow, document: str) -> tuple[dict[str, Any], Arrays]:
-    """The values of a cell of perplexity for JSON, and its arrays.
-
-    Args:
-        row: the row on one document.
-        document: name of the document.
-    """
-    values, result = row.to_dict(), row.result
-    arrays: Arrays = {"nll_by_position": result.nll_by_position}
-    if result.scored_by_position is not None:
-        arrays["scored_by_position"] = result.scored_by_position
-    for length, (losses,) in (result.losses or {}).items():
-        arrays[f"losses_{length}"] = losses
-    del values["result"]["nll_by_position"], values["result"]["scored_by_position"]
-    return {"document": document, **values}, arrays
-
-
-def row_of_cell(values: Mapping[str, Any]) -> EvaluationRow:
-    """The row of a cell of perplexity."""
-    arrays: Arrays = dict(values["arrays"])
-    nll, scored = arrays.pop("nll_by_position"), arrays.pop("scored_by_position", None)
-    row = EvaluationRow.from_dict({**values, "result": {**values["result"], "nll_by_position": []}})
-    losses = {int(name.partition("_")[2]): [array] for name, array in arrays.items()} or None
-    result: PerplexityResult = replace(
-        row.result, nll_by_position=nll, scored_by_position=scored, losses=losses
-    )
-    return replace(row, result=result)

@@ -2,102 +2,124 @@
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, SAMPLE, row_of_cell
+from rope_extend.evaluation.cells import PERPLEXITY, RETRIEVAL, SAMPLE
 from rope_extend.evaluation.results import Cell as RetrievalCell
 from rope_extend.evaluation.results import EvaluationRow, Losses, PerplexityResult, RetrievalResult, Sample
 from rope_extend.evaluation.retrieval import joined_fingerprint
 
 Values = Mapping[str, Any]
-"""The values of a finished cell."""
+"""The values of a finished cell: those of its row, and what was measured."""
 
 
-@dataclass(frozen=True)
-class Collected:
-    """What was measured so far.
+def perplexity_values(result: PerplexityResult, document: str) -> dict[str, Any]:
+    """The values of a cell of perplexity for JSON.
 
-    Attributes:
-        rows: the perplexity of each row that is finished on all of `documents`, and its retrieval.
-        retrieval: the retrieval of each row that answered a prompt.
-        documents: names of the documents that the rows are compared on.
-        texts: fingerprints of the tokens of these documents.
-        partial: by label, the number of documents of rows that are left out of `rows`.
+    Args:
+        result: the perplexity on one document.
+        document: name of the document.
     """
-
-    rows: list[EvaluationRow]
-    retrieval: list[RetrievalResult]
-    documents: list[str]
-    texts: list[str]
-    partial: dict[str, int]
+    arrays = {"nll_by_position": result.nll_by_position, "scored_by_position": result.scored_by_position}
+    losses = {length: packed(of_document) for length, (of_document,) in (result.losses or {}).items()}
+    positions = {name: None if array is None else packed(array) for name, array in arrays.items()}
+    return {"document": document, "result": {**result.to_dict(), **positions, "losses": losses}}
 
 
-def collect(cells: Iterable[Values], labels: Sequence[str]) -> Collected:
-    """Put finished cells together.
+def result_of_cell(values: Values) -> PerplexityResult:
+    """The result of a cell of perplexity."""
+    found = values["result"]
+    scored = found["scored_by_position"]
+    result = PerplexityResult.from_dict({**found, "nll_by_position": [], "scored_by_position": None})
+    return replace(
+        result,
+        nll_by_position=unpacked(found["nll_by_position"], "<f8"),
+        scored_by_position=None if scored is None else unpacked(scored, "<i8"),
+        losses={int(length): [unpacked(text, "<f4")] for length, text in found["losses"].items()} or None,
+    )
+
+
+def packed(array: np.ndarray[Any, Any]) -> str:
+    """The bytes of an array, little-endian, in base64: exact, and half as long as its digits."""
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode("ascii")
+
+
+def unpacked(text: str, dtype: str) -> np.ndarray[Any, Any]:
+    """Inverse of `packed`."""
+    return np.frombuffer(base64.b64decode(text), dtype)
+
+
+def collect(cells: Iterable[Values], labels: Sequence[str]) -> tuple[list[EvaluationRow], list[str]]:
+    """Put finished cells together: the rows, and the names of the documents that they are compared on.
 
     Rows are compared on the same documents, which are known by their tokens: two files of one name in two
     folders are two documents. Those that most rows have come first, and their number is the one that fills
-    most of the table: documents times the rows that have all of them.
+    most of the table: documents times the rows that have all of them. Rows that lack one of these are left
+    out. If no row has a document, those that answered prompts are the rows.
 
     Args:
         cells: the values of finished cells.
         labels: the labels of the rows, in order.
     """
     cells = list(cells)
-    measured: dict[str, dict[str, EvaluationRow]] = {}
+    of_kind = {
+        kind: [values for values in cells if values["kind"] == kind]
+        for kind in (PERPLEXITY, RETRIEVAL, SAMPLE)
+    }
+    measured: dict[str, dict[str, PerplexityResult]] = {label: {} for label in labels}
     names: dict[str, str] = {}
-    for values in cells:
-        if values["kind"] == PERPLEXITY:
-            row = row_of_cell(dict(values))
-            measured.setdefault(row.label, {})[row.result.data] = row
-            names.setdefault(row.result.data, values["document"])
-    rows_of = Counter(data for label in labels for data in measured.get(label, {}))
-    documents = sorted(
-        names, key=lambda data: -rows_of[data]
-    )  # stable: equal ones stay in the order of cells
-    answered = retrieved([values for values in cells if values["kind"] == RETRIEVAL], labels)
+    for values in of_kind[PERPLEXITY]:
+        result = result_of_cell(values)
+        measured[values["label"]][result.data] = result
+        names.setdefault(result.data, values["document"])
+    rows_of = Counter(data for results in measured.values() for data in results)
+    documents = sorted(names, key=lambda data: -rows_of[data])  # stable: else in the order of cells
     complete = {
-        count: [label for label in labels if measured.get(label, {}).keys() >= {*documents[:count]}]
+        count: [label for label in labels if measured[label].keys() >= {*documents[:count]}]
         for count in range(1, len(documents) + 1)
     }
     count = max(complete, key=lambda each: (each * len(complete[each]), each), default=0)
-    shared, used = documents[:count], complete.get(count, [])
-    by_label = {result.label: result for result in answered}
+    shared = documents[:count]
+    answered = retrieved(of_kind[RETRIEVAL], labels)
     samples: dict[str, list[Sample]] = {}
-    for values in cells:
-        if values["kind"] == SAMPLE:
-            samples.setdefault(values["label"], []).append(Sample(**values["sample"]))
+    for values in of_kind[SAMPLE]:
+        samples.setdefault(values["label"], []).append(Sample(**values["sample"]))
+    about = {values["label"]: values for values in cells}
     rows = [
-        replace(
-            merged([measured[label][data] for data in shared]),
-            retrieval=by_label.get(label),
+        EvaluationRow(
+            **{item.name: about[label][item.name] for item in fields(EvaluationRow) if item.name in _SUBJECT},
+            result=merged([measured[label][data] for data in shared]),
+            retrieval=answered.get(label, RetrievalResult()),
             samples=tuple(samples.get(label, ())),
         )
-        for label in used
+        for label in complete.get(count, answered)
     ]
-    partial = {label: len(measured.get(label, {})) for label in labels if label not in used}
-    return Collected(rows, answered, [names[data] for data in shared], shared, partial)
+    return rows, [names[data] for data in shared]
 
 
-def merged(rows: Sequence[EvaluationRow]) -> EvaluationRow:
-    """One row from rows on one document each, of the same model and lengths.
+_SUBJECT = ("label", "encoding", "model", "adapter", "trained_length", "rope_parameters", "target_length")
+"""Fields of a row that each of its cells has."""
+
+
+def merged(results: Sequence[PerplexityResult]) -> PerplexityResult:
+    """One result from results on one document each, of the same model and lengths.
 
     Sums are over documents in order, as in a measurement of all of them together.
     """
-    results = [row.result for row in rows]
+    if len(results) < 2:
+        return results[0] if results else PerplexityResult()
     first = results[0]
-    if len(results) == 1:
-        return rows[0]
-    nll = {length: [sum_of(result, length) for result in results] for length in first.ppl}
-    terms = {length: [result.document_terms[length][0] for result in results] for length in first.ppl}  # type: ignore[index]
+    nll = {length: [result.document_nll[length][0] for result in results] for length in first.ppl}
+    terms = {length: [result.document_terms[length][0] for result in results] for length in first.ppl}
     means, scored = _by_position(results)
-    result = replace(
+    return replace(
         first,
         ppl={length: statistics.ppl(sum(nll[length]) / sum(terms[length])) for length in first.ppl},
         tokens={length: sum(result.tokens[length] for result in results) for length in first.ppl},
@@ -112,7 +134,6 @@ def merged(rows: Sequence[EvaluationRow]) -> EvaluationRow:
         document_terms=terms,
         losses=_losses(results),
     )
-    return replace(rows[0], result=result)
 
 
 def _by_position(results: Sequence[PerplexityResult]) -> tuple[Any, Any]:
@@ -140,14 +161,8 @@ def _losses(results: Sequence[PerplexityResult]) -> dict[int, list[Losses]] | No
     }
 
 
-def sum_of(result: PerplexityResult, length: int) -> float:
-    """The sum of the losses of a result on one document, in nats."""
-    assert result.document_nll is not None
-    return result.document_nll[length][0]
-
-
-def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> list[RetrievalResult]:
-    """The retrieval of each row, from cells of a few prompts each.
+def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> dict[str, RetrievalResult]:
+    """The retrieval of each row that answered a prompt, from cells of a few prompts each.
 
     A trial of a row counts if the row has it at every depth, so that no depth counts more than another.
 
@@ -161,22 +176,25 @@ def retrieved(cells: Sequence[Values], labels: Sequence[str]) -> list[RetrievalR
         for trial in values["trials"]:
             task, length, depth = trial["task"], trial["length"], trial["depth"]
             depths.setdefault((task, length), {})[depth] = None
-            if values["label"] in found:
-                of_row = found[values["label"]].setdefault((task, length, trial["trial"]), {})
-                of_row[depth] = trial
-    results = []
+            found[values["label"]].setdefault((task, length, trial["trial"]), {})[depth] = trial
+    results = {}
     for label, trials in found.items():
-        whole = {
-            key: by_depth for key, by_depth in trials.items() if by_depth.keys() == depths[key[:2]].keys()
-        }
-        if whole:
-            groups = [
-                _one_cell([whole[key][depth] for key in sorted(whole) if key[:2] == (task, length)])
-                for task, length in depths
-                if any(key[:2] == (task, length) for key in whole)
-                for depth in depths[task, length]
-            ]
-            results.append(_one_result([cell for cell in cells if cell["label"] == label], groups))
+        own = [cell for cell in cells if cell["label"] == label]
+        whole = {key: trials[key] for key in sorted(trials) if trials[key].keys() == depths[key[:2]].keys()}
+        groups = [
+            _one_cell([by_depth[depth] for key, by_depth in whole.items() if key[:2] == which])
+            for which in depths
+            if any(key[:2] == which for key in whole)
+            for depth in depths[which]
+        ]
+        if groups:
+            results[label] = RetrievalResult(
+                tuple(groups),
+                crop=own[0]["crop"],
+                seconds=sum(cell["seconds"] for cell in own),
+                forward_tokens=sum(cell["forward_tokens"] for cell in own),
+                peak_memory_bytes=max(cell["peak_memory_bytes"] for cell in own),
+            )
     return results
 
 
@@ -189,17 +207,3 @@ def _one_cell(trials: Sequence[Values]) -> RetrievalCell:
         tuple(trial["score"] for trial in trials),
         joined_fingerprint(trial["prompt"] for trial in trials),
     )  # fmt: skip
-
-
-def _one_result(cells: Sequence[Values], groups: Sequence[RetrievalCell]) -> RetrievalResult:
-    """The result of a row from its finished cells of retrieval."""
-    first = cells[0]
-    return RetrievalResult(
-        **{name: first[name] for name in ("label", "encoding", "model", "adapter", "trained_length")},
-        crop=first["crop"],
-        rope_parameters=first["rope_parameters"],
-        cells=tuple(groups),
-        seconds=sum(cell["seconds"] for cell in cells),
-        forward_tokens=sum(cell["forward_tokens"] for cell in cells),
-        peak_memory_bytes=max(cell["peak_memory_bytes"] for cell in cells),
-    )

@@ -1,28 +1,21 @@
-"""Comparisons of two rows on the same documents or prompts, paired one by one."""
+"""Comparisons of two rows on the same documents or prompts, paired one by one; and those with the controls.
+
+Perplexity that falls with the length says little, because later parts of a text are easier for any working
+model. So each row is compared with the same model whose context is cropped to the trained window. And a
+method may do worse on short texts, for which the model needed no extension. So each is compared with plain
+RoPE within the trained window.
+"""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import EvaluationRow, PerplexityResult, RetrievalResult
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 from rope_extend.evaluation.statistics import Difference, RateDifference, paired
-from rope_extend.report.tables import Section, interval, signed
 from rope_extend.units import format_length
-
-Row = TypeVar("Row", EvaluationRow, RetrievalResult)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two rows, and the difference between them at each length that both have."""
-
-    first: EvaluationRow
-    second: EvaluationRow
-    differences: list[Difference]
 
 
 class RetrievalChange(NamedTuple):
@@ -34,43 +27,74 @@ class RetrievalChange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RetrievalComparison:
-    """Two rows of retrieval, and the differences between them on the same prompts."""
+class Comparison:
+    """Two rows, and the differences between them.
 
-    first: RetrievalResult
-    second: RetrievalResult
-    changes: list[RetrievalChange]
+    Attributes:
+        first: the row that the other is compared with.
+        second: the other row.
+        differences: the difference of the losses at each length that both have.
+        changes: the difference of the scores in each task and length with the same prompts.
+    """
+
+    first: EvaluationRow
+    second: EvaluationRow
+    differences: list[Difference]
+    changes: Sequence[RetrievalChange] = ()
+
+    @property
+    def longest(self) -> Difference:
+        """The difference of the losses at the longest length."""
+        return max(self.differences, key=lambda change: change.length)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts."""
+        return {
+            "first": self.first.label,
+            "second": self.second.label,
+            "differences": [change.to_dict() for change in self.differences],
+            "changes": [
+                {"task": task, "length": length, **change.to_dict()} for task, length, change in self.changes
+            ],
+        }
 
 
 def compare(first: EvaluationRow, second: EvaluationRow) -> Comparison:
-    """Compare two rows at all lengths that both have.
+    """Compare two rows at all lengths that both have, and in all tasks whose prompts both have.
 
     Raises:
-        RopeExtendError: the rows have different tokens or protocols, share no length, or were saved without
-            sums by document.
+        RopeExtendError: the rows have different tokens, protocols or prompts, or share nothing.
     """
-    before, after = first.result, second.result
-    for difference, a, b in (
-        ("on different texts", before.data, after.data),
+    rows = f"{first.label!r} and {second.label!r}"
+    for what, a, b in (
+        ("on different texts", first.result.data, second.result.data),
         ("by different protocols", protocol_text(first), protocol_text(second)),
     ):
-        if a != b:
+        if first.result and second.result and a != b:
             raise RopeExtendError(
-                f"{first.label!r} and {second.label!r} were measured {difference} ({a} and {b}), so they "
-                "cannot be compared; evaluate both with the same data, max_documents, lengths and protocol"
+                f"{rows} were measured {what} ({a} and {b}), so they cannot be compared; evaluate both with "
+                "the same data, max_documents, lengths and protocol"
             )
-    lengths = sorted(before.ppl.keys() & after.ppl.keys())
-    if not lengths:
+    lengths = sorted(first.result.ppl.keys() & second.result.ppl.keys())
+    found = differences(first.result, second.result, lengths)
+    changes, other = [], []
+    for task in first.retrieval.tasks:
+        for length in first.retrieval.lengths(task):
+            change = second.retrieval.against(first.retrieval, task, length)
+            if change is not None:
+                changes.append(RetrievalChange(task, length, change))
+            elif second.retrieval.at(task, length):
+                other.append(f"{task} at {length} tokens")
+    if other and not found:
         raise RopeExtendError(
-            f"{first.label!r} and {second.label!r} have no length in common; evaluate both at the same "
-            "lengths"
+            f"{rows} had different prompts of {other[0]}, so they cannot be compared; measure both with the "
+            "same depths, trials, seed, data and chat"
         )
-    changes = differences(before, after, lengths)
-    if not changes:
+    if not found and not changes:
         raise RopeExtendError(
-            "these results were saved without sums by document; evaluate again to compare them"
+            f"{rows} have no length, and no task and length, in common; measure both with the same lengths"
         )
-    return Comparison(first, second, changes)
+    return Comparison(first, second, found, changes)
 
 
 def differences(
@@ -81,74 +105,30 @@ def differences(
     Raises:
         RopeExtendError: the two scored other targets at one of the lengths.
     """
-    if first.document_nll is None or second.document_nll is None or first.document_terms is None:
-        return []
-    other = [length for length in lengths if not same_terms(first, second, length)]
-    if other:
-        raise RopeExtendError(
-            f"two results scored different targets of the same text at {format_length(other[0])}, so they "
-            "cannot be compared; evaluate both with the same protocol, and a stride below the shortest length"
-        )
-    return [
-        paired(n, first.document_nll[n], second.document_nll[n], first.document_terms[n]) for n in lengths
-    ]
-
-
-def same_terms(first: PerplexityResult, second: PerplexityResult, length: int) -> bool:
-    """Whether two results scored as many targets of each document; also if one does not say."""
-    before, after = first.document_terms, second.document_terms
-    return before is None or after is None or before[length] == after[length]
-
-
-def compare_retrieval(first: RetrievalResult, second: RetrievalResult) -> RetrievalComparison:
-    """Compare two rows of retrieval at all tasks and lengths that both have.
-
-    Raises:
-        RopeExtendError: they share none, or had different prompts.
-    """
-    shared = [
-        (task, length)
-        for task in first.tasks
-        for length in first.lengths(task)
-        if task in second.tasks and length in second.lengths(task)
-    ]
-    if not shared:
-        raise RopeExtendError(
-            f"{first.label!r} and {second.label!r} have no task and length in common; measure both with the "
-            "same tasks and lengths"
-        )
-    changes = []
-    for task, length in shared:
-        change = second.against(first, task, length)
-        if change is None:
+    known = [n for n in lengths if n in first.document_nll and n in second.document_nll]
+    for length in known:
+        if first.document_terms[length] != second.document_terms[length]:
             raise RopeExtendError(
-                f"{first.label!r} and {second.label!r} had different prompts of {task} at {length} tokens, "
-                "so they cannot be compared; measure both with the same depths, trials, seed, data and chat"
+                f"two results scored different targets of the same text at {format_length(length)}, so they "
+                "cannot be compared; evaluate both with the same protocol, and a stride below the shortest "
+                "length"
             )
-        changes.append(RetrievalChange(task, length, change))
-    return RetrievalComparison(first, second, changes)
-
-
-def compare_runs(
-    first: Sequence[EvaluationRow],
-    second: Sequence[EvaluationRow],
-    *,
-    names: tuple[str, str],
-    rows: Sequence[str] = (),
-) -> list[Comparison]:
-    """Compare the rows of two runs; arguments and errors are those of `pairs` and `compare`."""
-    return [compare(*pair) for pair in pairs(first, second, names=names, rows=rows)]
+    return [paired(n, first.document_nll[n], second.document_nll[n], first.document_terms[n]) for n in known]
 
 
 def pairs(
-    first: Sequence[Row], second: Sequence[Row], *, names: tuple[str, str], rows: Sequence[str] = ()
-) -> list[tuple[Row, Row]]:
+    first: Sequence[EvaluationRow],
+    second: Sequence[EvaluationRow],
+    *,
+    names: Sequence[str],
+    rows: Sequence[str] = (),
+) -> list[tuple[EvaluationRow, EvaluationRow]]:
     """Pairs of rows of two runs: those with equal labels, or those with the given labels.
 
     Args:
         first: rows of one run.
         second: rows of the other run, or of the same one.
-        names: names of the runs, which are added to equal labels.
+        names: names of the two runs, which are added to equal labels.
         rows: labels. None: all labels that both runs have, or the only row of each. One: the label in both
             runs. Two: the label in the first run and the label in the second.
 
@@ -172,85 +152,93 @@ def pairs(
             f"nothing to compare: {names[0]} has {', '.join(map(repr, by_label[0]))}, {names[1]} has "
             f"{', '.join(map(repr, by_label[1]))}; name two rows (--row LABEL --row LABEL)"
         )
-    paired_rows = []
+    found = []
     for a, b in labels:
         row, other = by_label[0][a], by_label[1][b]
         if a == b:
             row, other = replace(row, label=f"{a} ({names[0]})"), replace(other, label=f"{b} ({names[1]})")
-        paired_rows.append((row, other))
-    return paired_rows
-
-
-def comparison_table(comparisons: Sequence[Comparison]) -> str:
-    """Markdown: both perplexities, their difference with its interval, and their ratio, by pair and length.
-
-    Pairs whose rows both have passkeys within the trained window get a table of these too.
-    """
-    sections = []
-    for pair in comparisons:
-        first, second = pair.first, pair.second
-        lines = [["length", "first", "second", "difference, nats", "95 % interval", "ratio"]]
-        lines += [
-            [
-                format_length(change.length),
-                f"{first.result.ppl[change.length]:.4g}",
-                f"{second.result.ppl[change.length]:.4g}",
-                signed(change.nats),
-                interval(change.low, change.high),
-                f"{change.ratio:.4f}",
-            ]
-            for change in pair.differences
-        ]
-        heading = (
-            f"Perplexity, {second.label} against {first.label}, {pair.differences[0].documents} documents "
-            f"(text {first.result.data}, protocol {protocol_text(first)})"
-        )
-        sections.append(Section(heading, lines))
-    note = (
-        "Difference: mean loss of the second minus that of the first; below zero the second is better. The "
-        "interval is Student's t over documents, and needs three. If it contains zero, there is no clear "
-        "difference."
-    )
-    sections[-1] = replace(sections[-1], notes=[note])
-    retrieved = []
-    for pair in comparisons:
-        before, after = pair.first.retrieval, pair.second.retrieval
-        if before is not None and after is not None:
-            with contextlib.suppress(RopeExtendError):  # different prompts: only perplexity is compared
-                renamed = replace(before, label=pair.first.label), replace(after, label=pair.second.label)
-                retrieved.append(compare_retrieval(*renamed))
-    text = "\n\n".join(section.markdown() for section in sections) + "\n"
-    return text + (f"\n{retrieval_comparison_table(retrieved)}" if retrieved else "")
-
-
-def retrieval_comparison_table(comparisons: Sequence[RetrievalComparison]) -> str:
-    """Markdown: both rates, and their difference with its interval, by pair, task and length."""
-    sections = []
-    for pair in comparisons:
-        lines = [["task", "length", "first", "second", "difference", "95 % interval"]]
-        lines += [
-            [
-                task,
-                format_length(length),
-                str(change.first),
-                str(change.second),
-                f"{signed(100 * change.change, '+.0f')} points",
-                interval(100 * change.low, 100 * change.high, "+.0f"),
-            ]
-            for task, length, change in pair.changes
-        ]
-        sections.append(Section(f"Retrieval, {pair.second.label} against {pair.first.label}", lines))
-    note = (
-        "Difference: share of prompts that the second solves minus that of the first; above zero the second "
-        "is better. The interval is Newcombe's for paired proportions. If it contains zero, there is no "
-        "clear difference."
-    )
-    sections[-1] = replace(sections[-1], notes=[note])
-    return "\n\n".join(section.markdown() for section in sections) + "\n"
+        found.append((row, other))
+    return found
 
 
 def protocol_text(row: EvaluationRow) -> str:
     """The protocol of a row with its settings, such as `sliding stride=256`."""
-    result = row.result
-    settings = {"window": result.window, "stride": result.stride, "last": result.last}
-    return " ".join([result.protocol, *(f"{k}={v}" for k, v in settings.items() if v is not None)])
+    return " ".join([row.result.protocol, *(f"{k}={v}" for k, v in row.result.settings.items())])
+
+
+def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
+    """Compare each other row with plain RoPE within the trained window: that length alone.
+
+    Plain RoPE is the first untrained row with it, cropped or not, because both are equal within the window;
+    else the row with the checkpoint's own encoding. Empty without such a row, or without others on the same
+    text or prompts.
+    """
+    trained = rows[0].trained_length if rows else None
+    untrained = [row for row in rows if row.adapter is None and row.method == "none"]
+    bases = [row for row in untrained if row.encoding is not None] or untrained
+    if trained is None or not bases:
+        return []
+    base = bases[0]
+    retrieved = next((row.retrieval for row in bases if row.retrieval), base.retrieval)
+    compared = []
+    for row in rows:
+        if row in bases or row.cropped:
+            continue
+        first, second = (each.result.document_terms.get(trained) for each in (base, row))
+        same = _same_targets(row, base) and first == second
+        found = differences(base.result, row.result, [trained]) if same else []
+        changes = [
+            RetrievalChange(task, trained, rates)
+            for task in row.retrieval.tasks
+            if (rates := row.retrieval.against(retrieved, task, trained)) is not None
+        ]
+        if found or (changes and not row.result):
+            compared.append(Comparison(base, row, found, changes))
+    return compared
+
+
+def cropped_control(rows: Sequence[EvaluationRow]) -> EvaluationRow | None:
+    """The row of the untrained model whose context is cropped; None if it was not measured."""
+    controls = [row for row in rows if row.result.cropped and row.adapter is None and row.method == "none"]
+    return controls[0] if controls and rows[0].trained_length is not None else None
+
+
+def against_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
+    """Compare each row with the untrained model whose context is cropped, beyond the trained window.
+
+    Empty if that control was not measured.
+    """
+    base = cropped_control(rows)
+    return [] if base is None else _compared(base, [row for row in rows if not row.cropped])
+
+
+def trained_when_cropped(rows: Sequence[EvaluationRow]) -> list[Comparison]:
+    """Compare the adapters of plain RoPE, with their context cropped too, with the untrained model.
+
+    They show what the training gives without a longer context.
+    """
+    base = cropped_control(rows)
+    cropped = [row for row in rows if row.result.cropped and row.adapter is not None]
+    return [] if base is None else _compared(base, cropped)
+
+
+def _compared(base: EvaluationRow, rows: Sequence[EvaluationRow]) -> list[Comparison]:
+    """Compare rows on the targets of a control, beyond its trained window; others are left out."""
+    first, trained = base.result, base.trained_length
+    assert trained is not None
+    compared = []
+    for row in (row for row in rows if _same_targets(row, base)):
+        lengths = sorted(n for n in row.result.ppl.keys() & first.ppl.keys() if n > trained)
+        shared = [n for n in lengths if row.result.document_terms.get(n) == first.document_terms.get(n)]
+        if changes := differences(first, row.result, shared):
+            compared.append(Comparison(base, row, changes))
+    return compared
+
+
+def _same_targets(row: EvaluationRow, base: EvaluationRow) -> bool:
+    """Whether two rows scored the same targets of the same texts: `cropped` has those of `prefix`."""
+    one, other = (
+        ("prefix" if each.protocol == "cropped" else each.protocol, each.stride, each.last, each.data)
+        for each in (row.result, base.result)
+    )
+    return bool(row.result) and one == other

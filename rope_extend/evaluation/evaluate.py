@@ -1,24 +1,23 @@
-"""Compare methods and adapters by perplexity on the same text: `rope_extend.evaluate`."""
+"""Measure a model under several methods and with adapters: `rope_extend.evaluate` and `retrieve`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.commands import how_it_was_made
-from rope_extend.evaluation.evaluation_config import EvaluationConfig
+from rope_extend.evaluation.evaluation_config import EvaluationConfig, ModelConfig, RetrievalConfig
 from rope_extend.evaluation.measurement import Measurement
-from rope_extend.evaluation.output_directory import FILES, check_measurement
-from rope_extend.evaluation.perplexity_report import write_report
+from rope_extend.evaluation.output_directory import check_measurement
+from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
-from rope_extend.evaluation.running import run
+from rope_extend.evaluation.running import Found, run
 from rope_extend.models.processes import is_main_process
+from rope_extend.report.tables import Sentences
 
 
 def evaluate(
-    config: EvaluationConfig,
-    *,
-    resume: bool = False,
-    overwrite: bool = False,
-    progress: bool = True,
+    config: EvaluationConfig, *, resume: bool = False, overwrite: bool = False, progress: bool = True
 ) -> list[EvaluationRow]:
     """Measure perplexity with each method, untrained, and with each adapter; write the report.
 
@@ -43,21 +42,67 @@ def evaluate(
         RopeExtendError: no such model, adapter, method or data, texts that are too short, a length that does
             not fit into memory, or an output directory that holds a report.
     """
+    if config.data is None:
+        raise RopeExtendError("evaluation: data is not set; give long documents to measure perplexity on")
+    return measure(config, resume=resume, overwrite=overwrite, progress=progress).rows
+
+
+def retrieve(
+    config: RetrievalConfig, *, resume: bool = False, overwrite: bool = False, progress: bool = True
+) -> list[EvaluationRow]:
+    """Measure retrieval with each method, untrained, and with each adapter; write the report.
+
+    Every row answers the same prompts. All else is as for `evaluate`. The report also has `prompts.jsonl`.
+
+    Args:
+        config: what to measure, and how.
+        resume: use what is measured in the output directory.
+        overwrite: replace what is measured in the output directory.
+        progress: show progress.
+
+    Returns:
+        The rows of the tables; each has its `retrieval`.
+
+    Raises:
+        RopeExtendError: no such model, adapter, method or data, a task that does not fit a length, or an
+            output directory that holds another run.
+    """
+    return measure(config, resume=resume, overwrite=overwrite, progress=progress).rows
+
+
+def measure(
+    config: ModelConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+    lead: Callable[[Measurement, Found], Sequence[Sentences]] = lambda *_: (),
+) -> Found:
+    """Run a measurement, and write its report if the config has a directory for it.
+
+    Args:
+        config: what to measure, and how.
+        resume: use what is measured in the output directory.
+        overwrite: replace what is measured in the output directory.
+        progress: show progress.
+        lead: what the report begins with.
+
+    Raises:
+        RopeExtendError: see `evaluate`.
+    """
     if config.output is None and (resume or overwrite):
         raise RopeExtendError(
             "resume and overwrite refer to a report on disk, and output is not set; set output"
         )
-    if config.data is None:
-        raise RopeExtendError("evaluation: data is not set; give long documents to measure perplexity on")
-    output = None
+    directory = None
     if config.output is not None:
-        output = check_measurement(config.output, FILES, overwrite=overwrite, resume=resume)
+        directory = check_measurement(config.output, overwrite=overwrite, resume=resume)
     measurement = Measurement(config)
-    found = run(measurement, output, resume=resume, overwrite=overwrite, progress=progress)
-    rows = found.collected.rows
-    if output is not None and rows and is_main_process():
+    found = run(measurement, directory, resume=resume, overwrite=overwrite, progress=progress)
+    first = [*lead(measurement, found), *found.lead]
+    if directory is not None and found.rows and is_main_process():
         write_report(
-            rows, output, trained_length=measurement.trained, overwrite=overwrite or resume, lead=found.lead,
-            made_by=how_it_was_made("evaluate", config),
+            found.rows, directory, overwrite=overwrite or resume, prompts=measurement.prompts, lead=first,
+            end=[how_it_was_made(config)],
         )  # fmt: skip
-    return rows
+    return found

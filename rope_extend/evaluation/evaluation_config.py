@@ -1,4 +1,4 @@
-"""Settings of `rope_extend.evaluate` and `rope_extend.retrieve`, from YAML, flags or Python.
+"""Settings of `rope_extend.evaluate`, `retrieve` and `compare_methods`, from YAML, flags or Python.
 
 The module imports neither torch nor transformers, so that `--help` and errors in arguments come quickly.
 """
@@ -25,7 +25,6 @@ from rope_extend.config import (
     Kind,
     choice,
     items,
-    list_of,
     optional,
     or_auto,
     require,
@@ -59,6 +58,13 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(PATH.parse(item) for item in items(value)))
 
 
+def _tasks(value: Any) -> tuple[str, ...]:
+    """Names of tasks; `none` and an empty list are no tasks."""
+    if value == "none" or (isinstance(value, list | tuple) and not value):
+        return ()
+    return tuple(dict.fromkeys(map(choice(*TASKS).parse, items(value))))
+
+
 def _device_map(value: Any) -> str | dict[str, Any]:
     require(value in DEVICE_MAPS if isinstance(value, str) else isinstance(value, Mapping))
     if isinstance(value, str):
@@ -82,7 +88,7 @@ _DEVICE_MAP = optional(
 )
 DEPTHS_KIND = Kind("a number of depths, or a list of depths between 0 and 1", depths_from)
 CHAT_KIND = Kind(f"one of {', '.join(CHAT)}", _chat, plain=True, choices=CHAT)
-_TASKS = list_of(choice(*TASKS), f"a list of {', '.join(TASKS)}")
+_TASKS = Kind(f"a list of {', '.join(TASKS)}, or none", _tasks, plain=True)
 
 
 @dataclass(frozen=True)
@@ -108,15 +114,12 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is measured of each row, in the terms of the runner that all commands share.
+    """What is measured of each row, in the terms of the runner; other fields are those of the settings.
 
     Attributes:
-        prompts: the prompts.
         documents: whether perplexity is measured.
         cropped: whether there are control rows whose context is cropped.
-        protocol: how perplexity is measured.
         window_settings: the settings of the protocol that were given.
-        samples: number of documents that each row continues.
         planned: whether memory and time are estimated.
         planned_maps: whether they are for methods that change positions too, which takes minutes for a long
             window.
@@ -135,26 +138,8 @@ class Wanted:
     planned_maps: bool = True
 
 
-DEPTHS = 5
-"""Number of depths of the passkeys of an evaluation."""
-MOST_TRIALS = 4
-"""Default number of passkeys at each depth, if they are cheap."""
-CHEAP_PROMPTS = 65_536
-"""Tokens of a row's passkeys that are cheap whatever the documents have."""
-
-
-def default_trials(documents: int, tokens: int, prompt_tokens: int) -> int:
-    """Passkeys at each depth that cost no more than the documents, from 1 to 4.
-
-    Args:
-        documents: number of documents.
-        tokens: tokens of each.
-        prompt_tokens: tokens of a passkey, or of one of each length.
-    """
-    each = DEPTHS * prompt_tokens
-    if MOST_TRIALS * each <= CHEAP_PROMPTS:
-        return MOST_TRIALS
-    return max(1, min(MOST_TRIALS, documents * tokens // each))
+DEPTHS, TRIALS = 5, 4
+"""Depths of the passkeys of an evaluation, and by default the number at each."""
 
 
 @dataclass(frozen=True)
@@ -215,6 +200,13 @@ class ModelConfig(Config):
         int | None, _MEMORY, "upper limit of the memory used on a device, such as 20GB"
     ] = None
 
+    budget: Annotated[
+        float | None,
+        optional(DURATION),
+        "time to stop after, such as 2h; what was not measured by then is listed, and the same command "
+        "with --resume measures it",
+    ] = None
+
     command: ClassVar[str] = "evaluate"
     """The command that has these settings."""
     examples: ClassVar[str] = "configs/evaluation/"
@@ -233,19 +225,13 @@ class ModelConfig(Config):
                 f"method, such as {AS_IS}, or give an adapter"
             )
 
-    @property
-    def time_limit(self) -> float | None:
-        """Seconds after which nothing more is measured; None for no limit."""
-        return None
-
-    def wanted(self, lengths: Sequence[int], trained: int, *, controls: bool, documents: int) -> Wanted:
+    def wanted(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Wanted:
         """What is measured.
 
         Args:
             lengths: the lengths of the rows, in tokens.
             trained: the trained window in tokens.
-            controls: whether some row is extended, and so is compared with one that is not.
-            documents: number of documents.
+            extended: whether some row is extended, and so is compared with one that is not.
         """
         raise NotImplementedError
 
@@ -313,7 +299,7 @@ class EvaluationConfig(ModelConfig):
         "tokens of a window that are processed at a time, layer by layer (default: automatic above 128k "
         "tokens or when memory is low)",
     ] = None
-    save_losses: Annotated[bool, FLAG, "write the loss of every token, float32, to losses/*.npz"] = False
+    save_losses: Annotated[bool, FLAG, "keep the loss of every token, float32, in cells.jsonl"] = False
     cropped: Annotated[
         bool, FLAG, "control row: plain RoPE with its context cropped to the trained window (default: yes)"
     ] = True
@@ -321,7 +307,7 @@ class EvaluationConfig(ModelConfig):
         int | str,
         or_auto(COUNT),
         "control: passkeys at each of 5 depths within the trained window, before and after extension; 0 for "
-        "none; auto is 4, or fewer if they would cost more than the documents, and 0 if no row is extended",
+        "none; auto is 4, and 0 if no row is extended",
     ] = AUTO
     retrieval_lengths: Annotated[
         tuple[int, ...] | None,
@@ -332,18 +318,12 @@ class EvaluationConfig(ModelConfig):
     samples: Annotated[
         int, COUNT, "number of documents that each row continues, greedily, for the report to show"
     ] = 0
-    budget: Annotated[
-        float | None,
-        optional(DURATION),
-        "time to stop after, such as 2h; what was not measured by then is listed, and the same command "
-        "with --resume measures it",
-    ] = None
 
     label: ClassVar[str] = "evaluation"
     groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "how it is measured": (
             "protocol", "window", "stride", "last", "max_tokens", "chunk", "save_losses", "cropped",
-            "retrieval", "retrieval_lengths", "samples", "budget",
+            "retrieval", "retrieval_lengths", "samples",
         ),
     }  # fmt: skip
 
@@ -356,12 +336,7 @@ class EvaluationConfig(ModelConfig):
                 f"{list(self.retrieval_lengths)}; raise one, or leave the other out"
             )
 
-    @property
-    def time_limit(self) -> float | None:
-        """As `budget`."""
-        return self.budget
-
-    def wanted(self, lengths: Sequence[int], trained: int, *, controls: bool, documents: int) -> Wanted:
+    def wanted(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Wanted:
         """Perplexity, with passkeys within the trained window."""
         more = self.retrieval_lengths or ()
         if more and max(more) > lengths[-1]:
@@ -371,11 +346,8 @@ class EvaluationConfig(ModelConfig):
             )
         passkeys = tuple(sorted({trained, *more}))
         trials = self.retrieval
-        if trials == AUTO:
-            # Within the trained window alone, passkeys show what an extension costs.
-            trials = 0
-            if more or controls:
-                trials = default_trials(documents, lengths[-1], sum(passkeys))
+        if trials == AUTO:  # within the trained window alone, passkeys show what an extension costs
+            trials = TRIALS if more or extended else 0
         prompts = Prompts()
         if trials:
             options = PromptOptions(depths=DEPTHS, trials=int(trials))
@@ -393,14 +365,12 @@ class EvaluationConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class RetrievalConfig(ModelConfig):
-    """Settings of a retrieval evaluation: `rope_extend.retrieve` and `rope-extend retrieve`.
+class PromptConfig(ModelConfig):
+    """Settings that all measurements share whose prompts are chosen freely."""
 
-    Raises:
-        RopeExtendError: a value of the wrong type or outside its range.
-    """
-
-    tasks: Annotated[tuple[str, ...], _TASKS, f"tasks, of {', '.join(TASKS)}"] = ("passkey",)
+    tasks: Annotated[tuple[str, ...], _TASKS, f"retrieval tasks, of {', '.join(TASKS)}, or none"] = (
+        "passkey",
+    )
     depths: Annotated[
         int | tuple[float, ...], DEPTHS_KIND, "number of depths, evenly spread, or a list such as 0,0.5,1"
     ] = 5
@@ -415,6 +385,27 @@ class RetrievalConfig(ModelConfig):
     ] = None
     seed: Annotated[int, COUNT, "random seed of the prompts"] = 0
     batch_tokens: Annotated[int, LENGTH, "prompt tokens that are answered together"] = BATCH_TOKENS
+
+    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "prompts": ("tasks", "task_lengths", "depths", "trials", "chat", "template", "seed", "batch_tokens"),
+    }
+
+    def prompts(self, lengths: Sequence[int], near: Sequence[int] = ()) -> Prompts:
+        """The prompts of these lengths, and those of `near` that a task need not fit."""
+        if not self.tasks:
+            return Prompts()
+        options = PromptOptions(depths=self.depths, trials=self.trials, seed=self.seed, chat=self.chat)
+        return Prompts(self.tasks, (*lengths, *near), options, tuple(near), self.template, self.batch_tokens)
+
+
+@dataclass(frozen=True)
+class RetrievalConfig(PromptConfig):
+    """Settings of a retrieval evaluation: `rope_extend.retrieve` and `rope-extend retrieve`.
+
+    Raises:
+        RopeExtendError: a value of the wrong type or outside its range.
+    """
+
     controls: Annotated[
         bool,
         FLAG,
@@ -424,21 +415,83 @@ class RetrievalConfig(ModelConfig):
 
     command: ClassVar[str] = "retrieve"
     label: ClassVar[str] = "retrieval"
-    groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "prompts": (
-            "tasks", "depths", "trials", "chat", "template", "seed", "batch_tokens", "controls",
-        ),
-    }  # fmt: skip
 
-    @property
-    def prompt_options(self) -> PromptOptions:
-        """How the prompts are written."""
-        return PromptOptions(depths=self.depths, trials=self.trials, seed=self.seed, chat=self.chat)
+    def check_early(self) -> None:
+        """Check that there is a task.
 
-    def wanted(self, lengths: Sequence[int], trained: int, *, controls: bool, documents: int) -> Wanted:
+        Raises:
+            RopeExtendError: there is none.
+        """
+        if not self.tasks:
+            raise RopeExtendError(f"retrieval: tasks is empty; name one of {', '.join(TASKS)}")
+
+    def wanted(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Wanted:
         """Prompts of the lengths, and with controls of the trained window."""
         near = (trained,) if self.controls and trained not in lengths else ()
-        prompts = Prompts(
-            self.tasks, (*lengths, *near), self.prompt_options, near, self.template, self.batch_tokens
-        )
-        return Wanted(prompts, documents=False, cropped=self.controls, planned=False)
+        return Wanted(self.prompts(lengths, near), documents=False, cropped=self.controls, planned=False)
+
+
+METHODS = ("none", "yarn", "dynamic_yarn", "dynamic_ntk", "self_extend", "rerope")
+"""The untrained rows of a report, if none are named."""
+
+
+@dataclass(frozen=True)
+class StudyConfig(PromptConfig):
+    """Settings of a report on one model: `rope_extend.compare_methods` and `rope-extend report`.
+
+    Raises:
+        RopeExtendError: a value of the wrong type or outside its range, or nothing to measure.
+    """
+
+    target_length: Annotated[
+        int | None, optional(LENGTH), "the window to reach, in tokens; every method extends the model to it"
+    ] = None
+    max_documents: Annotated[int, POSITIVE_COUNT, "number of documents; none is a success below 5"] = 8
+    task_lengths: Annotated[
+        tuple[int, ...] | None, optional(LENGTHS), "lengths of the tasks (default: target_length)"
+    ] = None
+    trials: Annotated[int, POSITIVE_COUNT, "prompts at each depth"] = 2
+    cropped: Annotated[
+        bool, FLAG, "control rows: plain RoPE with its context cropped to the trained window (default: yes)"
+    ] = True
+
+    command: ClassVar[str] = "report"
+    label: ClassVar[str] = "report"
+    examples: ClassVar[str] = "configs/results/"
+
+    def check_early(self) -> None:
+        """Check the lengths against the target.
+
+        Raises:
+            RopeExtendError: no target, or a length beyond it.
+        """
+        if self.target_length is None:
+            raise RopeExtendError(
+                "report: missing target_length; add to the YAML file, or give --target-length"
+            )
+        for name in ("lengths", "task_lengths"):
+            given = getattr(self, name)
+            if given and given[-1] > self.target_length:
+                raise RopeExtendError(
+                    f"report: {name} must be at most target_length, {self.target_length}; got {list(given)}"
+                )
+
+    def computed_defaults(self) -> Mapping[str, Any]:
+        """Without other values: some untrained methods, and the target with three halvings of it."""
+        assert self.target_length is not None
+        lengths = [self.target_length >> halvings for halvings in (3, 2, 1, 0)]
+        return {
+            "methods": (PLAIN,) if self.adapters else METHODS,
+            "lengths": tuple(length for length in lengths if length >= 2),
+            "task_lengths": (self.target_length,),
+        }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.lengths is not None
+        if self.lengths[-1] != self.target_length:
+            object.__setattr__(self, "lengths", (*self.lengths, self.target_length))
+
+    def wanted(self, lengths: Sequence[int], trained: int, *, extended: bool) -> Wanted:
+        """Perplexity, and prompts of the task lengths."""
+        return Wanted(self.prompts(self.task_lengths or ()), cropped=self.cropped, planned_maps=False)

@@ -1,8 +1,8 @@
-"""Names that tell rows apart: of adapters, and of runs."""
+"""Names that tell rows apart: of adapters, and of runs; and names that may be published."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 
 from rope_extend.evaluation.output_directory import RESULTS
@@ -15,9 +15,9 @@ def distinct_names(directories: Sequence[str | Path]) -> list[str]:
     The same directory gets the same name. `results.jsonl` has the name of its directory.
     """
     paths = [Path(directory).resolve() for directory in directories]
-    paths = [path.parent if path.name == RESULTS else path for path in paths]
-    names = _shortest_names({str(path): _parts(str(path)) for path in paths})
-    return [names[str(path)] for path in paths]
+    texts = [str(path.parent if path.name == RESULTS else path) for path in paths]
+    names = _ends(texts)
+    return [names[text] for text in texts]
 
 
 def distinct_labels(labels: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -40,34 +40,19 @@ def public_names(names: Iterable[str]) -> dict[str, str]:
     many parts as tell it from the other names.
     """
     shown = {name: from_here(name) for name in names}
-    parts = {name: _parts(text) for name, text in shown.items() if is_private(text)}
-    others = [text for name, text in shown.items() if name not in parts]
-    return shown | _shortest_names(parts, others)
+    private = [name for name, text in shown.items() if is_private(text)]
+    ends = _ends([shown[name] for name in private], {text for text in shown.values() if not is_private(text)})
+    return shown | {name: ends[shown[name]] for name in private}
 
 
-def _shortest_names(paths: Mapping[str, Sequence[str]], others: Sequence[str] = ()) -> dict[str, str]:
-    """The ends of paths, each with as many of its parts as tell it from the other paths and names.
-
-    Paths whose parts are all equal get a number.
-    """
-    counts = dict.fromkeys(paths, 1)
-    while True:
-        names = {path: "/".join(parts[-counts[path] :]) for path, parts in paths.items()}
-        taken = [*others, *names.values()]
-        same = [path for path in paths if taken.count(names[path]) > 1]
-        longer = [path for path in same if counts[path] < len(paths[path])]
-        if not longer:
-            break
-        for path in longer:
-            counts[path] += 1
-    seen = set(others)
-    for path in same:  # they differ only in `..` or in their root
-        taken = [*others, *names.values()]
-        if names[path] in seen:
-            numbered = (f"{names[path]}-{number}" for number in range(2, len(taken) + 2))
-            names[path] = next(name for name in numbered if name not in taken)
-        seen.add(names[path])
-    return names
+def _ends(paths: Collection[str], others: Collection[str] = ()) -> Mapping[str, str]:
+    """The ends of paths, with as many parts as tell them from each other and from other names."""
+    parts = {path: _parts(path) for path in paths}
+    for count in range(1, max(map(len, parts.values()), default=0) + 1):
+        names = {path: "/".join(each[-count:]) for path, each in parts.items()}
+        if len({*names.values(), *others}) == len(names) + len({*others}):
+            return names
+    return {path: f"{parts[path][-1]}-{number}" for number, path in enumerate(parts, start=1)}
 
 
 def from_here(name: str) -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple, Self
 
 from transformers import AutoTokenizer
 
@@ -30,7 +31,7 @@ from rope_extend.evaluation.cells import (
     Row,
     finished_in,
 )
-from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig, Wanted
+from rope_extend.evaluation.evaluation_config import PLAIN, ModelConfig
 from rope_extend.evaluation.forward_plan import ForwardPlan, plan_forward
 from rope_extend.evaluation.prompts import Prompt, Task
 from rope_extend.evaluation.protocols import PROTOCOLS, protocol_named
@@ -75,7 +76,10 @@ class Measurement:
         for adapter, record in candidates.records.items():
             check_directory(Path(adapter), record.weights, record.configs)
         self.trained = candidates.trained_length
-        wanted = self._wanted(config.max_documents or 1)
+        plain = candidates.plain_methods
+        extended = len(candidates.encodings) + len(candidates.records) > len(plain)
+        extended &= bool(plain) or self._extends
+        self.wanted = wanted = config.wanted(candidates.lengths, self.trained, extended=extended)
         self.rule = protocol_named(wanted.protocol)
         self.lengths = list(candidates.lengths)
         if self.rule.nested and self._extends:  # a control, which comes with the same pass
@@ -84,7 +88,6 @@ class Measurement:
         same = wanted.protocol == "prefix" or self.rule.shares_targets(self.settings, self.trained)
         self.crops = wanted.cropped and self._extends and same
         self.rows = self._rows(wanted.documents, wanted.cropped)
-        self.wanted = self._wanted(config.max_documents or 1)
         whole = [row for row in self.rows if row.crop is None and not row.within]
         self.passes = dict(zip(whole, self._pass_lengths(), strict=True))
         self.plan = self._plan() if wanted.planned else None
@@ -97,15 +100,7 @@ class Measurement:
         if texts:
             self.tokenizer = pretrained(AutoTokenizer, candidates.name)
             self.documents = self._documents()
-            self.wanted = self._wanted(len(self.documents))
             self._write_prompts()
-
-    def _wanted(self, documents: int) -> Wanted:
-        candidates = self.candidates
-        plain = candidates.plain_methods
-        extended = len(candidates.encodings) + len(candidates.records) > len(plain)
-        controls = extended and bool(plain or getattr(self, "crops", False))
-        return self.config.wanted(candidates.lengths, self.trained, controls=controls, documents=documents)
 
     @property
     def _extends(self) -> bool:
@@ -312,28 +307,26 @@ class Measurement:
         finished = finished_in(directory)
         return [cell for cell in self.cells() if cell.digest not in finished]
 
-    def _planned(self) -> list[tuple[int, str, str, float]]:
-        """The round, row, kind and estimated seconds of each cell, in the order in which cells are measured.
+    def _planned(self) -> list[Planned]:
+        """Every cell, in the order in which cells are measured.
 
         Of a measurement without texts, as many documents and prompts are counted as the config asks for.
         """
         if self.documents or self.batches:
-            return [(cell.round, cell.row.label, cell.kind, cell.work) for cell in self.cells()]
-        wanted, planned = self.wanted, []
-        tokens = wanted.max_tokens or self.lengths[-1] + self.rule.extra_tokens
+            return [Planned.of(cell) for cell in self.cells()]
+        wanted, planned, count = self.wanted, [], self.config.max_documents or 1
+        tokens, prompts = wanted.max_tokens or self.lengths[-1] + self.rule.extra_tokens, wanted.prompts
         for row in self.rows:
             if not row.within and wanted.documents:
                 seconds = sum(map(self._seconds, self._windows(row, tokens)))
-                count = self.config.max_documents or 1
-                planned += [(number, row.label, PERPLEXITY, seconds) for number in range(count)]
-                sample = self._seconds(self.lengths[-1])
-                planned += [(LAST, row.label, SAMPLE, sample)] * min(wanted.samples, count)
-            for length in wanted.prompts.lengths:
-                if self._answers(row, length):
-                    seconds = self._seconds(length) * len(wanted.prompts.options.depth_list)
-                    for trial in range(wanted.prompts.options.trials):
-                        planned += [(trial, row.label, RETRIEVAL, seconds)] * len(wanted.prompts.tasks)
-        return sorted(planned, key=lambda cell: cell[0])
+                planned += [Planned(number, row.label, PERPLEXITY, seconds) for number in range(count)]
+                sample = Planned(LAST, row.label, SAMPLE, self._seconds(self.lengths[-1]))
+                planned += [sample] * min(wanted.samples, count)
+            for length in (length for length in prompts.lengths if self._answers(row, length)):
+                seconds = self._seconds(length) * len(prompts.options.depth_list)
+                for trial in range(prompts.options.trials):
+                    planned += [Planned(trial, row.label, RETRIEVAL, seconds)] * len(prompts.tasks)
+        return sorted(planned, key=lambda each: each.round)
 
     def work_text(self, missing: Sequence[Cell] | None = None) -> str:
         """What will be measured, and its estimated time; then what the budget leaves for later.
@@ -344,42 +337,53 @@ class Measurement:
         Raises:
             RopeExtendError: there is a budget but no estimate of the time, or not even one cell fits.
         """
-        planned = self._planned()
-        if missing is not None:
-            planned = [(cell.round, cell.row.label, cell.kind, cell.work) for cell in missing]
-            if not planned:
-                return "nothing is missing: everything is measured"
+        planned = self._planned() if missing is None else [Planned.of(cell) for cell in missing]
+        if not planned and missing is not None:
+            return "nothing is missing: everything is measured"
+
+        def timed(words: str, work: Sequence[Planned]) -> str:
+            seconds = sum(each.work for each in work)
+            return f"{words}, about {format_duration(seconds)}" if self.plan else words
+
         lines = []
         for kind, words in KINDS.items():
-            work = [(label, seconds) for _, label, each, seconds in planned if each == kind]
-            if work:
-                rows = len({label for label, _ in work})
+            if work := [each for each in planned if each.kind == kind]:
+                rows = len({each.label for each in work})
                 counted = f"{kind}: {rows} row{'' if rows == 1 else 's'}, {len(work)} {words} in all"
-                lines.append(self._timed(counted, sum(seconds for _, seconds in work)))
-        lines.append(self._timed("in all", sum(seconds for *_, seconds in planned)))
-        later = self._later(planned)
-        return "\n".join([*lines, *([later] if later else [])])
+                lines.append(timed(counted, work))
+        lines.append(timed("in all", planned))
+        budget = self.config.budget
+        if budget is not None and self.plan is not None:
+            within = sum(total <= budget for total in accumulate(each.work for each in planned))
+            if not within:
+                raise RopeExtendError(
+                    f"a budget of {format_duration(budget)} is too short: the first of {len(planned)} "
+                    f"measurements takes about {format_duration(planned[0].work)}; allow more time, or use "
+                    "shorter lengths"
+                )
+            if within < len(planned):
+                later = ", ".join(counted_by_row((each.label, each.kind) for each in planned[within:]))
+                lines.append(
+                    f"within the budget of {format_duration(budget)}: {within} of {len(planned)} "
+                    f"measurements; left for --resume: {later}"
+                )
+        return "\n".join(lines)
 
-    def _timed(self, words: str, work: float) -> str:
-        return f"{words}, about {format_duration(work)}" if self.plan else words
 
-    def _later(self, planned: Sequence[tuple[int, str, str, float]]) -> str:
-        """What the budget leaves for later, by the estimate; empty if all of it fits."""
-        budget = self.config.time_limit
-        if budget is None or self.plan is None:
-            return ""
-        within = sum(total <= budget for total in accumulate(seconds for *_, seconds in planned))
-        if within == len(planned):
-            return ""
-        if not within:
-            raise RopeExtendError(
-                f"a budget of {format_duration(budget)} is too short: the first of {len(planned)} "
-                f"measurements takes about {format_duration(planned[0][-1])}; allow more time, or use "
-                "shorter lengths"
-            )
-        counts = Counter((label, kind) for _, label, kind, _ in planned[within:])
-        later = ", ".join(f"{label}: {count} {KINDS[kind]}" for (label, kind), count in counts.items())
-        return (
-            f"within the budget of {format_duration(budget)}: {within} of {len(planned)} measurements; left "
-            f"for --resume: {later}"
-        )
+class Planned(NamedTuple):
+    """A cell as it is counted: its round, its row and kind, and its estimated seconds."""
+
+    round: int
+    label: str
+    kind: str
+    work: float
+
+    @classmethod
+    def of(cls, cell: Cell) -> Self:
+        """A cell whose texts are known."""
+        return cls(cell.round, cell.row.label, cell.kind, cell.work)
+
+
+def counted_by_row(cells: Iterable[tuple[str, str]]) -> list[str]:
+    """How many cells each row has of each kind, in words, from the label and kind of each cell."""
+    return [f"{label}: {count} {KINDS[kind]}" for (label, kind), count in Counter(cells).items()]

@@ -6,33 +6,29 @@ link is followed.
 
 from __future__ import annotations
 
-import json
 import os
-import re
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.cells import ARRAYS, holds_cells
+from rope_extend.evaluation.cells import holds_cells
+from rope_extend.evaluation.tasks import TASKS
 from rope_extend.files import check_creatable
+from rope_extend.report.page import PAGE, TEXT
 
-RESULTS = "results.jsonl"
-FILES = (RESULTS, "report.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html")
-"""The files of a report of perplexity."""
+RESULTS, TABLE, PROMPTS = "results.jsonl", "table.csv", "prompts.jsonl"
+FILES = (
+    RESULTS, TEXT, TABLE, PAGE, PROMPTS, "perplexity.png", "loss_by_position.png",
+    *(f"accuracy_{task}.png" for task in TASKS),
+)  # fmt: skip
+"""The files of a report; it has those for which something was measured."""
 
-LOSSES = "losses"
-"""Folder of the losses by token, if they were kept."""
 
-
-def check_measurement(
-    directory: str | Path, names: Sequence[str], *, overwrite: bool = False, resume: bool = False
-) -> Path:
+def check_measurement(directory: str | Path, *, overwrite: bool = False, resume: bool = False) -> Path:
     """Check that a measurement can use a directory; call it before the measurement.
 
     Args:
         directory: directory of the report.
-        names: the files of the report.
         overwrite: what is measured in the directory may be replaced.
         resume: what is measured in the directory will be used.
 
@@ -42,14 +38,14 @@ def check_measurement(
     """
     if overwrite and resume:
         raise RopeExtendError("resume uses what is on disk and overwrite replaces it; choose one of them")
-    directory = check_folders(directory)
+    directory = check_files(directory, ())
     begun = holds_cells(directory)
     if begun and not (overwrite or resume):
         raise RopeExtendError(
             f"{str(directory)!r} holds a measurement; give resume=True to measure what is missing, or "
             "overwrite=True to replace it"
         )
-    return check_files(directory, names, overwrite=overwrite or (resume and begun))
+    return check_files(directory, FILES, overwrite=overwrite or (resume and begun))
 
 
 def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool = False) -> Path:
@@ -61,74 +57,30 @@ def check_files(directory: str | Path, names: Sequence[str], *, overwrite: bool 
         overwrite: they may replace files.
 
     Raises:
-        RopeExtendError: as `check_folders` and `existing_names`, or the directory holds one of the files and
-            `overwrite` is not set.
-    """
-    directory = check_folders(directory)
-    existing = existing_names(directory, names)
-    if existing and not overwrite:
-        raise RopeExtendError(
-            f"{str(directory)!r} already holds {', '.join(existing)}; use another directory, or "
-            "overwrite=True to replace them"
-        )
-    return directory
-
-
-def check_folders(directory: str | Path) -> Path:
-    """Check that a directory can hold a report.
-
-    Raises:
-        RopeExtendError: the directory or one of our folders in it is a file, or our folder is a link, or has
-            links in it, or the directory can neither be made nor written to.
+        RopeExtendError: the directory is a file or cannot be written to, it has a link instead of our cells,
+            or it has one of the files and `overwrite` is not set.
     """
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
-        raise RopeExtendError(f"{str(directory)!r} is a file; a report needs a directory")
-    check_creatable(directory)
-    folders = [directory / LOSSES, directory / ARRAYS]
-    links = [path for path in (*folders, *directory.glob("cells*.jsonl")) if path.is_symlink()]
-    if links:
         raise RopeExtendError(
-            f"{str(links[0])!r} is a link, and links are not followed; remove it, or use another directory"
+            f"{str(directory)!r} is a file; a report needs a directory; choose another name"
         )
-    for folder in folders:
-        if folder.exists() and not folder.is_dir():
+    check_creatable(directory)
+    for path in directory.glob("cells*.jsonl"):
+        if path.is_symlink():
             raise RopeExtendError(
-                f"{str(folder)!r} is a file, but a report needs a directory of that name; move it, or use "
-                "another directory"
+                f"{str(path)!r} is a link, and links are not followed; remove it, or use another directory"
             )
+    existing = [directory / name for name in names if os.path.lexists(directory / name)]
+    wrong = [path for path in existing if path.is_dir() and not path.is_symlink()]
+    if wrong:
+        raise RopeExtendError(
+            f"{str(wrong[0])!r} is a directory, but a report needs a file of that name; move it, or use "
+            "another directory"
+        )
+    if existing and not overwrite:
+        raise RopeExtendError(
+            f"{str(directory)!r} already holds {', '.join(path.name for path in existing)}; use another "
+            "directory, or overwrite=True to replace them"
+        )
     return directory
-
-
-def existing_names(directory: Path, names: Sequence[str]) -> list[str]:
-    """Those of the names of files that a directory holds, links to nothing among them.
-
-    Raises:
-        RopeExtendError: one of them is a directory.
-    """
-    existing = [name for name in names if os.path.lexists(directory / name)]
-    for path in (directory / name for name in existing):
-        if path.is_dir() and not path.is_symlink():
-            raise RopeExtendError(
-                f"{str(path)!r} is a directory, but a report needs a file of that name; move it, or use "
-                "another directory"
-            )
-    return existing
-
-
-def losses_in(directory: Path) -> set[str]:
-    """The files of losses that the report in a directory names, such as `losses/yarn-1a2b3c.npz`."""
-    names = set()
-    with suppress(OSError, ValueError, AttributeError, TypeError):
-        for line in (directory / RESULTS).read_text(encoding="utf-8").splitlines():
-            names.add(json.loads(line).get("losses"))
-    return {name for name in names if re.fullmatch(rf"{LOSSES}/[A-Za-z0-9-]+\.npz", str(name))}
-
-
-def remove_losses(directory: Path, names: Collection[str]) -> None:
-    """Delete files of losses, and their folder if it is empty then."""
-    for name in names:
-        (directory / name).unlink(missing_ok=True)
-    if names:
-        with suppress(OSError):  # it has other files
-            (directory / LOSSES).rmdir()

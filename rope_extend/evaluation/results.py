@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import statistics
-from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates
-from rope_extend.files import replacing
+from rope_extend.evaluation.protocols import protocol_named
+from rope_extend.evaluation.statistics import Rate, RateDifference, paired_rates, plain
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Losses = np.ndarray[Any, np.dtype[np.float32]]
@@ -26,7 +23,7 @@ SUCCESS = 0.2
 
 @dataclass(frozen=True, eq=False)
 class PerplexityResult:
-    """Perplexity of one model on one set of documents, at several lengths.
+    """Perplexity of one model on one set of documents, at several lengths; false if nothing was measured.
 
     Attributes:
         ppl: perplexity by length N in tokens: exp(sum of the losses / number of scored tokens). The protocol
@@ -58,34 +55,32 @@ class PerplexityResult:
             window by window; None unless requested. Never part of `to_dict`.
     """
 
-    ppl: dict[int, float]
-    tokens: dict[int, int]
-    nll_by_position: Floats
-    protocol: str
-    window: int | None
-    documents: int
-    dropped_documents: int
-    data: str
-    passes: int
-    forward_tokens: int
-    seconds: float
-    peak_memory_bytes: int
+    ppl: dict[int, float] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)
+    nll_by_position: Floats = field(default_factory=lambda: np.zeros(0))
+    protocol: str = "prefix"
+    window: int | None = None
+    documents: int = 0
+    dropped_documents: int = 0
+    data: str = ""
+    passes: int = 0
+    forward_tokens: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
     stride: int | None = None
     last: int | None = None
     scored_by_position: np.ndarray[Any, np.dtype[np.int64]] | None = None
-    document_nll: dict[int, list[float]] | None = None
-    document_terms: dict[int, list[int]] | None = None
+    document_nll: dict[int, list[float]] = field(default_factory=dict)
+    document_terms: dict[int, list[int]] = field(default_factory=dict)
     losses: dict[int, list[Losses]] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.ppl)
 
     @property
     def max_length(self) -> int:
         """The longest length, in tokens."""
         return max(self.ppl)
-
-    @property
-    def forward_tokens_per_scored_token(self) -> float:
-        """Cost of the measurement: a little over 1 for one pass, about 2 for the protocol `cropped`."""
-        return self.forward_tokens / self.tokens[self.max_length]
 
     @property
     def cropped(self) -> bool:
@@ -96,6 +91,12 @@ class PerplexityResult:
     def tokens_per_second(self) -> float:
         """Processed tokens per second."""
         return self.forward_tokens / self.seconds if self.seconds else math.inf
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """The settings of the protocol: `window`, `stride` or `last`, in tokens."""
+        values = {"window": self.window, "stride": self.stride, "last": self.last}
+        return {name: value for name, value in values.items() if value is not None}
 
     def within(self, window: int) -> float:
         """Perplexity over the targets at positions below `window`."""
@@ -115,13 +116,10 @@ class PerplexityResult:
         return statistics.ppl(mean)
 
     def interval(self, length: int) -> tuple[float, float] | None:
-        """95 % interval of the perplexity at a length, over documents.
-
-        None for fewer than three documents, and for results without sums by document.
-        """
-        if self.document_nll is None or self.document_terms is None:
-            return None
-        ends = statistics.mean_interval(self.document_nll[length], self.document_terms[length])
+        """95 % interval of the perplexity at a length, over documents; None for fewer than three."""
+        ends = statistics.mean_interval(
+            self.document_nll.get(length, ()), self.document_terms.get(length, ())
+        )
         return None if ends is None else (statistics.ppl(ends[0]), statistics.ppl(ends[1]))
 
     def repeated(self, length: int, lengths: Sequence[int]) -> Self:
@@ -129,206 +127,29 @@ class PerplexityResult:
 
         It is valid for protocols that score the same targets at every length.
         """
-
-        def spread(values: dict[int, Any]) -> dict[int, Any]:
-            return {n: values[length] for n in lengths if n >= length}
-
-        return replace(
-            self,
-            window=length,
-            ppl=spread(self.ppl),
-            tokens=spread(self.tokens),
-            document_nll=spread(self.document_nll) if self.document_nll else None,
-            document_terms=spread(self.document_terms) if self.document_terms else None,
-        )
-
-    def buckets(self) -> list[statistics.Bucket]:
-        """Perplexity by position, in ranges that double up to the longest length."""
-        scored = self.scored_by_position
-        if scored is None:
-            scored = np.full(len(self.nll_by_position), self.documents)
-        return statistics.buckets(self.nll_by_position, scored)
-
-    def write_losses(self, path: str | Path) -> Path:
-        """Write the losses of all tokens as `.npz`, float32.
-
-        For the longest length N of each pass: `losses_N` `[scored tokens]` in nats, document by document and
-        window by window, and `offsets_N` int64 `[documents + 1]`, the start of each document.
-
-        Raises:
-            RopeExtendError: the losses were not kept; `perplexity(..., save_losses=True)` keeps them.
-        """
-        if self.losses is None:
-            raise RopeExtendError("this result has no losses by token; measure again with save_losses=True")
-        arrays: dict[str, Any] = {}
-        for length, losses in self.losses.items():
-            arrays[f"losses_{length}"] = np.concatenate(losses)
-            arrays[f"offsets_{length}"] = np.cumsum([0, *map(len, losses)])
-        return write_arrays(Path(path), arrays)
+        spread: dict[str, Any] = {
+            name: {n: values[length] for n in lengths if n >= length}
+            for name in ("ppl", "tokens", "document_nll", "document_terms")
+            if (values := getattr(self, name))
+        }
+        return replace(self, window=length, **spread)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts. NaN and infinity become None, because JSON has neither."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "losses"}
-        values["ppl"] = {str(length): or_none(value) for length, value in self.ppl.items()}
-        values["tokens"] = {str(length): count for length, count in self.tokens.items()}
-        values["nll_by_position"] = [or_none(value) for value in self.nll_by_position.tolist()]
-        if self.scored_by_position is not None:
-            values["scored_by_position"] = self.scored_by_position.tolist()
-        if self.document_nll is not None:
-            values["document_nll"] = {
-                str(length): [or_none(value) for value in sums] for length, sums in self.document_nll.items()
-            }
-        if self.document_terms is not None:
-            values["document_terms"] = {str(length): terms for length, terms in self.document_terms.items()}
-        return values
+        return {item.name: plain(getattr(self, item.name)) for item in fields(self) if item.name != "losses"}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`."""
-        values = dict(values)
-        values["ppl"] = {int(k): math.nan if v is None else v for k, v in values["ppl"].items()}
-        values["tokens"] = {int(k): v for k, v in values["tokens"].items()}
-        values["nll_by_position"] = np.array(values["nll_by_position"], dtype=np.float64)  # None is NaN
-        if values.get("scored_by_position") is not None:
-            values["scored_by_position"] = np.array(values["scored_by_position"], dtype=np.int64)
-        if values.get("document_nll") is not None:
-            values["document_nll"] = {
-                int(k): [math.nan if value is None else value for value in sums]
-                for k, sums in values["document_nll"].items()
-            }
-        if values.get("document_terms") is not None:
-            values["document_terms"] = {int(k): terms for k, terms in values["document_terms"].items()}
-        return cls(**values)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The model that a row was measured on, and the row's label.
-
-    Attributes:
-        label: name of the row in tables and legends.
-        encoding: the position encoding's `to_dict()`; None for the checkpoint's own.
-        model: name or path of the model.
-        adapter: name or path of the adapter; None without fine-tuning.
-        trained_length: the pretrained window in tokens, if known.
-        rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
-    """
-
-    label: str
-    encoding: dict[str, Any] | None = None
-    model: str = ""
-    adapter: str | None = None
-    trained_length: int | None = None
-    rope_parameters: dict[str, Any] | None = None
-
-
-class _Encoded:
-    """What a row says of its position encoding."""
-
-    encoding: dict[str, Any] | None
-    rope_parameters: dict[str, Any] | None
-
-    @property
-    def method(self) -> str:
-        """Name of the encoding; `none` for the checkpoint's own."""
-        return "none" if self.encoding is None else str(self.encoding["name"])
-
-    @property
-    def is_extended(self) -> bool:
-        """Whether positions are encoded otherwise than by plain RoPE, also by the checkpoint's own config."""
-        if self.encoding is not None:
-            return self.method != "none"
-        own = self.rope_parameters or {}
-        layers = [own, *(inner for inner in own.values() if isinstance(inner, dict))]
-        return any(
-            each.get("rope_type", "default") not in ("default", "proportional") or each.get("factor", 1) != 1
-            for each in layers
-        )
-
-    @property
-    def encoding_text(self) -> str:
-        """The encoding as text, such as `yarn(factor=8.0)`.
-
-        For the checkpoint's own encoding, the values of its config, if known.
-        """
-        values = dict(self.encoding or self.rope_parameters or {})
-        if not values:
-            return "as in the checkpoint"
-        name = values.pop("name" if self.encoding else "rope_type", None)
-        text = f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
-        return text if self.encoding else f"as in the checkpoint: {text}"
-
-
-class Sample(NamedTuple):
-    """How a model continues a document: the most likely tokens.
-
-    Attributes:
-        document: name of the document.
-        tokens: number of the document's tokens that the model saw.
-        before: the end of what it saw.
-        written: how the document goes on.
-        generated: how the model goes on.
-    """
-
-    document: str
-    tokens: int
-    before: str
-    written: str
-    generated: str
-
-
-@dataclass(frozen=True, eq=False)
-class EvaluationRow(_Encoded):
-    """One row of a comparison: a model, its perplexity, its retrieval, and how it continues documents.
-
-    Attributes:
-        label: name of the row in tables and legends.
-        encoding: the position encoding's `to_dict()`; None for the checkpoint's own.
-        model: name or path of the model.
-        adapter: name or path of the adapter; None without fine-tuning.
-        result: the perplexity.
-        trained_length: the pretrained window in tokens, if known.
-        rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
-        retrieval: retrieval within the trained window, and at further lengths, if measured.
-        samples: continuations of documents, if asked for.
-        target_length: the window that the adapter was trained for, in tokens; None if untrained or unknown.
-    """
-
-    label: str
-    encoding: dict[str, Any] | None
-    model: str
-    adapter: str | None
-    result: PerplexityResult
-    trained_length: int | None = None
-    rope_parameters: dict[str, Any] | None = None
-    retrieval: RetrievalResult | None = None
-    samples: tuple[Sample, ...] = ()
-    target_length: int | None = None
-
-    @classmethod
-    def of(cls, subject: Subject, result: PerplexityResult, retrieval: RetrievalResult | None = None) -> Self:
-        """The row of a model that was measured."""
-        return cls(**vars(subject), result=result, retrieval=retrieval)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings, lists and dicts."""
-        retrieval = self.retrieval.to_dict() if self.retrieval else None
-        values = {**vars(self), "result": self.result.to_dict(), "retrieval": retrieval}
-        samples = [sample._asdict() for sample in self.samples]
-        for name, value in (("samples", samples), ("target_length", self.target_length)):
-            del values[name]
-            values |= {name: value} if value else {}
-        return values
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`; other keys, such as versions, are ignored."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        known["result"] = PerplexityResult.from_dict(values["result"])
-        if known.get("retrieval"):
-            known["retrieval"] = RetrievalResult.from_dict(values["retrieval"])
-        known["samples"] = tuple(Sample(**sample) for sample in values.get("samples", ()))
-        return cls(**known)
+        """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
+        made = cls(**_read(_PERPLEXITY, values))
+        protocol_named(made.protocol)
+        positions = made.nll_by_position if made.scored_by_position is None else made.scored_by_position
+        _require(bool(made.ppl) and made.ppl.keys() == made.tokens.keys() and all(made.tokens.values()))
+        _require(made.documents > 0 and made.document_nll.keys() == made.document_terms.keys())
+        _require(len(positions) == len(made.nll_by_position))
+        for length, counts in made.document_terms.items():
+            _require(length in made.ppl and len(counts) == len(made.document_nll[length]) and sum(counts) > 0)
+        return made
 
 
 @dataclass(frozen=True)
@@ -357,37 +178,35 @@ class Cell:
         """Mean score and its interval."""
         return Rate.of(self.scores)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """From plain values; raises ValueError, TypeError or KeyError for others."""
+        made = cls(**_read(_CELL, values))
+        _require(bool(made.scores) and all(0 <= score <= 1 for score in made.scores))
+        return made
+
 
 @dataclass(frozen=True)
-class RetrievalResult(_Encoded):
-    """Retrieval by one model with one encoding.
+class RetrievalResult:
+    """Retrieval by one model with one encoding; false if nothing was measured.
 
     Attributes:
-        label: name of the row in tables and legends.
         cells: one for each task, length and depth.
-        encoding: the position encoding's `to_dict()`; None for the checkpoint's own.
-        model: name or path of the model.
-        adapter: name or path of the adapter; None without fine-tuning.
-        trained_length: the pretrained window in tokens, if known.
         crop: number of a prompt's last tokens that the model saw; None for all of them.
-        rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
-        seconds: wall time, without the part that an earlier run had finished.
-        forward_tokens: prompt tokens processed, without the part that an earlier run had finished.
+        seconds: wall time, including that of an interrupted measurement.
+        forward_tokens: prompt tokens processed.
         peak_memory_bytes: peak allocation during the run on CUDA; elsewhere the peak resident size of the
             process so far.
     """
 
-    label: str
-    cells: tuple[Cell, ...]
-    encoding: dict[str, Any] | None = None
-    model: str = ""
-    adapter: str | None = None
-    trained_length: int | None = None
+    cells: tuple[Cell, ...] = ()
     crop: int | None = None
-    rope_parameters: dict[str, Any] | None = None
     seconds: float = field(default=0.0, compare=False)
     forward_tokens: int = field(default=0, compare=False)
     peak_memory_bytes: int = field(default=0, compare=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.cells)
 
     @property
     def tokens_per_second(self) -> float:
@@ -451,43 +270,217 @@ class RetrievalResult(_Encoded):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; includes the rates and `k_max` for other readers."""
-        cells = [
-            {**asdict(cell), "scores": list(cell.scores), "rate": asdict(cell.rate)} for cell in self.cells
-        ]
-        k_max = {str(length): self.k_max(length) for length in self.lengths("passkey")}
-        speed = or_none(self.tokens_per_second)
-        return {**vars(self), "cells": cells, "k_max": k_max, "tokens_per_second": speed}
+        cells = [{**asdict(cell), "rate": asdict(cell.rate)} for cell in self.cells]
+        k_max = {length: self.k_max(length) for length in self.lengths("passkey")}
+        found: dict[str, Any] = plain(
+            {**vars(self), "cells": cells, "k_max": k_max, "tokens_per_second": self.tokens_per_second}
+        )
+        return found
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Inverse of `to_dict`."""
-        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
-        cells = tuple(
-            Cell(
-                **{
-                    **{name: cell[name] for name in Cell.__dataclass_fields__ if name in cell},
-                    "scores": tuple(cell["scores"]),
-                }
-            )
-            for cell in values["cells"]
+        """Inverse of `to_dict`; raises ValueError, TypeError or KeyError for anything else."""
+        return cls(**_read(_RETRIEVAL, values))
+
+
+class Sample(NamedTuple):
+    """How a model continues a document: the most likely tokens.
+
+    Attributes:
+        document: name of the document.
+        tokens: number of the document's tokens that the model saw.
+        before: the end of what it saw.
+        written: how the document goes on.
+        generated: how the model goes on.
+    """
+
+    document: str
+    tokens: int
+    before: str
+    written: str
+    generated: str
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationRow:
+    """One row of a comparison: a model, its perplexity, its retrieval, and how it continues documents.
+
+    Attributes:
+        label: name of the row in tables and legends.
+        encoding: the position encoding's `to_dict()`; None for the checkpoint's own.
+        model: name or path of the model.
+        adapter: name or path of the adapter; None without fine-tuning.
+        result: the perplexity; empty, and so false, if it was not measured.
+        trained_length: the pretrained window in tokens, if known.
+        rope_parameters: the `rope_parameters` of the checkpoint's config, if its own encoding is used.
+        retrieval: retrieval at each length; empty, and so false, if it was not measured.
+        samples: continuations of documents, if asked for.
+        target_length: the window that the adapter was trained for, in tokens; None if untrained or unknown.
+    """
+
+    label: str
+    encoding: dict[str, Any] | None = None
+    model: str = ""
+    adapter: str | None = None
+    result: PerplexityResult = field(default_factory=PerplexityResult)
+    trained_length: int | None = None
+    rope_parameters: dict[str, Any] | None = None
+    retrieval: RetrievalResult = RetrievalResult()
+    samples: tuple[Sample, ...] = ()
+    target_length: int | None = None
+
+    @property
+    def method(self) -> str:
+        """Name of the encoding; `none` for the checkpoint's own."""
+        return "none" if self.encoding is None else str(self.encoding["name"])
+
+    @property
+    def cropped(self) -> bool:
+        """Whether the context was cropped. Then this is a control, not a result."""
+        return self.result.cropped or self.retrieval.crop is not None
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether positions are encoded otherwise than by plain RoPE, also by the checkpoint's own config."""
+        if self.encoding is not None:
+            return self.method != "none"
+        own = self.rope_parameters or {}
+        layers = [own, *(inner for inner in own.values() if isinstance(inner, dict))]
+        return any(
+            each.get("rope_type", "default") not in ("default", "proportional") or each.get("factor", 1) != 1
+            for each in layers
         )
-        return cls(**{**known, "cells": cells})
+
+    @property
+    def encoding_text(self) -> str:
+        """The encoding as text, such as `yarn(factor=8.0)`.
+
+        For the checkpoint's own encoding, the values of its config, if known.
+        """
+        values = dict(self.encoding or self.rope_parameters or {})
+        if not values:
+            return "as in the checkpoint"
+        name = values.pop("name" if self.encoding else "rope_type", None)
+        text = f"{name}({', '.join(f'{key}={value}' for key, value in values.items())})"
+        return text if self.encoding else f"as in the checkpoint: {text}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts."""
+        return {
+            **vars(self),
+            "result": self.result.to_dict() if self.result else None,
+            "retrieval": self.retrieval.to_dict() if self.retrieval else None,
+            "samples": [sample._asdict() for sample in self.samples],
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Inverse of `to_dict`; other keys, such as versions, are ignored.
+
+        Raises:
+            RopeExtendError: the values are not those of a row.
+        """
+        try:
+            made = cls(**_read(_ROW, values))
+            _require(made.encoding is None or isinstance(made.encoding["name"], str))
+            return made
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise RopeExtendError(f"not a row of results: {type(error).__name__}: {error}") from error
 
 
-def file_name(label: str) -> str:
-    """A file name from a row's label; different labels give different names."""
-    digest = hashlib.sha256(label.encode("utf-8", "surrogatepass")).hexdigest()[:6]
-    return f"{re.sub(r'[^A-Za-z0-9]+', '-', label).strip('-')}-{digest}"
+Reader = Callable[[Any], Any]
+"""Makes a value of a plain one, and raises ValueError, TypeError or KeyError for a damaged one."""
 
 
-def write_arrays(path: Path, arrays: dict[str, Any]) -> Path:
-    """Write an `.npz` file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as partial, partial.open("wb") as file:
-        np.savez(file, **arrays)
-    return path
+def _read(readers: Mapping[str, Reader], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: reader(values.get(name)) for name, reader in readers.items()}
 
 
-def or_none(value: float) -> float | None:
-    """The number, or None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+def _require(ok: bool) -> None:
+    if not ok:
+        raise ValueError("the numbers contradict each other")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"text is needed, not {value!r:.40}")
+    return value
+
+
+def _number(value: Any) -> float:
+    """A number; NaN for None, as `or_none` writes it."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise TypeError(f"a number is needed, not {value!r:.40}")
+    return math.nan if value is None else float(value)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
+        raise TypeError(f"a whole number is needed, not {value!r:.40}")
+    return value
+
+
+def _length(value: Any) -> int:
+    if not 0 < _count(value) < 2**40:
+        raise ValueError(f"{value} is not a number of tokens")
+    return int(value)
+
+
+def _optional(reader: Reader, default: Any = None) -> Reader:
+    return lambda value: default if value is None else reader(value)
+
+
+def _list(reader: Reader) -> Reader:
+    return lambda values: [*map(reader, values)]
+
+
+def _by_length(reader: Reader) -> Reader:
+    def read(values: Mapping[str, Any]) -> dict[int, Any]:
+        if any(len(length) > 15 for length in values):
+            raise ValueError("not numbers of tokens")
+        return {_length(int(length)): reader(value) for length, value in values.items()}
+
+    return read
+
+
+_PERPLEXITY: Mapping[str, Reader] = {
+    "ppl": _by_length(_number),
+    "tokens": _by_length(_count),
+    "nll_by_position": lambda values: np.array(_list(_number)(values), dtype=np.float64),
+    "scored_by_position": _optional(lambda values: np.array(_list(_count)(values), dtype=np.int64)),
+    "document_nll": _by_length(_list(_number)),
+    "document_terms": _by_length(_list(_count)),
+    "seconds": _number,
+    **dict.fromkeys(("protocol", "data"), _text),
+    **dict.fromkeys(("documents", "dropped_documents", "passes", "forward_tokens"), _count),
+    "peak_memory_bytes": _count,
+    **dict.fromkeys(("window", "stride", "last"), _optional(_count)),
+}
+_CELL: Mapping[str, Reader] = {
+    "task": _text,
+    "length": _length,
+    "depth": _optional(_number),
+    "distance": _optional(_count),
+    "scores": lambda values: tuple(map(_number, values)),
+    "data": _optional(_text),
+}
+_RETRIEVAL: Mapping[str, Reader] = {
+    "cells": lambda values: tuple(map(Cell.from_dict, values)),
+    "crop": _optional(_count),
+    "seconds": _number,
+    "forward_tokens": _count,
+    "peak_memory_bytes": _count,
+}
+_ROW: Mapping[str, Reader] = {
+    "label": _text,
+    "encoding": _optional(dict),
+    "model": _text,
+    "adapter": _optional(_text),
+    "result": _optional(PerplexityResult.from_dict, PerplexityResult()),
+    "trained_length": _optional(_length),
+    "rope_parameters": _optional(dict),
+    "retrieval": _optional(RetrievalResult.from_dict, RetrievalResult()),
+    "samples": lambda values: tuple(Sample(**sample) for sample in values or ()),
+    "target_length": _optional(_length),
+}
+"""The fields of each record in a file."""

@@ -31,7 +31,7 @@ from rope_extend.evaluation.identity import active_patch
 from rope_extend.evaluation.long_prompts import filled_cache
 from rope_extend.evaluation.loss_computer import peak_memory_bytes
 from rope_extend.evaluation.prompts import Prompt, PromptOptions, Task, encode, last_tokens, make_prompt
-from rope_extend.evaluation.results import Cell, RetrievalResult, Subject
+from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.memory.budget import is_out_of_memory
 from rope_extend.models.load_options import input_device
 from rope_extend.progress import progress_bar
@@ -97,7 +97,6 @@ def answer_prompts(
     tasks: Sequence[Task],
     prompts: Sequence[Prompt],
     *,
-    subject: Subject | None = None,
     crop: int | None = None,
     batch_tokens: int = BATCH_TOKENS,
     progress: bool = True,
@@ -109,7 +108,6 @@ def answer_prompts(
         tokenizer: the model's tokenizer.
         tasks: the tasks of the prompts.
         prompts: the prompts, from `make_prompts`.
-        subject: description of the model, for the result; by default its encoding alone, as "model".
         crop: number of a prompt's last tokens that the model sees, including those of the answer. This is the
             control for a longer context.
         batch_tokens: prompt tokens that are answered together.
@@ -124,13 +122,10 @@ def answer_prompts(
     answer_tokens = max((task.new_tokens for task in tasks), default=0)
     if crop is not None and crop <= answer_tokens:
         raise RopeExtendError(f"crop must exceed the {answer_tokens} tokens of the answer, got {crop}")
-    if subject is None:
-        patch = active_patch(model)
-        subject = Subject("model", patch.encoding.to_dict() if patch else None)
     started = time.perf_counter()
     trials: dict[TrialKey, Trial] = {}
     tokens = sum(visible_tokens(prompt, crop) for prompt in prompts)
-    bar = progress_bar(logger, shown=progress, total=tokens, desc=subject.label, unit="tok", unit_scale=True)
+    bar = progress_bar(logger, shown=progress, total=tokens, desc="retrieval", unit="tok", unit_scale=True)
     with evaluation_mode(model) as device, torch.no_grad(), bar:
         for batch in _batches(prompts, batch_tokens, crop):
             answered = _answer(model, tokenizer, by_name[batch[0].task], batch, crop)
@@ -138,7 +133,6 @@ def answer_prompts(
             bar.update(sum(visible_tokens(prompt, crop) for prompt in batch))
         peak = peak_memory_bytes(device)
     return RetrievalResult(
-        **vars(subject),
         cells=_cells(prompts, trials),
         crop=crop,
         seconds=time.perf_counter() - started,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ from rope_extend.evaluation.cells import (
     CellStore,
     Row,
     check_resumed,
-    perplexity_values,
     remove_cells,
 )
 from rope_extend.evaluation.clock import Clock
-from rope_extend.evaluation.collecting import Collected, collect
+from rope_extend.evaluation.collecting import collect, perplexity_values
 from rope_extend.evaluation.identity import model_identity
-from rope_extend.evaluation.measurement import KINDS, Measurement
+from rope_extend.evaluation.measurement import Measurement, counted_by_row
+from rope_extend.evaluation.output_directory import check_measurement
 from rope_extend.evaluation.perplexity import RunOptions, perplexity
 from rope_extend.evaluation.protocols import WindowSettings
 from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
@@ -52,25 +51,20 @@ class Found:
     """What a measurement has found.
 
     Attributes:
-        collected: the rows.
+        rows: what was measured of each row that is finished on all of `documents`.
+        documents: names of the documents that the rows are compared on.
         missing: the cells that are not finished.
     """
 
-    collected: Collected
+    rows: list[EvaluationRow]
+    documents: list[str]
     missing: list[Cell]
 
     @property
     def lead(self) -> list[Sentences]:
         """What a report begins with: what is missing, row by row; empty if nothing is."""
-        said = not_measured(self.missing)
-        return [] if said is None else [said]
-
-
-def not_measured(missing: Sequence[Cell]) -> Sentences | None:
-    """What is missing, row by row; None if nothing is."""
-    counts = Counter((cell.row.label, cell.kind) for cell in missing)
-    said = [f"{label}: {count} {KINDS[kind]}" for (label, kind), count in counts.items()]
-    return Sentences("Not measured yet", said) if said else None
+        said = counted_by_row((cell.row.label, cell.kind) for cell in self.missing)
+        return [Sentences("Not measured yet", said)] if said else []
 
 
 def run(
@@ -103,6 +97,7 @@ def run(
     with ExitStack() as stack:
         if where is not None and is_main_process():
             stack.enter_context(only_writer(where, "measurement"))
+            check_measurement(where, overwrite=overwrite, resume=resume)  # another one may have ended by now
         logger.info("%s", said)
         reserve = measurement.plan.longest.peak if measurement.plan else 0
         lm = measurement.candidates.load_options.load(measurement.candidates.name, reserve=reserve)
@@ -116,7 +111,7 @@ def run(
             if resume:
                 check_resumed(store, cells)
             store.take_parts()
-        rank, count, finished = 0, 1, {cell.digest for cell in cells if store and store.has(cell)}
+        rank, count, finished = 0, 1, {cell.digest for cell in cells if store and store.read(cell)}
         if connected:
             from accelerate.utils import broadcast_object_list
 
@@ -133,18 +128,15 @@ def run(
             logger.info("%d of %d cells are finished", len(finished), len(cells))
         _measure_all(measurement, lm, mine, store, progress)
         if connected:
-            _share(store, cells, connected)
+            _share(store, connected)
         return _found(measurement, store, cells)
 
 
-def _share(store: CellStore, cells: Sequence[Cell], connected: Any) -> None:
+def _share(store: CellStore, connected: Any) -> None:
     """Give all processes the finished cells of each; the main process takes over their files."""
     from accelerate.utils import gather_object
 
-    arrays = {cell.digest: store.arrays[cell.digest] for cell in cells if cell.digest in store.arrays}
-    parts = gather_object([(store.records, arrays)])
-    for records, given in parts:
-        store.arrays |= given
+    for records in gather_object([store.records]):
         if is_main_process():
             store.take(records.values())
         else:
@@ -162,23 +154,28 @@ def _measure_all(
     """Measure some cells, within the budget."""
     work = [(f"{cell.kind}, {cell.row.label}", cell.work) for cell in cells]
     machine = {"device": _device_name(lm), **versions()}
-    clock = Clock(work, measurement.config.time_limit, in_seconds=measurement.plan is not None)
+    clock = Clock(work, measurement.config.budget, in_seconds=measurement.plan is not None)
     tokens = sum(cell.tokens for cell in cells)
     shown = progress and is_main_process()
     bar = progress_bar(logger, shown=shown, total=tokens, unit="tok", unit_scale=True, desc="measuring")
-    with bar, _Prepared(measurement.candidates, lm) as prepared:
+    row = None
+    with bar, ExitStack() as stack:
         for number, cell in enumerate(cells):
             if not clock.has_time(number):
                 break
+            if row is None or (row.method, row.adapter) != (cell.row.method, cell.row.adapter):
+                stack.close()
+                candidate = stack.enter_context(_under(measurement.candidates, lm, cell.row))
+            row = cell.row
             started, used = time.perf_counter(), time.process_time()
-            values, arrays = None, None
+            values = None
             with _optional(measurement, cell):
-                values, arrays = _measure(measurement, prepared.candidate(cell.row), cell, bar)
+                values = _measure(measurement, candidate, cell, bar)
             if values is None:
                 continue
             seconds = time.perf_counter() - started
             cost = {"seconds": seconds, "cpu_seconds": time.process_time() - used, "machine": machine}
-            store.write(cell, {**values, **cost}, arrays)
+            store.write(cell, {**values, **cost})
             clock.finished(number, seconds)
             if progress:
                 logger.info("[%d/%d] %s; %s", number + 1, len(cells), _said(cell, values), clock)
@@ -196,21 +193,18 @@ def _optional(measurement: Measurement, cell: Cell) -> Iterator[None]:
         logger.warning("%s: %s is not measured: %s", cell.row.label, cell.kind, error)
 
 
-def _measure(
-    measurement: Measurement, candidate: Candidate, cell: Cell, bar: Any
-) -> tuple[dict[str, Any], Any]:
-    """The values of a cell, and its arrays."""
-    subject, model = measurement.candidates.subject(candidate, cell.row.label), candidate.model
+def _measure(measurement: Measurement, candidate: Candidate, cell: Cell, bar: Any) -> dict[str, Any]:
+    """The values of a cell."""
+    about, model = measurement.candidates.subject(candidate, cell.row.label), candidate.model
     if cell.kind == PERPLEXITY:
         name = "all documents"
         if not measurement.rule.joined:
             name = Path(measurement.documents[cell.number].name).name
-        return perplexity_values(EvaluationRow.of(subject, _perplexity(measurement, model, cell, bar)), name)
-    values: dict[str, Any] = {**vars(subject), "crop": cell.row.crop}
+        return {**about, **perplexity_values(_perplexity(measurement, model, cell, bar), name)}
     if cell.kind == SAMPLE:
         document = [each for each in measurement.documents if len(each) > 1][cell.number]
         sample = continuation(model, measurement.tokenizer, document, measurement.lengths[-1], cell.row.crop)
-        values |= {"sample": sample._asdict()}
+        found: dict[str, Any] = {"sample": sample._asdict()}
     else:
         batch = measurement.batches[cell.number]
         task = measurement.tasks[batch[0].task]
@@ -219,9 +213,9 @@ def _measure(
             {**asdict(trial), "prompt": prompts_fingerprint([prompt])}
             for trial, prompt in zip(trials, batch, strict=True)
         ]
-        values |= {"trials": lines, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
+        found = {"trials": lines, "forward_tokens": cell.tokens, "peak_memory_bytes": peak}
     bar.update(cell.tokens)
-    return values, None
+    return {**about, "crop": cell.row.crop, **found}
 
 
 def _perplexity(measurement: Measurement, model: Any, cell: Cell, bar: Any) -> PerplexityResult:
@@ -249,9 +243,8 @@ def _found(measurement: Measurement, store: CellStore, cells: Sequence[Cell]) ->
     """What is measured so far."""
     values = [store.read(cell) for cell in cells]
     labels = [row.label for row in measurement.rows]
-    collected = collect([each for each in values if each is not None], labels)
-    collected = replace(collected, rows=[measurement.candidates.described(row) for row in collected.rows])
-    return Found(collected, [cell for cell, each in zip(cells, values, strict=True) if each is None])
+    rows, documents = collect([each for each in values if each is not None], labels)
+    return Found(rows, documents, [c for c, each in zip(cells, values, strict=True) if each is None])
 
 
 def _device_name(lm: Any) -> str:
@@ -274,30 +267,8 @@ def _said(cell: Cell, values: dict[str, Any]) -> str:
     return f"{cell.row.label}: {values['document']}, perplexity {shown} at {format_length(int(length))}"
 
 
-class _Prepared:
-    """The model under one row at a time; a row that follows itself stays."""
-
-    def __init__(self, candidates: Candidates, lm: Any) -> None:
-        self.candidates, self.lm = candidates, lm
-        self.row: Row | None = None
-        self.stack = ExitStack()
-
-    def __enter__(self) -> _Prepared:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
-
-    def candidate(self, row: Row) -> Candidate:
-        """The model under a row."""
-        if self.row is None or (self.row.method, self.row.adapter) != (row.method, row.adapter):
-            self.stack.close()
-            self.stack = ExitStack()
-            context = (
-                self.candidates.untrained(self.lm, row.method)
-                if row.method is not None
-                else self.candidates.tuned(self.lm, str(row.adapter))
-            )
-            self.current = self.stack.enter_context(context)
-        self.row = row
-        return self.current
+def _under(candidates: Candidates, lm: Any, row: Row) -> AbstractContextManager[Candidate]:
+    """The model under the method or with the adapter of a row."""
+    if row.method is not None:
+        return candidates.untrained(lm, row.method)
+    return candidates.tuned(lm, str(row.adapter))

@@ -1,4 +1,4 @@
-"""Statistics of losses and scores: intervals over documents, position buckets, paired comparisons.
+"""Statistics of losses and scores: intervals over documents, and paired comparisons.
 
 The losses of one document are correlated, so documents are counted, not tokens. A test simulates 2 to 16
 documents of unequal lengths, with normal and with skewed differences: every 95 % interval here covers at
@@ -7,7 +7,6 @@ least 93 %, or is not given.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -86,41 +85,6 @@ def mean_over(nll: Floats, scored: Counts | None, positions: slice) -> tuple[flo
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Perplexity of the targets at positions `start … stop−1`, and their number."""
-
-    start: int
-    stop: int
-    ppl: float
-    tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers. A perplexity that is not finite becomes None."""
-        return {**asdict(self), "ppl": self.ppl if math.isfinite(self.ppl) else None}
-
-
-def buckets(nll: Floats, scored: Counts | None = None, *, count: int = 8) -> list[Bucket]:
-    """Perplexity by position, in at most `count` ranges, each twice as long as the one before.
-
-    Args:
-        nll: float64 `[positions]`, nats; entry p is the mean loss at position p + 1.
-        scored: int64 `[positions]`, number of losses at each position; 1 by default.
-        count: maximum number of ranges.
-
-    Returns:
-        Ascending ranges that cover every position once, without those where nothing was scored.
-    """
-    last = len(nll) + 1
-    edges = sorted({1, last, *(math.ceil(last / 2**power) for power in range(1, count))})
-    ranges = []
-    for start, stop in itertools.pairwise(edges):
-        mean, tokens = mean_over(nll, scored, slice(start - 1, stop - 1))
-        if tokens:
-            ranges.append(Bucket(start, stop, ppl(mean), tokens))
-    return ranges
-
-
-@dataclass(frozen=True)
 class Difference:
     """The difference between two measurements on the same tokens.
 
@@ -145,10 +109,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers. NaN and infinity become None."""
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
+        return {name: plain(value) for name, value in asdict(self).items()}
 
     @property
     def clear(self) -> bool:
@@ -273,3 +234,19 @@ def paired_rates(first: Sequence[float], second: Sequence[float]) -> RateDiffere
     low = change - distance(after.mean - after.low, before.high - before.mean)
     high = change + distance(after.high - after.mean, before.mean - before.low)
     return RateDifference(before, after, change, max(-1.0, low), min(1.0, high))
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: keys are text, arrays and tuples are lists, NaN and infinity are None."""
+    if isinstance(value, dict):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [*map(plain, value)]
+    return or_none(value) if isinstance(value, float) else value
+
+
+def or_none(value: float) -> float | None:
+    """The number, or None for NaN and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None

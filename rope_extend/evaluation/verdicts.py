@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rope_extend.evaluation.comparison import Comparison
-from rope_extend.evaluation.controls import (
-    Regression,
+from rope_extend.evaluation.comparison import (
+    Comparison,
     against_cropped,
     cropped_control,
     regressions,
     trained_when_cropped,
 )
 from rope_extend.evaluation.results import EvaluationRow
-from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, Difference, ppl
+from rope_extend.evaluation.statistics import FEWEST_TO_DECIDE, ppl
 from rope_extend.report.tables import Sentences
 from rope_extend.units import format_length
 
@@ -24,6 +23,9 @@ LEAST_FOUND = 0.9
 MOST_COST = 1.02
 """Perplexity within the trained window that a row may have, divided by that of plain RoPE."""
 
+Criterion = tuple[str, bool | None]
+"""What was measured, in words, and whether it is good enough; None if that cannot be said."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -31,13 +33,15 @@ class Verdict:
 
     Attributes:
         label: the row.
-        gain: the longest length, compared with a cropped context.
+        ratio: its perplexity at the longest length, divided by that of the cropped context.
+        gain: that in words.
         found: passkeys, or other tasks, at the longest length.
         cost: perplexity within the trained window.
         success: whether all three criteria are met; None if one was not measured.
     """
 
     label: str
+    ratio: float
     gain: str
     found: str
     cost: str
@@ -53,33 +57,26 @@ def verdicts(rows: Sequence[EvaluationRow]) -> list[Verdict]:
 
     Controls have none: plain RoPE, and its adapters that were trained in the old window.
     """
-    costs = {id(regression.row): regression for regression in regressions(rows)}
+    costs = {id(regression.second): regression for regression in regressions(rows)}
     found = []
     for comparison in against_cropped(rows):
-        row = comparison.second
-        longest = max(comparison.differences, key=lambda change: change.length)
-        if _is_control(row, rows):
+        row, longest = comparison.second, comparison.longest
+        if _is_control(row):
             continue
-        gain, used = _gain_over_control(comparison, longest)
+        gain, used = _gain(comparison)
         task, finds = _found(row, longest.length)
         cost, cheap = _cost(costs.get(id(row)))
         parts = (used, finds, cheap)
         success = False if False in parts else None if None in parts else True
-        found.append(Verdict(row.label, gain, task, cost, success))
+        found.append(Verdict(row.label, longest.ratio, gain, task, cost, success))
     return found
 
 
-def _is_control(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> bool:
-    """Whether a row is plain RoPE without training, or with training in the old window only.
-
-    Rows of earlier versions do not say for which window their adapter was trained. Then an adapter that is
-    measured with a cropped context too was trained in the old one.
-    """
+def _is_control(row: EvaluationRow) -> bool:
+    """Whether a row is plain RoPE without training, or with training in the old window only."""
     if row.is_extended or row.adapter is None:
         return not row.is_extended
-    if row.target_length is not None and row.trained_length is not None:
-        return row.target_length <= row.trained_length
-    return any(other.adapter == row.adapter for other in rows if other.result.cropped)
+    return (row.target_length or 0) <= (row.trained_length or 0)
 
 
 def control_lines(rows: Sequence[EvaluationRow]) -> list[str]:
@@ -90,42 +87,35 @@ def control_lines(rows: Sequence[EvaluationRow]) -> list[str]:
     said = [f"{base.label}, a control: the others are compared with it."]
     for comparison in (*against_cropped(rows), *trained_when_cropped(rows)):
         row = comparison.second
-        if not _is_control(row, rows):
+        if not _is_control(row):
             continue
-        longest = max(comparison.differences, key=lambda change: change.length)
-        gain, _ = _gain_over_control(comparison, longest)
-        if row.result.cropped:
+        if row.cropped:
             shows = "the same training without a longer context"
         else:
             shows = "no extension" if row.adapter is None else "training in the old window only"
-        said.append(f"{row.label}, a control with {shows}: {gain}.")
+        said.append(f"{row.label}, a control with {shows}: {_gain(comparison)[0]}.")
     return said
 
 
-def verdict_sentences(rows: Sequence[EvaluationRow]) -> Sentences | None:
-    """The verdicts as the first part of a report; None if there are none."""
+def verdict_sentences(rows: Sequence[EvaluationRow]) -> list[Sentences]:
+    """The verdicts as the first part of a report; empty if there are none."""
     said = [str(verdict) for verdict in verdicts(rows)]
     if not said:
-        return None
+        return []
     note = (
         "Success: better than the cropped context with the whole interval, at least "
         f"{LEAST_FOUND:.0%} of the passkeys at every depth at the longest length, and at most "
         f"{MOST_COST - 1:.0%} more perplexity within the trained window."
     )
-    return Sentences("In short", [*said, *control_lines(rows), note])
+    return [Sentences("In short", [*said, *control_lines(rows), note])]
 
 
-def _gain_over_control(comparison: Comparison, change: Difference) -> tuple[str, bool | None]:
-    """As `_gain`; what was measured decides nothing if the control has no finite perplexity."""
-    control = comparison.first
-    if not math.isfinite(control.result.ppl[change.length]):
-        return f"at {format_length(change.length)}, {control.label} has no finite perplexity", None
-    return _gain(change)
-
-
-def _gain(change: Difference) -> tuple[str, bool | None]:
+def _gain(comparison: Comparison) -> Criterion:
     """The perplexity compared with a cropped context, and whether it is certainly below."""
+    control, change = comparison.first, comparison.longest
     at = f"at {format_length(change.length)}"
+    if not math.isfinite(control.result.ppl[change.length]):
+        return f"{at}, {control.label} has no finite perplexity", None
     if not math.isfinite(change.ratio):
         return f"{at}, perplexity is not finite", False
     percent = 100 * (1 - change.ratio)
@@ -143,34 +133,32 @@ def _gain(change: Difference) -> tuple[str, bool | None]:
     return said, bool(change.certain)
 
 
-def _found(row: EvaluationRow, length: int) -> tuple[str, bool | None]:
+def _found(row: EvaluationRow, length: int) -> Criterion:
     """What the row retrieves at a length, and whether it finds enough at every depth."""
-    retrieval = row.retrieval
-    tasks = (
-        [] if retrieval is None else [task for task in retrieval.tasks if length in retrieval.lengths(task)]
-    )
-    if retrieval is None or not tasks:
-        return f"passkeys at {format_length(length)} not measured", None
     words, enough = [], True
-    for task in tasks:
-        whole = retrieval.rate(task, length)
-        rates = [retrieval.rate(task, length, depth) for depth in retrieval.depths(task)] or [whole]
-        shares = [rate.mean for rate in rates if rate is not None]
+    for task in row.retrieval.tasks:
+        cells = row.retrieval.at(task, length)
+        if not cells:
+            continue
+        shares = [cell.rate.mean for cell in cells]
+        whole = row.retrieval.rate(task, length)
         assert whole is not None
         worst = f", {min(shares):.0%} at the worst depth" if len(shares) > 1 else ""
         words.append(f"{task} {whole.mean:.0%}{worst}")
         enough &= min(shares) >= LEAST_FOUND
+    if not words:
+        return f"passkeys at {format_length(length)} not measured", None
     return ", ".join(words), enough
 
 
-def _cost(regression: Regression | None) -> tuple[str, bool | None]:
+def _cost(regression: Comparison | None) -> Criterion:
     """The perplexity within the trained window compared with plain RoPE, and whether it is small enough."""
-    if regression is None:
+    if regression is None or not regression.differences:
         return "texts within the old window not measured", None
-    texts = f"texts within {format_length(regression.length)}"
-    if not math.isfinite(regression.before):
-        return f"{texts} have no finite perplexity with {regression.against}", None
-    if not math.isfinite(regression.ratio):
+    change, plain = regression.longest, regression.first
+    texts = f"texts within {format_length(change.length)}"
+    if not math.isfinite(plain.result.ppl[change.length]):
+        return f"{texts} have no finite perplexity with {plain.label}", None
+    if not math.isfinite(change.ratio):
         return f"{texts} have no finite perplexity", False
-    percent = 100 * (regression.ratio - 1)
-    return f"{texts} {percent:+.1f} % perplexity", regression.ratio <= MOST_COST
+    return f"{texts} {100 * (change.ratio - 1):+.1f} % perplexity", change.ratio <= MOST_COST

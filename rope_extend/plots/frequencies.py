@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from rope_extend.encodings import RopeEncoding, RopeShape
 from rope_extend.errors import RopeExtendError
-from rope_extend.plots.style import INK, QUIET, Canvas, LineEnd, draw_line, looks_of_rows, name_ends
+from rope_extend.plots.style import INK, QUIET, Canvas, draw_line, looks_of_rows
 from rope_extend.units import format_length
 
 
@@ -43,7 +43,6 @@ def plot_frequencies(
     canvas = Canvas(path, title or "Frequencies by method", panels=2)
     upper, lower = canvas.panels
     plain = shape.inv_freq().numpy()
-    ends: list[LineEnd] = []
     looks = looks_of_rows([(encoding.name, "untrained") for encoding in encodings])
     for rank, encoding in enumerate(encodings):
         frequencies = encoding.inv_freq(shape, seq_len).numpy()
@@ -51,8 +50,8 @@ def plot_frequencies(
         pairs = np.arange(len(frequencies), dtype=np.float64)
         # Where schedules agree, the earlier line is visible as a border of the later one.
         style = {"color": looks[rank].colour, "linewidth": 1.5 + 0.6 * (len(encodings) - 1 - rank)}
-        ends += draw_line(upper, pairs, 2 * np.pi / rotating, str(encoding), **style)
-        draw_line(lower, pairs, frequencies / plain, str(encoding), **style)
+        draw_line(upper, pairs, 2 * np.pi / rotating, label=str(encoding), **style)
+        draw_line(lower, pairs, frequencies / plain, **style)
     upper.set_yscale("log")
     upper.set_ylabel("wavelength, tokens per turn", color=INK)
     upper.yaxis.set_minor_locator(NullLocator())
@@ -66,5 +65,4 @@ def plot_frequencies(
     lower.set_xlabel("channel pair", color=INK)
     lower.set_ylim(bottom=0)
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
-    name_ends(upper, ends)
     return canvas.save()

@@ -17,25 +17,18 @@ from rope_extend.plots.style import (
     QUIET,
     Canvas,
     draw_line,
-    legend,
     length_axis,
     line_styles,
     mark_window,
-    name_ends,
 )
 from rope_extend.units import format_length
 
 
-def _is_cropped(row: Any) -> bool:
-    return row.crop is not None
-
-
-def plot_accuracy(results: Sequence[Any], task: str, path: str | Path, *, title: str | None = None) -> Path:
+def plot_accuracy(rows: Sequence[Any], task: str, path: str | Path, *, title: str | None = None) -> Path:
     """Draw the share of trials solved against length, with 95 % intervals and the trained window marked.
 
     Args:
-        results: `RetrievalResult`s, one line each, in the same style as in `plot_perplexity`; those without
-            the task are left out.
+        rows: `EvaluationRow`s, one line each; those without the task are left out.
         task: the name of the task.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
         title: the heading.
@@ -43,35 +36,30 @@ def plot_accuracy(results: Sequence[Any], task: str, path: str | Path, *, title:
     Raises:
         RopeExtendError: there is nothing to draw, or the format is unknown.
     """
-    rows = [result for result in results if task in result.tasks]
-    canvas = Canvas(path, title or f"Retrieval against length: {task}", legend(rows, _is_cropped), room=16)
+    rows = [row for row in rows if task in row.retrieval.tasks]
+    canvas = Canvas(path, title or f"Retrieval against length: {task}", room=16)
     axes = canvas.axes
-    ends = []
-    for row, style in line_styles(rows, _is_cropped):
-        lengths = row.lengths(task)
-        rates = [rate for length in lengths if (rate := row.rate(task, length)) is not None]
+    for row, style in line_styles(rows):
+        lengths = row.retrieval.lengths(task)
+        rates = [rate for length in lengths if (rate := row.retrieval.rate(task, length)) is not None]
         x, y = np.array(lengths, dtype=np.float64), np.array([100 * rate.mean for rate in rates])
         axes.vlines(
             x, [100 * rate.low for rate in rates], [100 * rate.high for rate in rates], color=style["color"],
             linewidth=4, alpha=0.18, zorder=2,
         )  # fmt: skip
-        ends += draw_line(axes, x, y, row.label, markersize=5.5, **style)
+        draw_line(axes, x, y, markersize=5.5, **style)
     axes.set_ylim(-3, 103)
     axes.set_ylabel("trials solved, %", color=INK)
-    lengths = sorted({length for row in rows for length in row.lengths(task)})
-    length_axis(axes, lengths, "length, tokens")
-    trained = next((row.trained_length for row in rows if row.trained_length), None)
-    if trained is not None:
-        mark_window(axes, trained)
-    name_ends(axes, ends)
+    length_axis(axes, sorted({n for row in rows for n in row.retrieval.lengths(task)}), "length, tokens")
+    mark_window(axes, rows[0].trained_length)
     return canvas.save()
 
 
-def plot_heat_map(result: Any, task: str, path: str | Path, *, title: str | None = None) -> Path:
+def plot_heat_map(row: Any, task: str, path: str | Path, *, title: str | None = None) -> Path:
     """Draw the share of trials solved over depth and length, the trained window marked between columns.
 
     Args:
-        result: the `RetrievalResult` of one model.
+        row: the `EvaluationRow` of one model.
         task: a task that has depths.
         path: the output file; the suffix gives the format: .png, .svg or .pdf.
         title: the heading.
@@ -79,14 +67,15 @@ def plot_heat_map(result: Any, task: str, path: str | Path, *, title: str | None
     Raises:
         RopeExtendError: there is nothing to draw, or the format is unknown.
     """
+    result = row.retrieval
     lengths, depths = result.lengths(task), result.depths(task)
     if not depths:
-        raise RopeExtendError(f"no heat map of {task!r}: {result.label} has no trials with a depth for it")
-    subtitle = f"{result.label} · trials solved, %"
+        raise RopeExtendError(f"no heat map of {task!r}: {row.label} has no trials with a depth for it")
+    subtitle = f"{row.label} · trials solved, %"
     canvas = Canvas(path, title or f"Retrieval by depth: {task}", subtitle, room=16)
     axes = canvas.axes
     rates = [[result.rate(task, length, depth) for length in lengths] for depth in depths]
-    shares = np.array([[np.nan if rate is None else 100 * rate.mean for rate in row] for row in rates])
+    shares = np.array([[np.nan if rate is None else 100 * rate.mean for rate in each] for each in rates])
     axes.grid(visible=False)
     axes.spines[["left", "bottom"]].set_visible(False)
     image = axes.imshow(np.ma.masked_invalid(shares), cmap="cividis", vmin=0, vmax=100, aspect="auto")
@@ -94,10 +83,10 @@ def plot_heat_map(result: Any, task: str, path: str | Path, *, title: str | None
     if not has_numbers:  # no room for numbers, so the colours need a scale
         bar = canvas.figure.colorbar(image, ax=axes, pad=0.02)
         bar.outline.set_visible(False)
-    for (row, column), share in np.ndenumerate(shares):
+    for (line, column), share in np.ndenumerate(shares):
         if np.isfinite(share) and has_numbers:
             colour = "white" if share < 55 else INK  # legible on cividis
-            axes.text(column, row, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=9.5)
+            axes.text(column, line, f"{share:.0f}", ha="center", va="center", color=colour, fontsize=9.5)
     axes.xaxis.set_major_locator(FixedLocator(range(0, len(lengths), math.ceil(len(lengths) / MOST_TICKS))))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda at, _: format_length(lengths[round(at)])))
     axes.yaxis.set_major_locator(FixedLocator(range(0, len(depths), math.ceil(len(depths) / MOST_TICKS))))
@@ -105,7 +94,7 @@ def plot_heat_map(result: Any, task: str, path: str | Path, *, title: str | None
     axes.tick_params(length=0)
     axes.set_xlabel("length, tokens", color=INK)
     axes.set_ylabel("depth of the needle", color=INK)
-    trained = result.trained_length
+    trained = row.trained_length
     if trained is not None:
         edge = sum(length <= trained for length in lengths) - 0.5
         axes.axvline(edge, color="#D55E00", linewidth=2.5, clip_on=False)

@@ -1,24 +1,21 @@
 """The style of all pictures: palette, axes, line styles, and the figure that is saved.
 
 Figures are drawn with matplotlib's objects on its Agg canvas: no window, no global state, safe in any thread.
-Each method has the colour of `rope_extend.report.colours`. Colour is never the only distinction: each line
-has its name at its end, and dashes distinguish untrained from fine-tuned.
+Each method has the colour of `rope_extend.report.colours`. Colour is never the only distinction: lines have
+markers, and dashes distinguish untrained from fine-tuned.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
@@ -30,8 +27,6 @@ from rope_extend.report.colours import PLAIN as PLAIN_LOOK
 from rope_extend.units import format_length
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-Row = TypeVar("Row", bound=Any)
-"""A row of results, with a `label`, a `method` and an `adapter`."""
 
 FORMATS = (".png", ".svg", ".pdf")
 PALETTE = tuple(light for light, _ in HUES)
@@ -39,19 +34,10 @@ PALETTE = tuple(light for light, _ in HUES)
 PLAIN = PLAIN_LOOK[0]
 """The colour of plain RoPE and of models that were not changed."""
 INK, QUIET, _GRID, _BEYOND = "#222222", "#777777", "#E4E4E4", "#F6F6F6"
-_TEXT_HEIGHT = 0.047
-"""Height of one line of labels, as a share of the axes."""
 MOST_TICKS = 12
 """The largest number of labels that fit next to each other."""
-DASHES = {
-    "untrained": ((0, (4, 2)), "dashed"),
-    "fine-tuned": ("-", "solid"),
-    "context cropped": ((0, (1, 1.5)), "dotted"),
-}
-"""The dashes of each kind of row, for matplotlib and in words."""
-
-LineEnd = tuple[float, float, str, Any]
-"""The end of a line in data coordinates, its name, and its colour."""
+UNTRAINED, TUNED, CROPPED = "--", "-", ":"
+"""The dashes of each kind of row."""
 
 
 class Canvas:
@@ -92,11 +78,18 @@ class Canvas:
         self.axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=pad)
         self.axes.annotate(
             subtitle, (0, 1), (0, room + 8), xycoords="axes fraction", textcoords="offset points",
-            color=QUIET, fontsize=9.5,
+            color=QUIET, fontsize=9.5, parse_math=False,
         )  # fmt: skip
 
     def save(self) -> Path:
         """Write the file, in a directory that is created if missing; returns its path."""
+        handles, labels = self.axes.get_legend_handles_labels()
+        if labels:
+            shown = self.figure.legend(
+                handles, labels, loc="outside right upper", frameon=False, fontsize=9.5, labelcolor=INK
+            )
+            for text in shown.get_texts():
+                text.set_parse_math(False)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as partial:
             write_figure(self.figure, partial, self.path.suffix[1:].lower())
@@ -123,33 +116,14 @@ def write_figure(figure: Figure, path: Path, kind: str, dpi: int = 200) -> None:
         path.write_text(with_dark_colours(path.read_text("utf-8")), "utf-8")
 
 
-def legend(rows: Sequence[Row], cropped: Callable[[Row], bool]) -> str:
-    """The meaning of the dashes, if there is more than one kind of row."""
-    kinds = {_kind(row, cropped) for row in rows}
-    return " · ".join(
-        f"{name}: {kind}" for kind, (_, name) in DASHES.items() if kind in kinds and len(kinds) > 1
-    )
-
-
-def kind_of(adapter: str | None, *, cropped: bool) -> str:
-    """The kind of a row, a key of `DASHES`; `adapter` is None for an untrained model."""
-    if cropped:
-        return "context cropped"
-    return "untrained" if adapter is None else "fine-tuned"
-
-
-def looks_of_rows(rows: Sequence[tuple[str, str]]) -> list[Look]:
-    """The look of each row, given as `(method, kind)`: rows that would look the same get other shades."""
-    seen: Counter[tuple[str, str]] = Counter()
+def looks_of_rows(rows: Sequence[tuple[str, Any]]) -> list[Look]:
+    """The look of each row, given as its method and dashes: equal ones get other shades."""
+    seen: Counter[tuple[str, Any]] = Counter()
     looks = []
-    for method, kind in rows:
-        looks.append(look(method).shaded(seen[method, kind]))
-        seen[method, kind] += 1
+    for row in rows:
+        looks.append(look(row[0]).shaded(seen[row]))
+        seen[row] += 1
     return looks
-
-
-def _kind(row: Row, cropped: Callable[[Row], bool]) -> str:
-    return kind_of(row.adapter, cropped=cropped(row))
 
 
 def method_colour(method: str) -> str:
@@ -157,81 +131,33 @@ def method_colour(method: str) -> str:
     return look(method).colour
 
 
-def line_styles(rows: Sequence[Row], cropped: Callable[[Row], bool]) -> list[tuple[Row, dict[str, Any]]]:
-    """Each row with the style of its line: the colour of its method, and the dashes of its kind.
+def line_styles(rows: Sequence[Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """Each `EvaluationRow` with the style of its line: the colour of its method, the dashes of its kind.
 
-    Further rows of one method and kind have other shades and markers.
-
-    Args:
-        rows: one line each.
-        cropped: whether the context of a row was cropped.
+    Untrained rows are dashed, fine-tuned rows solid, and rows with a cropped context dotted. Further rows of
+    one method and kind have other shades and markers.
 
     Raises:
         RopeExtendError: there are no rows.
     """
     if not rows:
-        raise RopeExtendError("no rows to draw")
-    kinds = [_kind(row, cropped) for row in rows]
-    looks = looks_of_rows([(row.method, kind) for row, kind in zip(rows, kinds, strict=True)])
-    styled = []
-    for row, kind, found in zip(rows, kinds, looks, strict=True):
-        style = {
-            "color": found.colour,
-            "marker": found.marker,
-            "linestyle": DASHES[kind][0],
-            "linewidth": 1.8,
-        }
-        if row.adapter is None:
-            style["markerfacecolor"] = "white"
-        styled.append((row, style))
-    return styled
+        raise RopeExtendError("no rows to draw; give results in which this was measured")
+    dashes = [CROPPED if row.cropped else UNTRAINED if row.adapter is None else TUNED for row in rows]
+    looks = looks_of_rows([(row.method, dash) for row, dash in zip(rows, dashes, strict=True)])
+    return [
+        (row, {"color": found.colour, "marker": found.marker, "linestyle": dash, "linewidth": 1.8,
+               "label": f" {row.label:.60}", **({"markerfacecolor": "white"} if row.adapter is None else {})})
+        for row, dash, found in zip(rows, dashes, looks, strict=True)
+    ]  # fmt: skip
 
 
-def draw_line(axes: Axes, x: Floats, y: Floats, label: str, **style: Any) -> list[LineEnd]:
-    """Draw the finite part of a line; returns its end, or an empty list if no value is finite."""
+def draw_line(axes: Axes, x: Floats, y: Floats, **style: Any) -> None:
+    """Draw the finite part of a line; one that has none is not in the legend."""
     finite = np.isfinite(y)
     if len(x) > 2 * MOST_TICKS:  # markers would hide the line
         style["marker"] = ""
-    axes.plot(x[finite], y[finite], label=label, clip_on=False, zorder=3, **style)
-    return [(x[finite][-1], y[finite][-1], label, style["color"])] if finite.any() else []
-
-
-def name_ends(axes: Axes, ends: Sequence[LineEnd]) -> None:
-    """Write the name of each line next to its end. Names that would overlap are moved apart."""
-    if not ends:
-        return
-    axes.set_ylim(axes.get_ylim())  # fix the limits: the heights below are shares of them
-    to_axes = axes.transData + axes.transAxes.inverted()
-    shares = [float(to_axes.transform((x, y))[1]) for x, y, _, _ in ends]
-    heights = spread_apart(shares, _TEXT_HEIGHT)
-    for (x, y, label, colour), share in zip(ends, heights, strict=True):
-        axes.annotate(
-            label, (x, y), (1.035, share), textcoords="axes fraction", va="center", fontsize=9.5,
-            color=tuple(0.75 * part for part in to_rgb(colour)),  # darker, as thin strokes look paler
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "alpha": 0.6, "shrinkB": 3,
-                        "relpos": (0, 0.5)},
-            annotation_clip=False,
-        )  # fmt: skip
-
-
-def spread_apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Move heights in 0 … 1 apart to at least `gap`, with the least squared movement, in the same order.
-
-    With q_i = height_i − i · gap, the condition is that q does not fall. This is isotonic regression, which
-    pooling adjacent violators solves exactly.
-    """
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    pools: list[list[float]] = []
-    for rank, i in enumerate(order):
-        pools.append([heights[i] - rank * gap])
-        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
-            pools[-2:] = [pools[-2] + pools[-1]]
-    flat = [fmean(pool) for pool in pools for _ in pool]
-    highest = max(0.0, 1 - (len(heights) - 1) * gap)
-    spread = [0.0] * len(heights)
-    for rank, i in enumerate(order):
-        spread[i] = min(max(flat[rank], 0.0), highest) + rank * gap
-    return spread
+    if finite.any():
+        axes.plot(x[finite], y[finite], clip_on=False, zorder=3, **style)
 
 
 def perplexity_axis(axes: Axes) -> None:
@@ -245,33 +171,19 @@ def perplexity_axis(axes: Axes) -> None:
 
 
 def length_axis(axes: Axes, lengths: Sequence[int], label: str) -> None:
-    """Make the horizontal axis one of lengths in tokens, logarithmic."""
+    """Make the horizontal axis one of lengths in tokens, logarithmic; many are labelled by powers of two."""
+    few = len(lengths) <= MOST_TICKS
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(length_ticks(lengths, MOST_TICKS)))
+    axes.xaxis.set_major_locator(FixedLocator(lengths) if few else LogLocator(2, numticks=MOST_TICKS))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_length(round(value))))
     axes.set_xlabel(label, color=INK)
 
 
-def length_ticks(lengths: Sequence[float], most: int) -> list[float]:
-    """The lengths whose labels fit next to each other on a logarithmic axis: powers of two first.
-
-    Args:
-        lengths: the measured lengths, in tokens.
-        most: the largest number of labels that fit.
-    """
-    logs = {length: math.log2(length) for length in sorted(set(lengths), reverse=True)}
-    room = (max(logs.values()) - min(logs.values())) / most
-    powers = [length for length in logs if length == round(length) and round(length).bit_count() == 1]
-    kept: list[float] = []
-    for length in powers if len(logs) > most and len(powers) > 2 else [*powers, *logs]:
-        if all(abs(logs[other] - logs[length]) >= room for other in kept if other != length):
-            kept.append(length)
-    return sorted(set(kept))
-
-
-def mark_window(axes: Axes, trained_length: int) -> None:
+def mark_window(axes: Axes, trained_length: int | None) -> None:
     """Mark the trained window, in tokens, on an axis of lengths, and shade the part beyond it."""
+    if trained_length is None:
+        return
     left, right = axes.get_xlim()
     axes.set_xlim(left, right)  # fix the limits
     at, text = (float(trained_length), 1), f"trained window, {format_length(trained_length)}"

@@ -13,15 +13,15 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from rope_extend.errors import RopeExtendError
 from rope_extend.plots.style import (
-    DASHES,
     INK,
     PALETTE,
     PLAIN,
+    TUNED,
+    UNTRAINED,
     Canvas,
     draw_line,
     length_axis,
     mark_window,
-    name_ends,
     perplexity_axis,
 )
 
@@ -98,21 +98,18 @@ def plot_course(
     subtitle = "dashed: before training; thin: during it" if len(order) > 2 else ""
     canvas = Canvas(path, title or "Perplexity before and after training", subtitle, room=16)
     axes = canvas.axes
-    ends = []
     for step in order:
         lengths, values = np.array(sorted(curves[step].items()), dtype=np.float64).T
         if step not in (order[0], order[-1]):
             axes.plot(lengths, values, color=PALETTE[0], alpha=0.3, linewidth=1)
             continue
-        dashes = DASHES["fine-tuned" if step else "untrained"][0]
-        ends += draw_line(
-            axes, lengths, values, f"step {step:,}" if step else "before", marker="o", markersize=5.5,
-            color=PALETTE[0] if step else PLAIN, linestyle=dashes,
+        draw_line(
+            axes, lengths, values, label=f"step {step:,}" if step else "before", marker="o", markersize=5.5,
+            color=PALETTE[0] if step else PLAIN, linestyle=TUNED if step else UNTRAINED,
         )  # fmt: skip
     perplexity_axis(axes)
     length_axis(axes, sorted({length for curve in curves.values() for length in curve}), "length, tokens")
     mark_window(axes, trained_length)
-    name_ends(axes, ends)
     return canvas.save()
 
 

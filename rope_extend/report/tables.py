@@ -1,4 +1,4 @@
-"""Tables that can be shown as Markdown and as HTML."""
+"""Parts of a report that can be shown as Markdown and as HTML: tables, sentences and code."""
 
 from __future__ import annotations
 
@@ -38,10 +38,13 @@ class Section:
 
     def markdown(self, *, heading: bool = True) -> str:
         """The heading with a colon, the table, and the notes as a list."""
-        parts = [f"{self.heading}:"] if heading else []
-        parts.append(markdown_table(self.lines))
-        if self.notes:
-            parts.append("\n".join(f"- {note}" for note in self.notes))
+        texts = [
+            [markdown_text(cell.text if isinstance(cell, TwoLines) else cell) for cell in line]
+            for line in self.lines
+        ]
+        parts = [f"{markdown_text(self.heading)}:"] if heading else []
+        parts.append(markdown_table(texts))
+        parts += ["\n".join(f"- {markdown_text(note)}" for note in self.notes)] if self.notes else []
         return "\n\n".join(parts)
 
 
@@ -54,7 +57,9 @@ class Sentences:
 
     def markdown(self) -> str:
         """The heading with a colon, and the sentences as a list."""
-        return "\n".join([f"{self.heading}:", "", *(f"- {item}" for item in self.items)])
+        return "\n".join(
+            [f"{markdown_text(self.heading)}:", "", *(f"- {markdown_text(item)}" for item in self.items)]
+        )
 
 
 @dataclass(frozen=True)
@@ -67,17 +72,16 @@ class Code:
     def markdown(self) -> str:
         """The heading with a colon, and the lines in a block that none of them ends."""
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", self.text)), default=0))
-        return f"{self.heading}:\n\n{fence}\n{self.text}\n{fence}"
+        return f"{markdown_text(self.heading)}:\n\n{fence}\n{self.text}\n{fence}"
 
 
-def markdown_table(lines: Sequence[Line]) -> str:
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns: names to the left, numbers to the right."""
-    texts = [[cell.text if isinstance(cell, TwoLines) else cell for cell in line] for line in lines]
-    widths = [max(2, *(len(line[column]) for line in texts)) for column in range(len(texts[0]))]
+    widths = [max(2, *(len(line[column]) for line in lines)) for column in range(len(lines[0]))]
     rule = ["-" * widths[0]] + ["-" * (width - 1) + ":" for width in widths[1:]]
     return "\n".join(
         "| " + " | ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) + " |"
-        for line in (texts[0], rule, *texts[1:])
+        for line in (lines[0], rule, *lines[1:])
     )
 
 
@@ -85,9 +89,9 @@ def markdown_text(value: object, longest: int = 1000) -> str:
     """A value as plain text of one line in Markdown, whatever it holds.
 
     Every value of a file that somebody else may have written goes through here, or through `markdown_code`:
-    it starts no line, link, picture, tag or code, and ends no cell of a table.
+    it starts no heading, line, link, picture, tag or code, and ends no cell of a table.
     """
-    return re.sub(r"([\\`*\[\]<>|~])", r"\\\1", _one_line(value, longest))
+    return re.sub(r"([\\`*\[\]<>|~]|^#)", r"\\\1", _one_line(value, longest))
 
 
 def markdown_code(value: object, longest: int = 1000) -> str:

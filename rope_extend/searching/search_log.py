@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from rope_extend.encodings.core.checks import check_length, check_number
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.results import or_none
+from rope_extend.evaluation.statistics import or_none
 from rope_extend.journal import Identity, Journal
 from rope_extend.searching.fitness import Loss, Losses
 from rope_extend.searching.space import Table

@@ -10,8 +10,7 @@ from shlex import quote
 from typing import Any
 
 from rope_extend.encodings import LongRoPE, RopeShape, SavedEncoding
-from rope_extend.evaluation.results import or_none
-from rope_extend.evaluation.statistics import Difference
+from rope_extend.evaluation.statistics import Difference, or_none
 from rope_extend.files import replacing_files, write_json, write_text
 from rope_extend.method_names import CURRENT, ENCODING_FILE
 from rope_extend.searching.search_config import ORIGINAL, SHORT_TEXTS, SearchConfig

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.commands import commands_part
 from rope_extend.files import replacing_directory
-from rope_extend.report.page import Part, page, picture
-from rope_extend.report.tables import Line, Section, number, public_name
-from rope_extend.report.versions import versions
+from rope_extend.report.page import Part, Picture, write_pages
+from rope_extend.report.tables import Code, Line, Section, number, public_name
 from rope_extend.training.metrics import read_metrics, same_text
 from rope_extend.training.recipe import Recipe
 from rope_extend.units import format_duration, format_length
@@ -94,28 +94,20 @@ def write_training_report(directory: Path, *, trained_length: int) -> Path:
     recipe = Recipe.from_yaml(directory / "recipe.yaml")
     log = RunLog.read(directory / "metrics.jsonl", recipe.steps)
     final = directory / REPORT
-    with replacing_directory(final) as partial:
-        drawn: dict[str, tuple[Any, ...]] = {}
+    with replacing_directory(final) as files:
+        pictures = []
         if log.curves:
-            words = "Perplexity against length, before and after training"
-            drawn["perplexity.png"] = words, plot_course, log.curves, trained_length
-        words = "Loss and norm of the gradient by step"
-        drawn["training.png"] = words, plot_training, directory / "metrics.jsonl"
-        for name, (_, draw, *arguments) in drawn.items():
-            draw(*arguments, partial / name)
-        pictures: list[Part] = [picture(*each) for each in drawn.values()]
-        sections = _sections(log)
-        title, lead = f"Training report: {directory.resolve().name}", _lead(recipe, trained_length)
-        text = [f"# {title}", lead, *(section.markdown() for section in sections)]
-        text += [f"![{words}]({name})" for name, (words, *_) in drawn.items()]
+            heading = "Perplexity against length, before and after training"
+            draw = partial(plot_course, log.curves, trained_length)
+            pictures.append(Picture(heading, draw, "perplexity.png"))
+        draw = partial(plot_training, directory / "metrics.jsonl")
+        pictures.append(Picture("Loss and norm of the gradient by step", draw, "training.png"))
+        name = directory.resolve().name
         # Another directory, because a command refuses one that holds a run.
-        again = directory.resolve().with_name(f"{directory.resolve().name}-again")
-        made_by = commands_part([["finetune", str(directory / "recipe.yaml"), "--output-dir", str(again)]])
-        text.append(made_by.markdown())
-        (partial / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-        (partial / "report.html").write_text(
-            page(title, [lead], [*pictures, *sections, made_by], versions()), encoding="utf-8"
-        )
+        words = ["rope-extend", "finetune", "recipe.yaml", "--output-dir", f"{name}-again"]
+        made_by = Code("The command that made this report", shlex.join(words))
+        parts: list[Part] = [_lead(recipe, trained_length), *pictures, *_sections(log), made_by]
+        write_pages(files, f"Training report: {name}", parts)
     return final
 
 

@@ -23,7 +23,7 @@ from rope_extend.checkpoint.card import add_card, model_card, write_card
 from rope_extend.checkpoint.card_mark import CARD_NAME
 from rope_extend.checkpoint.record import read_record, write_record
 from rope_extend.cli.main import main, parse
-from rope_extend.evaluation.perplexity_report import write_report
+from rope_extend.evaluation.report_files import write_report
 from rope_extend.evaluation.results import EvaluationRow
 
 IDS = torch.arange(TARGET).remainder(61)[None]
@@ -131,8 +131,8 @@ def results(tmp_path: Path) -> Path:
         protocol="prefix", window=None, documents=2, dropped_documents=0, data="abc", passes=1,
         forward_tokens=512, seconds=1.0, peak_memory_bytes=1,
     )  # fmt: skip
-    row = EvaluationRow("yarn + LoRA", {"name": "yarn", "factor": 8.0}, "base", "run", result)
-    write_report([row], tmp_path / "report", trained_length=TRAINED)
+    row = EvaluationRow("yarn + LoRA", {"name": "yarn", "factor": 8.0}, "base", "run", result, TRAINED)
+    write_report([row], tmp_path / "report")
     return tmp_path / "report"
 
 

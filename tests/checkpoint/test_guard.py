@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FAMILIES, TRAINED, FamilyCase, tiny_config
+from cases import FAMILIES, TARGET, TRAINED, FamilyCase, llama, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from integrity import IDS, extended, logits, rewritten, unsealed
+from tolerances import assert_same_but_rounding
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -138,6 +139,18 @@ def test_a_config_alone_makes_the_family_s_model(guarded: tuple[Path, torch.Tens
     assert type(plain) is LlamaConfig
     assert plain.max_position_embeddings == TRAINED
     assert rx.current_patch(LlamaForCausalLM(plain)) is None
+
+
+@pytest.mark.parametrize("per", ["query", "row"])
+@pytest.mark.parametrize("parameters", [{}, {"long_factor": (1.0, *(4.0,) * 7)}], ids=["ntk", "longrope"])
+def test_a_table_for_each_query_is_guarded(tmp_path: Path, per: str, parameters: dict[str, Any]) -> None:
+    """Stock transformers would use the table of the longest row of a batch."""
+    model = llama()
+    method = "longrope" if parameters else "dynamic_ntk"
+    rx.patch_model(model, rx.encoding(method, factor=8.0, per=per, **parameters), target_length=TARGET)
+    directory = rx.save(model, tmp_path / "saved")
+    assert (config_of(directory)["model_type"] == MODEL_TYPE) == (per == "query")
+    assert_same_but_rounding(logits(AutoModelForCausalLM.from_pretrained(directory)), logits(model))
 
 
 def test_an_export_has_the_family_s_own_config(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_perplexity import measure, naive_losses, texts, tiny
 from test_report import result, row
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,13 +18,12 @@ import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import differences
-from rope_extend.evaluation.controls import against_cropped, regressions
+from rope_extend.evaluation.comparison import against_cropped, differences, regressions
 from rope_extend.evaluation.evaluate import evaluate
 from rope_extend.evaluation.evaluation_config import DEPTHS, EvaluationConfig
 from rope_extend.evaluation.measurement import Measurement
-from rope_extend.evaluation.perplexity_report import markdown_report, read_results, write_report
 from rope_extend.evaluation.prompts import PromptOptions
+from rope_extend.evaluation.report_files import markdown_report, read_results, write_report
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.evaluation.retrieval import answer_prompts, make_prompts
 from rope_extend.evaluation.tasks import Passkey
@@ -54,19 +52,19 @@ def three_rows() -> list[EvaluationRow]:
 def test_the_window_is_compared_document_by_document() -> None:
     rows = three_rows()
     (found,) = regressions(rows)
-    assert (found.row.label, found.against, found.length) == ("linear", "none", TRAINED)
-    assert (found.before, found.after) == (rows[0].result.ppl[32], rows[2].result.ppl[32])
+    (change,) = found.differences
+    assert (found.second.label, found.first.label, change.length) == ("linear", "none", TRAINED)
     model, documents = tiny(), texts(64, 64, 70, 65)
     before = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
     with rx.extend(model, 64, "linear"):
         after = [naive_losses(model, one.input_ids[:32]).sum().item() for one in documents]
-    assert found.difference.nats == pytest.approx((sum(after) - sum(before)) / (4 * 31), abs=1e-6)
-    assert found.difference.low <= found.difference.nats <= found.difference.high
-    assert found.ratio == pytest.approx(math.exp(found.difference.nats))
+    assert change.nats == pytest.approx((sum(after) - sum(before)) / (4 * 31), abs=1e-6)
+    assert change.low <= change.nats <= change.high
+    assert change.ratio == pytest.approx(rows[2].result.ppl[32] / rows[0].result.ppl[32])
     # The cropped row has the same loss there, and replaces the plain one.
     (again,) = regressions(rows[1:])
-    assert again.against == "none, cropped to 32"
-    assert again.difference.nats == pytest.approx(found.difference.nats, abs=1e-6)
+    assert again.first.label == "none, cropped to 32"
+    assert again.longest.nats == pytest.approx(change.nats, abs=1e-6)
 
 
 def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
@@ -85,24 +83,13 @@ def test_a_longer_context_is_compared_with_a_cropped_one() -> None:
     assert [one.second.label for one in against_cropped([*rows[:2], other])] == ["none"]
 
 
-def test_results_without_sums_by_document_have_only_a_ratio() -> None:
-    rows = [replace(row(name, name, level), trained_length=TRAINED) for name, level in
-            (("none", 2.0), ("yarn", 2.3))]  # fmt: skip
-    (found,) = regressions(rows)
-    assert found.difference is None
-    assert found.ratio == pytest.approx(math.exp(0.3))
-    assert found.to_dict()["difference"] is None
-    assert "| yarn |" in markdown_report(rows)
-    # Positions of other protocols count from the start of a window, not of the document.
-    strided = [replace(one, result=result(2.0, (64,), protocol="sliding", stride=8)) for one in rows]
-    assert regressions(strided) == []
-
-
 def test_values_that_are_not_finite_are_written_as_null(tmp_path: Path) -> None:
-    rows = [row("none", "none", 2.0), row("broken", "yarn", 2.0, ppl=dict.fromkeys((32, 64), math.inf))]
-    write_report(rows, tmp_path, trained_length=TRAINED)
+    nothing = {n: [math.inf] * 3 for n in (32, 64)}
+    infinite = dict.fromkeys((32, 64), math.inf)
+    broken = row("broken", "yarn", 2.0, lengths=(32, 64), ppl=infinite, document_nll=nothing)
+    write_report([row("none", "none", 2.0), broken], tmp_path)
     line = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[1])
-    assert line["within_window"]["after"] is None
+    assert line["within_window"]["differences"][0]["nats"] is None
 
 
 @pytest.mark.usefixtures("private_cache")
@@ -155,7 +142,6 @@ def test_no_control_scores_other_targets(settings: dict[str, Any], note: str | N
 
 
 def test_rows_with_other_targets_are_not_compared() -> None:
-    """As reports of earlier versions have them: the same text, protocol and settings, but other targets."""
     rows = [measured("none", "none", tiny(), protocol="sliding", stride=16) for _ in range(2)]
     whole, fewer = rows[0].result, rows[1].result.repeated(32, [64])
     fewer = replace(fewer, document_terms={64: [terms - 1 for terms in fewer.document_terms[64]]})
@@ -195,7 +181,6 @@ def test_retrieval_within_the_window_is_in_the_default_report(
         assert one.lengths("passkey") == [256]
         assert one.depths("passkey") == [0, 0.25, 0.5, 0.75, 1]
         assert one.rate("passkey", 256).trials == 10
-        assert one.trained_length == 256
     # The same numbers as the library gives for the same prompts.
     tokenizer, model = (
         AutoTokenizer.from_pretrained(MODEL_DIR),
@@ -211,19 +196,18 @@ def test_retrieval_within_the_window_is_in_the_default_report(
     assert before >= 0.8
     assert after <= 0.5
 
-    found = {one.row.label: one for one in regressions(rows)}
-    assert found["linear"].retrieval["passkey"].change == pytest.approx(after - before)
-    assert found["linear"].retrieval["passkey"].high < 0
-    assert found["dynamic_ntk"].retrieval["passkey"].change == 0
+    found = {pair.second.label: pair.changes[0].change for pair in regressions(rows)}
+    assert found["linear"].change == pytest.approx(after - before)
+    assert found["linear"].high < 0
+    assert found["dynamic_ntk"].change == 0
     lines = [json.loads(line) for line in (tmp_path / "report" / "results.jsonl").read_text().splitlines()]
-    assert lines[0]["within_window"]["retrieval"]["passkey"]["change"] == pytest.approx(after - before)
-    assert lines[0]["within_window"]["difference"]["nats"] > 0
+    assert lines[0]["within_window"]["changes"][0]["change"] == pytest.approx(after - before)
+    assert lines[0]["within_window"]["differences"][0]["nats"] > 0
     assert lines[2]["within_window"] is None
     page = (tmp_path / "report" / "report.html").read_text()
     table = (tmp_path / "report" / "report.md").read_text()
-    # The command is in the file alone: the user has just given it.
-    assert table.split("The command that made this report:")[0].rstrip() in shown
-    points = str(found["linear"].retrieval["passkey"])
+    assert all(line in table for line in shown.splitlines() if line[:1] == "|")
+    points = str(found["linear"])
     for text in (page, table):
         assert "Within the trained window of 256, compared with none, cropped to 256" in text
         assert "Retrieval, passkey" in text
@@ -231,62 +215,32 @@ def test_retrieval_within_the_window_is_in_the_default_report(
         assert f"{before:.0%} → {after:.0%}" in text
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_retrieval_is_measured_only_if_there_is_something_to_compare(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = []
-    monkeypatch.setattr(
-        "rope_extend.evaluation.measurement.make_prompts",
-        lambda *args, **more: asked.append((args, more)) or make_prompts(*args, **more),
-    )
-
-    def rows(**options) -> list[EvaluationRow]:
-        common = {"data": work / "data", "lengths": [512], "max_documents": 1}
-        return evaluated(MODEL_DIR, **{**common, **options})
-
-    rows(methods=["none", "as-is"])  # nothing changed
-    rows(methods=["yarn"], cropped=False)  # nothing to compare it with
-    rows(methods=["yarn"], retrieval=0)
-    assert asked == []
-    rows(methods=["yarn"])
-    rows(methods=["none", "yarn"], cropped=False)
-    rows(methods=["none"], retrieval=4)  # asked for by number
-    assert [(args[2], more["options"].trials) for args, more in asked] == [([256], 4)] * 3
+@pytest.mark.parametrize(
+    ("settings", "trials"),
+    [
+        ({"methods": ["none", "as-is"]}, 0),  # nothing changed
+        ({"methods": ["yarn"], "retrieval": 0}, 0),
+        ({"methods": ["yarn"]}, 4),
+        ({"methods": ["none"], "retrieval": 3}, 3),  # asked for by number
+        ({"methods": ["none"], "retrieval_lengths": [512]}, 4),
+    ],
+    ids=str,
+)
+def test_passkeys_are_asked_if_there_is_something_to_compare(settings: dict[str, Any], trials: int) -> None:
+    config = EvaluationConfig(model=str(MODEL_DIR), lengths=(512,), **settings)
+    prompts = Measurement(config, texts=False).wanted.prompts
+    assert (prompts.options.trials if prompts.tasks else 0) == trials
     with pytest.raises(
         RopeExtendError, match="retrieval must be auto, or a whole number, at least 0; got -1"
     ):
-        rows(retrieval=-1)
-    monkeypatch.undo()
-    found = evaluated(work / "model", data=work / "data", lengths=[64], methods=["yarn"])
-    assert [one.retrieval for one in found] == [None] * 2  # the task does not fit a window of 32 tokens
+        EvaluationConfig(model=str(MODEL_DIR), retrieval=-1)
+
+
+@pytest.mark.usefixtures("private_cache")
+def test_a_task_that_does_not_fit_the_old_window_is_left_out(
+    work: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = evaluated(work / "model", data=work / "data", lengths=[64], methods=["yarn"], max_documents=1)
+    assert not any(one.retrieval for one in found)
     assert "passkey at 32 is not measured: the task passkey needs about" in caplog.text
     assert "Retrieval within the window was not measured" in markdown_report(found)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("private_cache")
-def test_a_control_that_does_not_fit_does_not_stop_the_measurement(
-    work: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def rows() -> list[EvaluationRow]:
-        common = {"lengths": [512], "methods": ["yarn"], "max_documents": 1, "retrieval": 1}
-        return evaluated(MODEL_DIR, data=work / "data", **common)
-
-    whole = rows()
-
-    def fail(error: Exception) -> None:
-        def generate(*_: object, **__: object) -> None:
-            raise error
-
-        monkeypatch.setattr("transformers.LlamaForCausalLM.generate", generate)
-
-    fail(torch.OutOfMemoryError("CUDA out of memory"))
-    again = rows()
-    assert [one.result.ppl for one in again] == [one.result.ppl for one in whole]
-    assert [one.retrieval for one in again] == [None, None]
-    assert "yarn: retrieval is not measured" in caplog.text
-    fail(RopeExtendError("something else"))
-    with pytest.raises(RopeExtendError, match="something else"):
-        rows()

@@ -60,15 +60,21 @@ def test_a_file_gives_the_rows_of_the_same_flags(work: Path, tmp_path: Path, cap
     )
     assert [row["label"] for row in one] == ["none", "none, cropped to 32", "linear"]
     assert [row["result"]["ppl"] for row in one] == [row["result"]["ppl"] for row in two]
-    tables, _, command = (tmp_path / "one" / "report.md").read_text().partition("The command that made")
-    assert tables.strip() in shown
-    assert "rope-extend evaluate model --methods none,linear --lengths 16,64" in command
+    text = (tmp_path / "one" / "report.md").read_text()
+    assert all(line in text for line in shown.splitlines() if line[:1] == "|")
+    assert yaml.safe_load(text.partition("# rope-extend evaluate settings.yaml")[2].partition("```")[0]) == {
+        "model": "model",
+        "methods": ["none", "linear"],
+        "lengths": [16, 64],
+        "data": ["data"],
+        "output": "one",
+    }
     rows = rx.evaluate(rx.EvaluationConfig(**{**values, "lengths": [16, 64], "output": None}), progress=False)
     assert [{str(n): ppl for n, ppl in row.result.ppl.items()} for row in rows] == [
         row["result"]["ppl"] for row in two
     ]
     with pytest.raises(RopeExtendError, match="output is not set"):
-        rx.evaluate(rx.EvaluationConfig(model=values["model"]), resume=True)
+        rx.evaluate(rx.EvaluationConfig(model=values["model"], data="x"), resume=True)
     with pytest.raises(RopeExtendError, match="data is not set"):
         rx.evaluate(rx.EvaluationConfig(model=values["model"]))
 
@@ -146,6 +152,7 @@ def test_mistakes_are_named(settings: dict[str, Any], message: str) -> None:
         ("evaluate nothing.yaml --plan", "cannot read the evaluation nothing.yaml"),
         ("retrieve {model}", "retrieve needs --output"),
         ("retrieve {model} --output x --tasks nothing", "--tasks must be a list of passkey"),
+        ("retrieve {model} --output x --tasks none", "retrieval: tasks is empty; name one of passkey"),
         ("retrieve {model} --output x --chat maybe", "--chat must be one of auto, on, off"),
     ],
 )  # fmt: skip

@@ -14,27 +14,20 @@ from typing import Any
 
 import pytest
 from cases import llama
-from test_output_files import draw
 from test_perplexity import measure, texts
 from test_retrieval import TOKENIZER, measured
 
 import rope_extend as rx
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.comparison import compare, compare_retrieval
-from rope_extend.evaluation.perplexity_report import read_results, write_report
-from rope_extend.evaluation.results import EvaluationRow, Subject
-from rope_extend.evaluation.retrieval_report import read_retrieval, write_retrieval
+from rope_extend.evaluation.comparison import compare
+from rope_extend.evaluation.report_files import read_results, write_report
+from rope_extend.evaluation.results import EvaluationRow, PerplexityResult
 
 READERS = {
-    "perplexity_report.read_results": "perplexity",
-    "retrieval_report.read_retrieval": "retrieval",
+    "report_files.read_results": "results",
     # `test_measurement.py` has their refusals.
-    "cells.CellStore._arrays": None,  # by the digest of all that they depend on
     "cells.finished_in": None,  # digests, for an estimate of the time
     # These need no identity.
-    "results.write_arrays": None,  # writes
-    "retrieval_report.holds_retrieval": None,  # asks only which kind of results these are
-    "output_directory.losses_in": None,  # asks only which files belong to a report
     "candidates._check_removable": None,  # an adapter's own config and names of weights, before it is loaded
 }
 """By function, the artefact that it reads."""
@@ -81,36 +74,28 @@ def patched(model: Any, method: str = "dynamic_linear", trained_length: int = 32
         yield
 
 
-def perplexity(directory: Path, model: Any, how: Any = patched, **changes: Any) -> None:
+def results(directory: Path, model: Any, how: Any = patched, **changes: Any) -> None:
     """Results that are saved by the first call, and compared by the others."""
-    arguments = {"documents": texts(40), "lengths": [40], **changes}
+    scored = {"documents": texts(40), "lengths": [40], **{k: v for k, v in changes.items() if k != "seed"}}
+    prompts = {"lengths": [128], "depths": 1, "trials": 1, "seed": changes.get("seed", 0)}
     with how(model):
-        row = EvaluationRow.of(Subject("one"), measure(model, **arguments))
+        found = PerplexityResult() if "seed" in changes else measure(model, **scored)
+        row = EvaluationRow("one", result=found, retrieval=measured(model, **prompts))
     if directory.exists():
         compare(*read_results(directory), row)
     else:
-        write_report([row], directory, trained_length=32)
-
-
-def retrieval(directory: Path, model: Any, how: Any = patched, **changes: Any) -> None:
-    """Results of retrieval that are saved by the first call, and compared by the others."""
-    with how(model):
-        result = measured(model, **{"lengths": [128], "depths": 1, "trials": 1, **changes})
-    if directory.exists():
-        compare_retrieval(*read_retrieval(directory), result)
-    else:
-        write_retrieval([result], directory)
+        write_report([row], directory)
 
 
 REFUSALS: list[tuple[str, dict[str, tuple[dict[str, Any], str]]]] = [
     (
-        "perplexity",
+        "results",
         {
             "documents": ({"documents": texts(40, 40)[1:]}, "different texts"),
             "protocol": ({"protocol": "cropped", "window": 16}, "different protocols"),
+            "seed": ({"seed": 7}, "different prompts"),
         },
     ),
-    ("retrieval", {"seed": ({"seed": 7}, "different prompts")}),
 ]
 """By artefact, what differs in the second measurement, and the error."""
 
@@ -120,11 +105,7 @@ def test_an_artefact_of_another_measurement_is_refused(
     artefact: str,
     refused: dict[str, tuple[dict[str, Any], str]],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("curves.plot_perplexity", "curves.plot_loss_by_position", "retrieval_maps.plot_accuracy"):
-        monkeypatch.setattr(f"rope_extend.plots.{name}", draw)
-    monkeypatch.setattr("rope_extend.plots.retrieval_maps.plot_heat_map", draw)
     use = globals()[artefact]
     model, directory = llama(vocab_size=TOKENIZER.vocab_size), tmp_path / "artefact"
     use(directory, model)

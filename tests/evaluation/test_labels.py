@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_report import TRAINED, row
-from test_saved_runs import FIRST, retrieved
+from test_comparison import FIRST, retrieved
+from test_report import row
 
 from rope_extend.encodings import RopeShape, encoding, method_named
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.candidates import adapter_labels, method_labels
 from rope_extend.evaluation.labels import distinct_names
-from rope_extend.evaluation.perplexity_report import read_runs, write_report
-from rope_extend.evaluation.retrieval_report import read_retrievals, write_retrieval
+from rope_extend.evaluation.report_files import read_runs
 
 YARN = SimpleNamespace(encoding=encoding("yarn", factor=2.0), target_length=64)
 PLAIN = SimpleNamespace(encoding=encoding("none"), target_length=256)
@@ -49,7 +49,7 @@ def test_the_same_adapter_twice_is_refused(tmp_path: Path) -> None:
 def test_names_have_as_many_parts_as_are_needed() -> None:
     assert distinct_names([]) == []
     assert distinct_names(["/a/x", "/b/y"]) == ["x", "y"]
-    assert distinct_names(["/a/x/1", "/b/x/1", "/b/y/1"]) == ["a/x/1", "b/x/1", "y/1"]
+    assert distinct_names(["/a/x/1", "/b/x/1", "/b/y/1"]) == ["a/x/1", "b/x/1", "b/y/1"]
     assert distinct_names(["/x", "/a/x"]) == ["x", "a/x"]
     assert distinct_names(["/a/x", "/a/x/", "/a/x/results.jsonl"]) == ["x", "x", "x"]
     assert distinct_names(["/a/x/results.jsonl", "/a/x/older.jsonl"]) == ["x", "older.jsonl"]
@@ -59,8 +59,8 @@ def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_dir
     here, methods = Path.cwd(), ["none", "/a/found", "/b/found", "/c/jane/yarn", "~/other", "found/x"]
     labels = ["none", "a/found", "b/found", "jane/yarn", "other", "found/x"]
     assert [*method_labels([*methods, f"{here}/y"]).values()] == [*labels, "y"]
-    assert [*method_labels(["../x", "../../x", "C:\\y\\x"]).values()] == ["x", "x-2", "y/x"]
-    assert [*method_labels(["/yarn", "../yarn"]).values()] == ["yarn-2", "yarn-3"]  # yarn is a method
+    assert [*method_labels(["../x", "../../x", "C:\\y\\x"]).values()] == ["x-1", "x-2", "x-3"]
+    assert [*method_labels(["/yarn", "../yarn"]).values()] == ["yarn-1", "yarn-2"]  # yarn is a method
     with pytest.raises(RopeExtendError, match="give each method once"):
         method_labels(["a/found", f"{here}/a/found"])
 
@@ -68,26 +68,18 @@ def test_rows_of_saved_encodings_are_not_called_by_paths_outside_the_working_dir
 def test_runs_in_directories_of_the_same_name_have_different_labels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, level in (("a", 2.0), ("b", 2.5)):
-        write_report([row("none", "none", level)], tmp_path / name / "out", trained_length=TRAINED)
+    """And texts or prompts that differ are pointed out."""
+    rows = {"a": row("none", "none", 2.0), "b": row("none", "none", 2.5)}
+    rows |= {"c": row("none", "none", 2.0, data="f" * 16)}
+    rows |= {name: retrieved("none", FIRST, data=name[0]) for name in ("x", "x2", "y")}
+    for name, one in rows.items():
+        (tmp_path / name / "out").mkdir(parents=True)
+        (tmp_path / name / "out" / "results.jsonl").write_text(json.dumps(one.to_dict()))
     paths = [tmp_path / "a" / "out", tmp_path / "b" / "out" / "results.jsonl"]
     assert [one.label for one in read_runs(paths)] == ["none (a/out)", "none (b/out)"]
+    read_runs([tmp_path / "x" / "out", tmp_path / "x2" / "out"])
     assert not caplog.text
-    other = row("none", "none", 2.0, data="f" * 16)
-    write_report([other], tmp_path / "c", trained_length=TRAINED)
-    read_runs([*paths, tmp_path / "c"])
+    read_runs([*paths, tmp_path / "c" / "out"])
     assert "measured on different texts" in caplog.text
-
-
-def test_runs_of_retrieval_on_different_prompts_are_pointed_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, data in (("a", "x"), ("b", "x"), ("c", "y")):
-        write_retrieval([retrieved("none", FIRST, data=data)], tmp_path / name)
-    assert [one.label for one in read_retrievals([tmp_path / "a", tmp_path / "b"])] == [
-        "none (a)",
-        "none (b)",
-    ]
-    assert not caplog.text
-    read_retrievals([tmp_path / "a", tmp_path / "c"])
+    read_runs([tmp_path / "x" / "out", tmp_path / "y" / "out"])
     assert "answered different prompts" in caplog.text

@@ -2,28 +2,25 @@
 
 import json
 import math
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
-from matplotlib.text import Text
 from PIL import Image
 from test_report import TRAINED, row, several_rows
 
 import rope_extend as rx
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.evaluation.report_files import read_results
 from rope_extend.evaluation.results import Cell, RetrievalResult
 from rope_extend.plots import curves as plots
 from rope_extend.plots.frequencies import plot_frequencies
 from rope_extend.plots.retrieval_maps import plot_heat_map
-from rope_extend.plots.style import Canvas, spread_apart
+from rope_extend.plots.style import Canvas
 from rope_extend.plots.training_curves import plot_training
 
 SAVE = Canvas.save
@@ -49,15 +46,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Canvas]:
 
 
 def lines(axes: Axes) -> dict[str, matplotlib.lines.Line2D]:
-    return {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
-
-
-def names(axes: Axes) -> list[matplotlib.text.Annotation]:
-    return [text for text in axes.texts if text.get_text() in lines(axes)]
+    return {line.get_label().strip(): line for line in axes.lines if not line.get_label().startswith("_")}
 
 
 def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
-    path = plots.plot_perplexity(rows, TRAINED, tmp_path / "deep" / "perplexity.png", title="A title")
+    path = plots.plot_perplexity(rows, tmp_path / "deep" / "perplexity.png", title="A title")
     axes = drawn[0].axes
     assert lines(axes).keys() == {r.label for r in rows}
     for r in rows:
@@ -75,7 +68,7 @@ def test_perplexity_is_drawn_as_measured(rows, drawn, tmp_path: Path) -> None:
 
 
 def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_path: Path) -> None:
-    plots.plot_perplexity(rows, TRAINED, tmp_path / "a.png")
+    plots.plot_perplexity(rows, tmp_path / "a.png")
     found = lines(drawn[0].axes)
     colour = {label: to_hex(line.get_color()) for label, line in found.items()}
     assert colour["linear"] == colour["linear + LoRA"]
@@ -84,58 +77,36 @@ def test_colours_and_dashes_distinguish_methods_and_training(rows, drawn, tmp_pa
     assert {found[label].get_linestyle() for label in ("linear + LoRA", "YaRN + LoRA")} == {"-"}
     assert {found[label].get_linestyle() for label in ("plain RoPE", "linear", "YaRN")} == {"--"}
     assert found["linear"].get_marker() == found["linear + LoRA"].get_marker() != found["YaRN"].get_marker()
-    subtitle = "dashed: untrained · solid: fine-tuned · dotted: context cropped"
-    assert any(text.get_text() == subtitle for text in drawn[0].axes.texts)
-    plots.plot_perplexity(rows[:3], TRAINED, tmp_path / "b.png")
-    assert not any("dashed" in text.get_text() for text in drawn[1].axes.texts)  # nothing to distinguish
+    assert found["LoRA, cropped"].get_linestyle() == ":"
+    # Rows that dashes cannot distinguish have different shades.
+    several = [row("yarn (one)", "yarn", 2.0), row("yarn (two)", "yarn", 2.1), row("linear", "linear", 3.0)]
+    plots.plot_perplexity(several, tmp_path / "b.png")
+    assert len({to_hex(line.get_color()) for line in lines(drawn[1].axes).values()}) == 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("draw", [plots.plot_perplexity, plots.plot_loss_by_position])
-@pytest.mark.parametrize("count", [1, 6, 14])
-def test_names_overlap_neither_each_other_nor_the_lines(draw, count: int, drawn, tmp_path: Path) -> None:
-    many = [row(f"method {i}", f"method{i}", 2 + i / 1000) for i in range(count)]
-    draw(many, TRAINED, tmp_path / "a.png")
-    (picture,) = drawn
-    boxes = [Text.get_window_extent(name) for name in names(picture.axes)]  # without its pointer
-    assert len(boxes) == count
-    canvas, area = picture.figure.bbox, picture.axes.get_window_extent()
-    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
-    for box in boxes:
-        assert box.x0 > area.x1
-        assert box.x1 <= canvas.x1
-        assert canvas.y0 <= box.y0
-        assert box.y1 <= canvas.y1
-
-
-@given(
-    st.lists(st.floats(0, 1), min_size=1, max_size=12),
-    st.floats(0.01, 0.08),
-)
-def test_spreading_keeps_order_and_distance(places: list[float], gap: float) -> None:
-    spread = spread_apart(places, gap)
-    order = sorted(range(len(places)), key=lambda i: places[i])
-    ordered = [spread[i] for i in order]
-    assert all(b - a >= gap - 1e-9 for a, b in pairwise(ordered))
-    assert min(spread) >= 0
-    assert max(spread) <= 1 + 1e-9
-    near = sorted(places)
-    if all(b - a >= gap for a, b in pairwise(near)):
-        assert spread == pytest.approx(places, abs=1e-9)  # values that are far enough apart do not move
+@pytest.mark.parametrize("count", [1, 14])
+def test_the_legend_covers_no_line(count: int, drawn, tmp_path: Path) -> None:
+    many = [row(f"method {i} $", f"method{i}", 2 + i / 1000) for i in range(count)]
+    plots.plot_perplexity(many, tmp_path / "a.svg")
+    SAVE(drawn[0])
+    (legend,) = drawn[0].figure.legends
+    assert len(legend.get_texts()) == count
+    assert not legend.get_window_extent().overlaps(drawn[0].axes.get_window_extent())
+    assert drawn[0].axes.get_window_extent().width > 400
 
 
 def test_values_that_are_not_finite_leave_a_gap(drawn, tmp_path: Path) -> None:
     bad = row("bad", "ntk", 1.0, ppl={32: 10.0, 64: math.inf, 128: math.nan})
     worse = row("worse", "yarn", 1.0, ppl={32: math.nan}, nll_by_position=np.full(31, math.nan))
-    plots.plot_perplexity([bad, worse], TRAINED, tmp_path / "a.png")
+    plots.plot_perplexity([bad, worse], tmp_path / "a.png")
     assert list(lines(drawn[0].axes)["bad"].get_xdata()) == [32]
-    assert [text.get_text() for text in names(drawn[0].axes)] == ["bad"]
-    plots.plot_loss_by_position([bad, worse], TRAINED, tmp_path / "b.png")
+    assert [*lines(drawn[0].axes)] == ["bad"]
+    plots.plot_loss_by_position([bad, worse], tmp_path / "b.png")
 
 
 def test_loss_by_position_is_the_mean_of_each_group(drawn, tmp_path: Path) -> None:
     steps = row("steps", "yarn", 1.0, nll_by_position=np.where(np.arange(1, 256) < 64, 2.0, 5.0))
-    plots.plot_loss_by_position([steps], TRAINED, tmp_path / "a.png")
+    plots.plot_loss_by_position([steps], tmp_path / "a.png")
     assert drawn[0].axes.get_xlabel() == "position in the document, tokens"
     x, y = lines(drawn[0].axes)["steps"].get_data()
     assert (np.diff(x) > 0).all()
@@ -167,20 +138,20 @@ def test_frequencies_are_drawn_from_the_encodings_alone(drawn, tmp_path: Path) -
     for encoding in chosen:
         expected = encoding.inv_freq(shape, 128).numpy()
         np.testing.assert_allclose(lines(upper)[str(encoding)].get_ydata(), 2 * np.pi / expected)
-        np.testing.assert_allclose(
-            lines(lower)[str(encoding)].get_ydata(), expected / chosen[0].inv_freq(shape).numpy()
-        )
-    np.testing.assert_allclose(lines(lower)["linear(factor=4)"].get_ydata(), 0.25)
+    for line, encoding in zip(lower.lines, chosen, strict=True):
+        expected = encoding.inv_freq(shape, 128).numpy() / chosen[0].inv_freq(shape).numpy()
+        np.testing.assert_allclose(line.get_ydata(), expected)
+    np.testing.assert_allclose(lower.lines[1].get_ydata(), 0.25)
     assert any(list(line.get_ydata()) == [TRAINED, TRAINED] for line in upper.lines)
 
 
 def test_an_svg_names_every_line_and_no_global_state_changes(rows, tmp_path: Path) -> None:
     settings = dict(matplotlib.rcParams)
-    first = plots.plot_perplexity(rows, TRAINED, tmp_path / "a.svg").read_text()
+    first = plots.plot_perplexity(rows, tmp_path / "a.svg").read_text()
     assert dict(matplotlib.rcParams) == settings
     assert first.startswith("<?xml")
     for r in rows:
-        assert f">{r.label}</text>" in first
+        assert f"> {r.label}</text>" in first
 
 
 def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
@@ -188,35 +159,25 @@ def test_plot_mistakes_are_explained(rows, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"step": 1, "perplexity": {}}\n')
     (tmp_path / "model.gguf").write_bytes(b"GGUF\xc0\n\xa1" * 100)
     for call, message in (
-        (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a.gif"), r"'\.gif'.*\.png, \.svg, \.pdf"),
-        (lambda: plots.plot_perplexity(rows, TRAINED, tmp_path / "a"), r"\.png"),
-        (lambda: plots.plot_perplexity([], TRAINED, tmp_path / "a.png"), "no rows"),
-        (lambda: plots.plot_loss_by_position([], TRAINED, tmp_path / "a.png"), "no rows"),
+        (lambda: plots.plot_perplexity(rows, tmp_path / "a.gif"), r"'\.gif'.*\.png, \.svg, \.pdf"),
+        (lambda: plots.plot_perplexity(rows, tmp_path / "a"), r"\.png"),
+        (lambda: plots.plot_perplexity([], tmp_path / "a.png"), "no rows"),
+        (lambda: plots.plot_loss_by_position([], tmp_path / "a.png"), "no rows"),
         (lambda: plot_frequencies([], shape, tmp_path / "a.png"), "no encodings"),
         (lambda: plot_training(tmp_path / "none.jsonl", tmp_path / "a.png"), "no training log"),
         (lambda: plot_training(tmp_path / "empty.jsonl", tmp_path / "a.png"), "'step' and a 'loss'"),
         (lambda: plot_training(tmp_path / "model.gguf", tmp_path / "a.png"), "'step' and a 'loss'"),
-        (lambda: read_results(tmp_path / "model.gguf"), "line 1 of .* is not a row of results"),
+        (lambda: read_results(tmp_path / "model.gguf"), "line 1 of .* is damaged"),
     ):
         with pytest.raises(RopeExtendError, match=message):
             call()
     assert not list(tmp_path.glob("a*"))
 
 
-def test_rows_that_dashes_cannot_distinguish_have_different_colours(drawn, tmp_path: Path) -> None:
-    several = [row("yarn (one)", "yarn", 2.0), row("yarn (two)", "yarn", 2.1), row("linear", "linear", 3.0),
-               row("linear + LoRA", "linear", 2.5, "runs/linear")]  # fmt: skip
-    plots.plot_perplexity(several, TRAINED, tmp_path / "a.png")
-    colour = {label: to_hex(line.get_color()) for label, line in lines(drawn[0].axes).items()}
-    assert colour["linear"] == colour["linear + LoRA"]
-    assert len(set(colour.values())) == 3
-
-
 @pytest.mark.parametrize(
     ("lengths", "ticks"),
     [
         ([128, 256, 512], [128, 256, 512]),
-        ([4000, 4096, 4200, 8192, 131072], [4096, 8192, 131072]),  # of neighbours, the round ones
         ([512 * n for n in range(1, 65)], [512 * 2**n for n in range(7)]),
         ([100 * n for n in range(1, 41)], None),
         ([700], [700]),
@@ -225,11 +186,13 @@ def test_rows_that_dashes_cannot_distinguish_have_different_colours(drawn, tmp_p
 def test_lengths_are_labelled_if_there_is_room(
     lengths: list[int], ticks: list[int] | None, drawn, tmp_path: Path
 ) -> None:
-    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=tuple(lengths))], TRAINED, tmp_path / "a.png")
+    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=tuple(lengths))], tmp_path / "a.png")
     (picture,) = drawn
-    shown = [round(tick) for tick in picture.axes.get_xticks()]
-    assert shown == ticks or ticks is None
     low, high = picture.axes.get_xlim()
+    shown = [round(tick) for tick in picture.axes.get_xticks()]
+    inside = [tick for tick in shown if low <= tick <= high]
+    assert inside == ticks or ticks is None
+    assert len(inside) >= 1
     boxes = [
         label.get_window_extent()
         for tick, label in zip(shown, picture.axes.get_xticklabels(), strict=True)
@@ -239,9 +202,9 @@ def test_lengths_are_labelled_if_there_is_room(
 
 
 def test_a_heat_map_of_many_cells_has_a_scale_instead_of_numbers(drawn, tmp_path: Path) -> None:
-    def cells(count: int) -> RetrievalResult:
+    def cells(count: int) -> rx.EvaluationRow:
         found = [Cell("passkey", 64 * (n + 1), d / 4, 9, (1.0, 0.0)) for n in range(count) for d in range(5)]
-        return RetrievalResult("a", tuple(found), trained_length=64)
+        return rx.EvaluationRow("a", trained_length=64, retrieval=RetrievalResult(tuple(found)))
 
     for count, numbers, axes in ((4, 20, 1), (40, 0, 2)):
         plot_heat_map(cells(count), "passkey", tmp_path / "a.png")
@@ -256,7 +219,7 @@ def test_a_heat_map_of_many_cells_has_a_scale_instead_of_numbers(drawn, tmp_path
     [((64, 128), "beyond the trained window, 32"), ((8, 16), "within the trained window, 32")],
 )
 def test_a_window_outside_the_axis_is_still_named(lengths, words: str, drawn, tmp_path) -> None:
-    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=lengths)], TRAINED, tmp_path / "a.png")
+    plots.plot_perplexity([row("a", "yarn", 2.0, lengths=lengths)], tmp_path / "a.png")
     (picture,) = drawn
     (label,) = (text for text in picture.axes.texts if text.get_text() == words)
     assert picture.figure.bbox.contains(*label.get_window_extent().p0)

@@ -3,10 +3,13 @@
 import csv
 import json
 import math
+import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,27 +18,33 @@ from covering import few
 import rope_extend as rx
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.controls import regressions
-from rope_extend.evaluation.output_directory import FILES, check_measurement
-from rope_extend.evaluation.perplexity_report import (
+from rope_extend.evaluation.comparison import compare, regressions
+from rope_extend.evaluation.output_directory import check_measurement
+from rope_extend.evaluation.report_files import (
+    card_results,
     csv_table,
-    perplexity_table,
     read_results,
     read_runs,
     write_report,
 )
-from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult
-from rope_extend.evaluation.retrieval_report import write_retrieval
+from rope_extend.evaluation.report_parts import perplexity_section
+from rope_extend.evaluation.results import Cell, EvaluationRow, PerplexityResult, RetrievalResult, Sample
 from rope_extend.plots import curves as plots
 from rope_extend.plots.style import Canvas
 
 TRAINED = 32
+BASIC = (
+    "results.jsonl", "report.md", "table.csv", "perplexity.png", "loss_by_position.png", "report.html",
+)  # fmt: skip
 LENGTHS = (32, 64, 128, 256)
 
 
 def result(level: float, lengths: tuple[int, ...] = LENGTHS, **changes: object) -> PerplexityResult:
     nll = level + np.sin(np.arange(max(lengths) - 1.0)) / 7
+    sums = {n: [float(nll[: n - 1].sum())] * 3 for n in lengths}
     values = {
+        "document_nll": sums,
+        "document_terms": {n: [n - 1] * 3 for n in lengths},
         "ppl": {n: math.exp(nll[: n - 1].mean()) for n in lengths},
         "tokens": {n: 3 * (n - 1) for n in lengths},
         "nll_by_position": nll,
@@ -54,7 +63,7 @@ def result(level: float, lengths: tuple[int, ...] = LENGTHS, **changes: object) 
 
 def row(label: str, method: str | None, level: float, adapter: str | None = None, **changes) -> EvaluationRow:
     encoding = None if method is None else {"name": method, "factor": 8.0}
-    return EvaluationRow(label, encoding, "demo", adapter, result(level, **changes))
+    return EvaluationRow(label, encoding, "demo", adapter, result(level, **changes), TRAINED)
 
 
 def several_rows() -> list[EvaluationRow]:
@@ -69,6 +78,10 @@ def several_rows() -> list[EvaluationRow]:
     ]
 
 
+def perplexity_text(rows: Sequence[EvaluationRow]) -> str:
+    return perplexity_section(rows).markdown(heading=False)
+
+
 @pytest.fixture
 def rows() -> list[EvaluationRow]:
     return several_rows()
@@ -76,83 +89,66 @@ def rows() -> list[EvaluationRow]:
 
 @pytest.mark.slow
 def test_a_report_reads_back_as_it_was_written(rows: list[EvaluationRow], tmp_path: Path) -> None:
-    paths = write_report(rows, tmp_path / "new" / "report", trained_length=TRAINED)
-    assert [path.name for path in paths] == list(FILES)
+    rows[1] = replace(rows[1], retrieval=RetrievalResult((Cell("passkey", 64, 0.5, 9, (1.0, 0.0), "a"),)))
+    paths = write_report(rows, tmp_path / "new" / "report")
+    assert {path.name for path in paths} == {*BASIC, "accuracy_passkey.png"}
     assert all(path.stat().st_size > 100 for path in paths)
     for again in (read_results(tmp_path / "new" / "report"), read_results(paths[0])):
-        assert [r.to_dict() for r in again] == [{**r.to_dict(), "trained_length": TRAINED} for r in rows]
+        assert [r.to_dict() for r in again] == [r.to_dict() for r in rows]
+        assert again[1].retrieval == rows[1].retrieval
     line = json.loads(paths[0].read_text().splitlines()[1])
     assert line["versions"].keys() == {"python", "rope_extend", "torch", "transformers", "numpy"}
     assert line["versions"]["rope_extend"] == rx.__version__
     assert line["result"]["data"] == "0123456789abcdef"
+    assert line["retrieval"]["k_max"] == {"64": 9}
+    assert line["retrieval"]["cells"][0]["rate"]["trials"] == 2
 
 
-def draw(_: object, __: object, path: Path, **___: object) -> Path:
+def draw(_: object, path: Path, **__: object) -> Path:
     """Instead of a picture, which takes a second."""
     path.write_bytes(b"<svg/>")
     return path
 
 
-def test_pages_and_tables_have_no_absolute_paths(
-    rows: list[EvaluationRow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    for picture in ("plot_perplexity", "plot_loss_by_position", "plot_ratio"):
+        monkeypatch.setattr(f"rope_extend.plots.curves.{picture}", draw)
+    for picture in ("plot_accuracy", "plot_heat_map"):
+        monkeypatch.setattr(f"rope_extend.plots.retrieval_maps.{picture}", lambda _, __, path: draw(_, path))
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_pages_and_tables_have_no_absolute_paths(rows: list[EvaluationRow], tmp_path: Path) -> None:
     """`results.jsonl` keeps them: it says where the adapters are."""
-    for picture in ("curves.plot_perplexity", "curves.plot_loss_by_position", "retrieval_maps.plot_heat_map"):
-        monkeypatch.setattr(f"rope_extend.plots.{picture}", draw)
-    monkeypatch.setattr("rope_extend.plots.retrieval_maps.plot_accuracy", draw)
     clients = tmp_path / "clients"
-    named = [replace(row, model=str(clients / "base"), adapter=str(clients / "run")) for row in rows[2:4]]
-    write_report(named, tmp_path / "one", trained_length=TRAINED)
-    found = RetrievalResult(
-        "YaRN", (Cell("passkey", 64, 0.5, 20, (1.0, 0.0), "0"),), trained_length=TRAINED,
-        model=str(clients / "base"), adapter=str(clients / "run"),
-    )  # fmt: skip
-    write_retrieval([found], tmp_path / "two")
-    for name in ("one", "two"):
-        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
-        holding = {path.name for path in files if b"clients" in path.read_bytes()}
-        assert holding == {"results.jsonl"}
-        assert "Model: base" in (tmp_path / name / "report.html").read_text()
+    named = [replace(each, model=str(clients / "base"), adapter=str(clients / "run")) for each in rows[2:4]]
+    found = RetrievalResult((Cell("passkey", 64, 0.5, 20, (1.0, 0.0), "0"),))
+    named.append(replace(named[0], label="retrieval", result=PerplexityResult(), retrieval=found))
+    write_report(named, tmp_path / "one")
+    files = [path for path in (tmp_path / "one").rglob("*") if path.is_file()]
+    assert {path.name for path in files if b"clients" in path.read_bytes()} == {"results.jsonl"}
+    assert "Model: base" in (tmp_path / "one" / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_report_is_replaced_only_on_request(rows: list[EvaluationRow], tmp_path: Path) -> None:
-    check_measurement(tmp_path / "report", FILES)
-    write_report(rows[:1], tmp_path / "report", trained_length=TRAINED)
+    """And only its own files are: those of other people stay, and no link is followed."""
+    check_measurement(tmp_path / "report")
+    found = RetrievalResult((Cell("passkey", 64, 0.5, 20, (1.0, 0.0), "0"),))
+    write_report([replace(rows[0], retrieval=found)], tmp_path / "report")
+    (tmp_path / "report" / "accuracy_mine.png").write_text("untouched")
     before = (tmp_path / "report" / "results.jsonl").read_bytes()
     for refuse in (
-        lambda: check_measurement(tmp_path / "report", FILES),
-        lambda: write_report(rows, tmp_path / "report", trained_length=TRAINED),
+        lambda: check_measurement(tmp_path / "report"),
+        lambda: write_report(rows, tmp_path / "report"),
     ):
         with pytest.raises(RopeExtendError, match=r"already holds results\.jsonl.*overwrite=True"):
             refuse()
     assert (tmp_path / "report" / "results.jsonl").read_bytes() == before
-    write_report(rows[:2], tmp_path / "report", trained_length=TRAINED, overwrite=True)
+    write_report(rows[:2], tmp_path / "report", overwrite=True)
     assert [r.label for r in read_results(tmp_path / "report")] == ["plain RoPE", "linear"]
-
-
-def test_files_of_other_people_stay(tmp_path: Path) -> None:
-    """In the directory, in its folder of losses, and also if the report is replaced."""
-    (tmp_path / "losses").mkdir()
-    (tmp_path / "losses" / "mine.csv").write_text("untouched")
-    with_losses = replace(row("yarn", "yarn", 2.0), result=result(2.0, losses={32: [np.ones(3, np.float32)]}))
-    write_report([with_losses], tmp_path, trained_length=TRAINED)
-    (losses,) = (tmp_path / "losses").glob("*.npz")
-    write_report([row("none", "none", 2.0)], tmp_path, trained_length=TRAINED, overwrite=True)
-    assert not losses.exists()  # of the earlier report
-    assert (tmp_path / "losses" / "mine.csv").read_text() == "untouched"
-    (tmp_path / "losses" / "mine.csv").unlink()
-    write_report([with_losses], tmp_path, trained_length=TRAINED, overwrite=True)
-    write_report([row("none", "none", 2.0)], tmp_path, trained_length=TRAINED, overwrite=True)
-    assert not (tmp_path / "losses").exists()  # it was ours, and is empty
-
-
-def test_an_earlier_report_names_no_file_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "victim.npz").write_text("untouched")
-    lines = [{"losses": name} for name in ("../victim.npz", "losses/../../victim.npz", 3, None)]
-    (tmp_path / "report").mkdir()
-    (tmp_path / "report" / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_report([row("none", "none", 2.0)], tmp_path / "report", trained_length=TRAINED, overwrite=True)
-    assert (tmp_path / "victim.npz").read_text() == "untouched"
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {*BASIC, "accuracy_mine.png"}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
@@ -161,11 +157,11 @@ def test_a_report_appears_whole_or_not_at_all(
 ) -> None:
     monkeypatch.setattr(Canvas, "save", lambda self: (_ for _ in ()).throw(error))
     with pytest.raises(error):
-        write_report([row("none", "none", 2.0)], tmp_path, trained_length=TRAINED)
+        write_report([row("none", "none", 2.0)], tmp_path)
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize("name", ["losses", "arrays", "cells.jsonl", "cells.1.jsonl"])
+@pytest.mark.parametrize("name", ["cells.jsonl", "cells.1.jsonl"])
 def test_links_in_our_folders_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "report" / name
@@ -173,21 +169,21 @@ def test_links_in_our_folders_are_refused(name: str, tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "elsewhere")
     for changes in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(RopeExtendError, match="is a link, and links are not followed; remove it"):
-            check_measurement(tmp_path / "report", FILES, **changes)
+            check_measurement(tmp_path / "report", **changes)
 
 
 def test_what_stands_under_the_names_of_a_report_is_not_replaced_silently(tmp_path: Path) -> None:
     (tmp_path / "report.md").symlink_to(tmp_path / "nowhere")
     with pytest.raises(RopeExtendError, match=r"already holds report\.md"):
-        check_measurement(tmp_path, FILES)
+        check_measurement(tmp_path)
     (tmp_path / "report.md").unlink()
     (tmp_path / "report.md").mkdir()
     with pytest.raises(RopeExtendError, match="is a directory, but a report needs a file of that name"):
-        check_measurement(tmp_path, FILES, overwrite=True)
+        check_measurement(tmp_path, overwrite=True)
 
 
 def test_the_table_has_a_row_for_each_method_and_a_column_for_each_length(rows: list[EvaluationRow]) -> None:
-    lines = perplexity_table(rows).splitlines()
+    lines = perplexity_text(rows).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     assert cells[0] == ["", "32", "64", "128", "256"]
     assert [line[0] for line in cells[2:]] == [r.label for r in rows]
@@ -201,36 +197,42 @@ def test_the_table_has_a_row_for_each_method_and_a_column_for_each_length(rows: 
 
 
 def test_the_csv_has_full_precision(rows: list[EvaluationRow]) -> None:
-    header, *lines = csv.reader(csv_table(rows).splitlines())
-    assert header == ["method", "32", "64", "128", "256"]
-    for line, r in zip(lines, rows, strict=True):
-        assert [float(cell) if cell else None for cell in line[1:]] == [r.result.ppl.get(n) for n in LENGTHS]
+    rows[0] = replace(rows[0], retrieval=RetrievalResult((Cell("passkey", 64, 0.5, 9, (1.0, 0.0), "a"),)))
+    records = [*csv.DictReader(csv_table(rows).splitlines())]
+    assert [*records[0]] == ["row", "measured", "length", "value", "low", "high", "of"]
+    for each in rows:
+        found = {
+            int(record["length"]): float(record["value"])
+            for record in records
+            if (record["row"], record["measured"]) == (each.label, "perplexity")
+        }
+        assert found == each.result.ppl
+    (passkey,) = (record for record in records if record["measured"] == "passkey")
+    assert (passkey["row"], passkey["value"], passkey["of"]) == ("plain RoPE", "0.5", "2")
 
 
 def test_the_table_notes_rows_that_cannot_be_compared(rows: list[EvaluationRow]) -> None:
     other = row("elsewhere", "yarn", 1.0, data="fedcba9876543210", passes=3)
-    notes = perplexity_table([*rows, other])
+    notes = perplexity_text([*rows, other])
     assert "elsewhere: measured on other text (fedcba9876543210); do not compare" in notes
     assert "elsewhere: its tables depend on the length, so there are 3 passes" in notes
     assert "LoRA, cropped: the model sees 32 tokens at a time" in notes
-    assert "do not compare" not in perplexity_table(rows)
+    assert "do not compare" not in perplexity_text(rows)
 
 
 def test_a_line_of_results_has_derived_values(tmp_path: Path) -> None:
     sums = {32: [60.0, 66.0, 61.0], 64: [130.0, 125.0, 126.0]}
     terms = {32: [31] * 3, 64: [63] * 3}
     one = row("a", "yarn", 2.0, lengths=(32, 64), document_nll=sums, document_terms=terms)
-    write_report([one, row("b", None, 2.0)], tmp_path, trained_length=TRAINED)
+    two = row("b", None, 2.0, document_nll={32: [60.0]}, document_terms={32: [31]}, lengths=(32,))
+    write_report([one, two], tmp_path)
     first, second = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
     assert first["encoding"] == {"name": "yarn", "factor": 8.0}
     for length in ("32", "64"):
         low, high = first["intervals"][length]
         mean = sum(sums[int(length)]) / sum(terms[int(length)])
         assert low < math.exp(mean) < high
-    assert first["tokens_per_second"] == pytest.approx(3 * 64 / 1.5)
-    assert [bucket["start"] for bucket in first["buckets"]] == [1, 2, 4, 8, 16, 32]
-    assert first["losses"] is None
-    assert second["intervals"] == dict.fromkeys(map(str, LENGTHS))  # saved without sums by document
+    assert second["intervals"] == {"32": None}  # of one document
     (again, _) = read_results(tmp_path)
     assert again.result.document_nll == sums
     assert again.result.interval(64) == tuple(first["intervals"]["64"])
@@ -240,25 +242,24 @@ def test_the_cost_within_the_trained_window_is_reported(tmp_path: Path) -> None:
     plain = row("none", "none", 2.0)
     cropped = row("none, cropped", "none", 2.0, protocol="cropped", window=32)
     tuned, other = row("yarn", "yarn", 2.3), row("other text", "ntk", 1.0, data="f" * 16)
-    long = row("long", "ntk", 2.1, lengths=(64, 256))  # not measured at the trained window itself
-    write_report([plain, cropped, tuned, long, other], tmp_path, trained_length=TRAINED)
-    table = (tmp_path / "report.md").read_text().split("Within the trained window of 32")[1]
+    write_report([plain, cropped, tuned, other], tmp_path)
+    table = (tmp_path / "report.md").read_text().split("Within the trained window of 32")[1].split("\n\n")[1]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if "|" in line]
-    assert [line[0] for line in cells[2:]] == ["yarn", "long"]
-    for line, level in zip(cells[2:], (2.3, 2.1), strict=True):
-        assert float(line[3]) == pytest.approx(math.exp(level - 2.0), abs=1e-3)
-        assert float(line[1]) == pytest.approx(plain.result.ppl[32], abs=0.01)
-    # The cropped row equals the plain one within the window, and replaces it.
-    rows = [replace(r, trained_length=TRAINED) for r in (cropped, tuned)]
-    assert [(one.row.label, round(one.ratio, 3), one.against) for one in regressions(rows)] == [
-        ("yarn", round(math.exp(0.3), 3), "none, cropped")
-    ]
-    # If the config extends the model, only plain RoPE is the model before extension.
-    as_is = replace(row("as-is", None, 2.3), trained_length=TRAINED)
-    assert [(one.row.label, one.against) for one in regressions([as_is, rows[0]])] == [
-        ("as-is", "none, cropped")
-    ]
-    assert regressions([replace(tuned, trained_length=TRAINED)]) == []
+    ((label, before, _, ratio, *_),) = cells[2:]
+    assert (label, float(ratio)) == ("yarn", pytest.approx(math.exp(0.3), abs=1e-3))
+    assert float(before) == pytest.approx(plain.result.ppl[32], abs=0.01)
+    # The cropped row equals the plain one within the window, and replaces it. If the config extends the
+    # model, only plain RoPE is the model before extension.
+    for rows, labels in (
+        ([cropped, tuned], ["yarn"]),
+        ([row("as-is", None, 2.3), cropped], ["as-is"]),
+        ([tuned], []),
+        ([cropped, row("long", "ntk", 2.1, lengths=(64, 256))], []),  # not measured at the trained window
+    ):
+        found = regressions(rows)
+        assert [(pair.second.label, pair.first.label) for pair in found] == [
+            (label, "none, cropped") for label in labels
+        ]
 
 
 @pytest.mark.usefixtures("private_cache")
@@ -318,10 +319,10 @@ class Nested(HTMLParser):
 
 def test_pages_are_complete_and_fit_a_phone(rows: list[EvaluationRow], tmp_path: Path) -> None:
     cells = [Cell("passkey", 32, d / 2, 9, (1.0, 0.0), "a") for d in range(3)]
-    found = RetrievalResult("plain RoPE", tuple(cells), trained_length=TRAINED)
+    found = RetrievalResult(tuple(cells))
     rows[0] = replace(rows[0], retrieval=found)
-    write_report(rows, tmp_path / "one", trained_length=TRAINED)
-    write_retrieval([found], tmp_path / "two")
+    write_report(rows, tmp_path / "one")
+    write_report([replace(rows[1], result=PerplexityResult(), retrieval=found)], tmp_path / "two")
     for page in (tmp_path / "one" / "report.html", tmp_path / "two" / "report.html"):
         text = page.read_text(encoding="utf-8")
         parser = Nested()
@@ -335,22 +336,91 @@ def test_pages_are_complete_and_fit_a_phone(rows: list[EvaluationRow], tmp_path:
         assert "Retrieval, passkey" in text
 
 
+HOSTILE = "a|b</td><script>alert(1)</script>\n# Heading\n![x](http://evil/p.png) <img src=x> $\\frac"
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_no_label_can_leave_its_place_in_markdown(tmp_path: Path) -> None:
+    """Nor in the tables of a card. The page is in `test_report_page.py`."""
+    found = RetrievalResult((Cell("passkey", 64, 0.5, 9, (1.0,), "a"),))
+    plain = replace(row("none, cropped", "none", 2.5), result=result(2.5, protocol="cropped", window=TRAINED))
+    named = EvaluationRow(
+        HOSTILE, {"name": "yarn", "x": "<b>|\n"}, HOSTILE, HOSTILE, result(2.0), TRAINED, retrieval=found,
+        samples=(Sample(HOSTILE, 3, "a", "b", "```\n# c"),),
+    )  # fmt: skip
+    write_report([plain, named], tmp_path, title=HOSTILE)
+    for text in ((tmp_path / "report.md").read_text(), card_results([plain, named])["results"]):
+        outside = re.sub(r"^(`{3,})\n.*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
+        assert not re.search(r"^# Heading", outside, re.MULTILINE)
+        assert not re.search(r"(?<!\\)<|(?<!\\)\[x", outside)
+        for line in (line for line in outside.splitlines() if "Heading" in line and line[0] == "|"):
+            assert len(re.split(r"(?<!\\)\|", line)) >= 4
+            assert r"a\|b" in line
+
+
+LENGTHS_OF_DAMAGE = ("32", "64", "128", "256")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ppl": {"64": "12"}}, {"ppl": {}}, {"ppl": {"-5": 3.0}}, {"ppl": {"9" * 400: 3.0}}, {"tokens": {}},
+        {"tokens": dict.fromkeys(LENGTHS_OF_DAMAGE, 0)}, {"nll_by_position": [[1, 2], [3, 4]]},
+        {"document_nll": {n: [1.0] for n in LENGTHS_OF_DAMAGE}}, {"document_nll": {"32": [1.0]}},
+        {"document_terms": {n: [0] * 3 for n in LENGTHS_OF_DAMAGE}}, {"protocol": "zzz"}, {"window": "64"},
+        {"documents": 0}, {"seconds": "1"}, {"data": 5}, {"passes": True}, {"scored_by_position": [1]},
+        ("label", 5), ("label", None), ("trained_length", "64"), ("encoding", "yarn"), ("encoding", {}),
+        ("result", []), ("retrieval", {"cells": 5}), ("samples", [{"a": 1}]), ("samples", 3),
+        ("retrieval", {"cells": [{"task": "a", "length": 3, "depth": None, "distance": 1, "scores": [2]}],
+                       "crop": None, "seconds": 1, "forward_tokens": 1, "peak_memory_bytes": 1}),
+        [1, 2], "[" * 100_000, "", "NaN",
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_damaged_results_are_refused_by_line(changes: Any, tmp_path: Path) -> None:
+    """Whoever reads them: a report, a card, a picture or a comparison."""
+    sums = {n: [60.0] * 3 for n in LENGTHS}
+    whole = row("a", "yarn", 2.0, document_nll=sums, document_terms={n: [n - 1] * 3 for n in LENGTHS})
+    line: Any = {**whole.to_dict()}
+    if isinstance(changes, dict):
+        line["result"] = {**line["result"], **changes}
+    elif isinstance(changes, tuple):
+        line[changes[0]] = changes[1]
+    else:
+        line = changes
+    text = line if isinstance(line, str) else json.dumps(line)
+    (tmp_path / "results.jsonl").write_text(json.dumps(whole.to_dict()) + "\n" + text + "\n")
+    with pytest.raises(RopeExtendError, match=r"line 2 of .* is damaged: .*--resume"):
+        read_results(tmp_path)
+
+
+def test_numbers_out_of_range_cost_no_report(tmp_path: Path) -> None:
+    huge = {n: [1e308] * 3 for n in LENGTHS}
+    rows = [
+        row("a", "yarn", 2.0, document_nll=huge, document_terms={n: [n - 1] * 3 for n in LENGTHS}),
+        row("b", "ntk", 2.0, nll_by_position=np.zeros(0)),
+    ]
+    write_report(rows, tmp_path)
+    assert [each.label for each in read_results(tmp_path)] == ["a", "b"]
+    assert compare(rows[0], replace(rows[0], label="c")).differences
+
+
 def test_rows_of_several_runs_get_different_labels(rows: list[EvaluationRow], tmp_path: Path) -> None:
-    write_report(rows[:2], tmp_path / "one", trained_length=TRAINED)
-    write_report(rows[1:3], tmp_path / "two", trained_length=TRAINED)
+    write_report(rows[:2], tmp_path / "one")
+    write_report(rows[1:3], tmp_path / "two")
     found = read_runs([tmp_path / "one", tmp_path / "two" / "results.jsonl"])
     assert [r.label for r in found] == ["plain RoPE", "linear (one)", "linear (two)", "YaRN"]
-    plots.plot_perplexity(found, TRAINED, tmp_path / "both.png")
+    plots.plot_perplexity(found, tmp_path / "both.png")
 
 
 def test_other_protocols_are_described() -> None:
-    notes = perplexity_table([row("a", "yarn", 1.0, protocol="sliding", stride=16)])
+    notes = perplexity_text([row("a", "yarn", 1.0, protocol="sliding", stride=16)])
     assert "Protocol sliding, stride 16. All targets of whole documents" in notes
     assert "token-weighted" in notes
     assert "No control" not in notes
     strided = row("a", "yarn", 1.0, protocol="sliding", stride=16, passes=4)
-    assert "tables depend" not in perplexity_table([strided])
-    notes = perplexity_table([row("a", "yarn", 1.0, protocol="sliding-window-mean", stride=16)])
+    assert "tables depend" not in perplexity_text([strided])
+    notes = perplexity_text([row("a", "yarn", 1.0, protocol="sliding-window-mean", stride=16)])
     assert "No control with a cropped context, because the targets of this protocol depend on N" in notes
     assert "token-weighted" not in notes
 
@@ -361,7 +431,7 @@ def test_other_protocols_are_described() -> None:
      (math.nan, "nan"), (math.inf, "inf")],
 )  # fmt: skip
 def test_numbers_have_at_least_three_digits(value: float, text: str) -> None:
-    table = perplexity_table([EvaluationRow("a", None, "m", None, result(1.0, ppl={32: value}))])
+    table = perplexity_text([EvaluationRow("a", None, "m", None, result(1.0, ppl={32: value}))])
     assert table.splitlines()[2].split("|")[2].strip() == text
 
 
@@ -369,9 +439,9 @@ def test_report_mistakes_are_explained(rows: list[EvaluationRow], tmp_path: Path
     (tmp_path / "file").write_text("")
     (tmp_path / "odd.jsonl").write_text('{"label": "a"}\n')
     for call, message in (
-        (lambda: write_report([], tmp_path, trained_length=TRAINED), "no rows"),
-        (lambda: write_report([rows[0], rows[0]], tmp_path, trained_length=TRAINED), "'?plain RoPE"),
-        (lambda: check_measurement(tmp_path / "file", FILES), "is a file"),
+        (lambda: write_report([], tmp_path), "no rows"),
+        (lambda: write_report([rows[0], rows[0]], tmp_path), "'?plain RoPE"),
+        (lambda: check_measurement(tmp_path / "file"), "is a file"),
         (lambda: read_results(tmp_path / "none"), "no results at"),
         (lambda: read_results(tmp_path), "no results at"),
         (lambda: read_results(tmp_path / "odd.jsonl"), "line 1"),

@@ -21,12 +21,12 @@ from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation import chunked_forward
+from rope_extend.evaluation.evaluate import retrieve
 from rope_extend.evaluation.evaluation_config import RetrievalConfig
 from rope_extend.evaluation.prompts import PromptOptions, depths_from, encode
-from rope_extend.evaluation.results import Cell, RetrievalResult
+from rope_extend.evaluation.report_files import markdown_report, read_results
+from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
 from rope_extend.evaluation.retrieval import answer_prompts, generate, make_prompts
-from rope_extend.evaluation.retrieval_report import read_retrieval, retrieval_table, write_retrieval
-from rope_extend.evaluation.retrieve import retrieve
 from rope_extend.evaluation.tasks import TASKS, Passkey, make_tasks
 from rope_extend.models.load_options import LoadOptions
 from rope_extend.plots import retrieval_maps as plots
@@ -97,7 +97,7 @@ def with_rates(*rates: float) -> RetrievalResult:
         )
         for k, rate in enumerate(rates, start=1)
     ]
-    return RetrievalResult("one", tuple(reversed(cells)))
+    return RetrievalResult(tuple(reversed(cells)))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_k_max_is_where_the_first_distance_fails(rates: tuple[float, ...], k_max
     assert with_rates(*rates).k_max() == k_max
     assert with_rates(*rates).k_max(1000) == k_max
     assert with_rates(*rates).k_max(500) is None
-    assert RetrievalResult("none", ()).k_max() is None
+    assert RetrievalResult().k_max() is None
 
 
 @pytest.mark.parametrize("task", [Passkey(), DEMO], ids=["published", "demo"])
@@ -147,8 +147,8 @@ def test_lines_show_progress_without_a_terminal(
     answer_prompts(Oracle(), TOKENIZER, [DEMO], prompts, batch_tokens=300)
     first, second = (len(encode(TOKENIZER, prompt.text, False)) for prompt in prompts)
     lines = [re.sub(r" \[.*", "", line) for line in caplog.messages]
-    assert f"model: {first}/{first + second} tok" in lines
-    assert lines[-1] == f"model: {first + second}/{first + second} tok"
+    assert f"retrieval: {first}/{first + second} tok" in lines
+    assert lines[-1] == f"retrieval: {first + second}/{first + second} tok"
 
 
 def test_cropping_keeps_the_token_that_begins_a_text() -> None:
@@ -322,19 +322,17 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
     ]
     main([*arguments, str(out), "--methods", "yarn"])
     table = capsys.readouterr().out
-    results = read_retrieval(out)
-    assert [result.label for result in results] == ["none", "none, cropped to 256", "yarn"]
-    assert [result.lengths("passkey") for result in results] == [[256], [320], [256, 320]]
-    assert retrieval_table(results) in table
-    table, made_by = (out / "report.md").read_text().split("The command that made this report:")
-    assert table.rstrip() == retrieval_table(results).rstrip()
-    assert "rope-extend retrieve " in made_by
-    assert "Within the trained window, 256 tokens, before and after" in table
-    assert re.search(
-        r"\| yarn \| passkey \| +\d+% \(\d+–\d+\) \| +\d+% \(\d+–\d+\) \| +[+-]\d+ points \|", table
-    )
-    assert results[2].encoding["name"] == "yarn"
-    assert results[2].trained_length == 256
+    rows = read_results(out)
+    assert [row.label for row in rows] == ["none", "none, cropped to 256", "yarn"]
+    assert [row.retrieval.lengths("passkey") for row in rows] == [[256], [320], [256, 320]]
+    text = (out / "report.md").read_text()
+    assert markdown_report(rows).strip() in table
+    assert all(line in text for line in table.splitlines() if line[:1] == "|")
+    assert "# rope-extend retrieve settings.yaml" in text
+    assert "Within the trained window of 256, compared with none" in table
+    assert re.search(r"\| yarn \| .*\| +\d+% → \d+% \| +[+-]\d+ \([-+]\d+ … [-+]\d+\) \|", table)
+    assert rows[2].encoding["name"] == "yarn"
+    assert rows[2].trained_length == 256
     prompts = [json.loads(line) for line in (out / "prompts.jsonl").read_text().splitlines()]
     assert len(prompts) == 8
     for prompt in prompts:
@@ -344,12 +342,8 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
             == prompt["length"] - 10
         )
         assert prompt["text"].endswith("PASS_KEY = ")  # the form that the bundled model knows
-    pictures = {path.name for path in out.glob("*.png")}
-    assert pictures == {
-        "accuracy_passkey.png", "heat_map_passkey_none.png", "heat_map_passkey_yarn.png",
-        "heat_map_passkey_none__cropped_to_256.png",
-    }  # fmt: skip
-
+    assert {path.name for path in out.glob("*.png")} == {"accuracy_passkey.png"}
+    assert (out / "report.html").read_text().count("<figure") == 1 + 3  # a heat map for each row
     main(["plot", "accuracy", str(out), str(out / "results.jsonl"), "--output", str(tmp_path / "a.svg")])
     main(["plot", "heat-map", str(out), "--row", "yarn", "--output", str(tmp_path / "b.svg")])
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("a.svg", "b.svg"))
@@ -364,28 +358,7 @@ def test_a_run_writes_a_complete_report_with_controls(tmp_path: Path, capsys: An
         main([*arguments, str(out), "--methods", "yarn", "--resume", "--seed", "1"])
     assert "differs in prompts (" in capsys.readouterr().err
     main([*arguments, str(out), "--methods", "yarn", "--resume"])
-    assert read_retrieval(out) == results
-
-
-def test_pictures_of_other_people_stay(tmp_path: Path) -> None:
-    one, two = (replace(measured(Oracle(300)), label=label) for label in ("a-b", "a_b"))
-    write_retrieval([one, two], tmp_path)
-    ours = {path.name for path in tmp_path.glob("*.png")}
-    assert len(ours) == 3  # labels that differ in other characters have pictures of their own
-    (tmp_path / "heat_map_mine.png").write_text("untouched")
-    write_retrieval([one], tmp_path)
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        "accuracy_passkey.png", "heat_map_passkey_a_b.png", "heat_map_mine.png",
-    }  # fmt: skip
-    settings = {"lengths": [256], "depths": 1, "trials": 1}
-    for name in ("heat_map_mine.png", "prompts.jsonl"):
-        directory = tmp_path / name.partition(".")[0]
-        directory.mkdir()
-        (directory / name).write_text("untouched")
-        for resume in (False, True):
-            with pytest.raises(RopeExtendError, match=f"holds {name}"):
-                retrieved(directory, resume=resume, **settings)
-        assert [path.name for path in directory.iterdir()] == [name]
+    assert [row.retrieval for row in read_results(out)] == [row.retrieval for row in rows]
 
 
 def test_mistakes_are_found_before_weights_are_loaded(tmp_path: Path, monkeypatch: Any) -> None:
@@ -416,29 +389,12 @@ def test_needles_are_hidden_in_the_documents(work: Path, tmp_path: Path) -> None
         assert len(set(text.split()) & words) > 5
 
 
-def test_results_are_read_back_as_they_were_written(tmp_path: Path) -> None:
-    result = replace(
-        measured(Oracle(300)), model="m", trained_length=256, encoding={"name": "yarn", "factor": 2.0}
-    )
-    write_retrieval([result], tmp_path)
-    assert read_retrieval(tmp_path) == [result]
-    line = json.loads((tmp_path / "results.jsonl").read_text())
-    assert line["k_max"] == {"256": result.k_max(256), "512": result.k_max(512)}
-    assert line["cells"][0]["rate"]["trials"] == 2
-    assert line["versions"].keys() == {"python", "rope_extend", "torch", "transformers", "numpy"}
-    (tmp_path / "results.jsonl").write_text("{}\n")
-    with pytest.raises(RopeExtendError, match="does not hold results of retrieval"):
-        read_retrieval(tmp_path)
-    with pytest.raises(RopeExtendError, match="no results at"):
-        read_retrieval(tmp_path / "nowhere")
-
-
 @pytest.mark.slow
 def test_pictures_show_the_rates(tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[Any] = []
     original = Canvas.save
     monkeypatch.setattr(Canvas, "save", lambda self: (drawn.append(self.axes), original(self))[1])
-    result = replace(with_rates(1, 0.5, 0.2), trained_length=256)
+    result = EvaluationRow("one", trained_length=256, retrieval=with_rates(1, 0.5, 0.2))
     for suffix in ("png", "svg"):
         assert plots.plot_heat_map(result, "passkey", tmp_path / f"map.{suffix}").stat().st_size > 1000
     assert drawn[0].images[0].get_array().tolist() == [[20], [50], [100]]  # from shallow to deep
@@ -447,7 +403,7 @@ def test_pictures_show_the_rates(tmp_path: Path, monkeypatch: Any) -> None:
         "50",
         "100",
     ]
-    plots.plot_accuracy([result, replace(result, label="two", crop=10)], "passkey", tmp_path / "line.png")
+    plots.plot_accuracy([result, replace(result, label="two")], "passkey", tmp_path / "line.png")
     line = drawn[-1].lines[0]
     assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([1000], [pytest.approx(170 / 3)])
     with pytest.raises(RopeExtendError, match="no heat map"):
@@ -476,11 +432,12 @@ def test_an_adapter_is_measured_with_its_encoding(
     results = retrieved(tmp_path / "out", **settings)
     labels = ["none", "none, cropped to 256", "yarn", "yarn + LoRA"]
     assert [result.label for result in results] == labels
-    assert results[3].cells == results[2].cells
+    assert results[3].retrieval == results[2].retrieval
     assert results[3].adapter == "yarn"
     log = tmp_path / "out" / "cells.jsonl"
     before = log.read_text().splitlines()
-    assert retrieved(tmp_path / "out", resume=True, **settings) == results
+    again = retrieved(tmp_path / "out", resume=True, **settings)
+    assert [row.retrieval for row in again] == [row.retrieval for row in results]
     assert log.read_text().splitlines() == before
     with torch.no_grad():  # another adapter in the same directory
         for name, weight in lora.named_parameters():
@@ -489,6 +446,6 @@ def test_an_adapter_is_measured_with_its_encoding(
     shutil.rmtree(tmp_path / "yarn")
     rx.save(lora, tmp_path / "yarn")
     changed = retrieved(tmp_path / "out", resume=True, **settings)
-    assert changed[:3] == results[:3]
+    assert [row.retrieval for row in changed[:3]] == [row.retrieval for row in results[:3]]
     assert log.read_text().splitlines()[: len(before)] == before
     assert len(log.read_text().splitlines()) > len(before)

@@ -23,7 +23,7 @@ from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.answering import answer
 from rope_extend.evaluation.candidates import Candidates
 from rope_extend.evaluation.evaluation_config import EvaluationConfig
-from rope_extend.evaluation.perplexity_report import read_results, write_report
+from rope_extend.evaluation.report_files import read_results, write_report
 from rope_extend.evaluation.results import Sample
 from rope_extend.evaluation.samples import NEW_TOKENS, continuation, sample_parts
 from rope_extend.report.tables import Code
@@ -47,7 +47,7 @@ def test_the_report_shows_passkeys_beyond_the_window_and_continuations(tmp_path:
         max_documents=1, retrieval=1, retrieval_lengths=(384,), samples=1, output=str(tmp_path / "report"),
     )  # fmt: skip
     rows = {row.label: row for row in rx.evaluate(config, progress=False)}
-    assert [row.retrieval and row.retrieval.lengths("passkey") for row in rows.values()] == [
+    assert [row.retrieval.lengths("passkey") for row in rows.values()] == [
         [256, 384], [384], [256, 384],
     ]  # fmt: skip
     model, tokenizer = (
@@ -75,7 +75,7 @@ def test_the_report_shows_passkeys_beyond_the_window_and_continuations(tmp_path:
     assert table.index("| yarn") < table.index(part.heading) < table.index("rope-extend evaluate")
     headings = re.findall(r'<a href="#part-[^>]*>([^<]*)</a>', page)
     charts, tables = ["Perplexity by length", "Loss by position"], ["Perplexity", "Cost"]
-    order = ["In short", *charts, *tables, part.heading, "The command that made this report"]
+    order = ["In short", *charts, *tables, part.heading, "The settings that made this report"]
     assert [heading for heading in headings if heading in order] == order, headings
     assert [row.samples for row in read_results(tmp_path / "report")] == [
         row.samples for row in rows.values()
@@ -97,23 +97,17 @@ def test_names_that_utf8_or_markdown_cannot_hold_cost_no_report(tmp_path: Path) 
     label = os.fsdecode(b"caf\xe9")
     sample = Sample(name, 3, "abc", "\n\n", "")
     rows = [replace(row(label, None, 2.0), samples=(sample,))]
-    made_by = [Code("The command", f"rope-extend evaluate {label}")]
-    write_report(rows, tmp_path, trained_length=64, made_by=made_by)
+    end = [Code("The command", f"rope-extend evaluate {label}")]
+    write_report(rows, tmp_path, end=end)
     table, page = (tmp_path / "report.md").read_text("utf-8"), (tmp_path / "report.html").read_text("utf-8")
     assert "Sample 1, continued by each row:\n\n```\n=== caf? <b>*x*</b> `a` # b.txt, the end of" in table
     assert "=== how it goes on\n(only line breaks)\n\n=== caf?\n(nothing)\n```" in table
     assert "rope-extend evaluate caf?" in table
     assert "rope-extend evaluate caf?" in page
     assert "caf?," in (tmp_path / "table.csv").read_text("utf-8")
+    assert page.count("> caf?</text>") == 2
     (again,) = read_results(tmp_path)
     assert (again.label, again.samples) == (label, (sample,))
-
-
-@pytest.mark.slow
-def test_pictures_show_labels_that_utf8_cannot_hold(tmp_path: Path) -> None:
-    paths = write_report([row(os.fsdecode(b"caf\xe9"), None, 2.0)], tmp_path, trained_length=64)
-    assert (tmp_path / "report.html").read_text("utf-8").count(">caf?</text>") == 2
-    assert all(path.is_file() for path in paths)
 
 
 def test_passkeys_beyond_every_length_are_refused(work: Path) -> None:

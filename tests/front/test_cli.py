@@ -14,7 +14,7 @@ import rope_extend as rx
 from rope_extend.cli.arguments import in_flags
 from rope_extend.cli.main import main
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.evaluation.report_files import read_results
 from rope_extend.models.locating import check_path, is_path
 from rope_extend.report.machine import OPTIONAL, examine
 

@@ -14,8 +14,8 @@ from rope_extend.cli.main import main
 from rope_extend.demo import run as demo
 from rope_extend.demo.run import DOCUMENTS, run_demo
 from rope_extend.errors import RopeExtendError
-from rope_extend.evaluation.controls import regressions
-from rope_extend.evaluation.perplexity_report import read_results
+from rope_extend.evaluation.comparison import regressions
+from rope_extend.evaluation.report_files import read_results
 from rope_extend.evaluation.results import EvaluationRow
 from rope_extend.training.recipe import Recipe
 
@@ -109,11 +109,11 @@ def check_claims(measured: list[EvaluationRow]) -> None:
     control = rows["none + LoRA at 256, cropped to 256"]
     assert tuned.ppl[longest] < control.ppl[longest]
     # A short run keeps passkeys of the old window. After 36 steps, fewer than half are found.
-    by_label = {change.row.label: change for change in regressions(measured)}
-    found = by_label["yarn + LoRA"].retrieval["passkey"]
+    by_label = {pair.second.label: pair for pair in regressions(measured)}
+    ((_, _, found),) = by_label["yarn + LoRA"].changes
     assert found.second.mean >= 0.7
     # Short texts in training keep more of the perplexity.
-    assert by_label["short_original(yarn) + LoRA"].after < by_label["yarn + LoRA"].after
+    assert by_label["short_original(yarn) + LoRA"].longest.nats < by_label["yarn + LoRA"].longest.nats
 
 
 def check_files(output: Path, shown: str) -> None:
@@ -130,4 +130,4 @@ def check_files(output: Path, shown: str) -> None:
     table = (output / "report.md").read_text()
     assert re.search(r"Retrieval, passkey:\n\n\| +\| +256 \| +2k \|", table)
     assert "Sample 1, continued by each row:" in table
-    assert "rope-extend evaluate" in table
+    assert "# rope-extend evaluate settings.yaml" in table

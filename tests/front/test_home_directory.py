@@ -20,10 +20,9 @@ from rope_extend.cli.arguments import size
 from rope_extend.cli.main import COMMANDS, command_parser
 from rope_extend.config import SOURCES, Config, field_hints
 from rope_extend.data.sources import source_files
-from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig
+from rope_extend.evaluation.evaluation_config import EvaluationConfig, RetrievalConfig, StudyConfig
 from rope_extend.method_names import ENCODING_FILE, encoding_file
 from rope_extend.searching.search_config import SearchConfig
-from rope_extend.study.study_config import StudyConfig
 from rope_extend.training.recipe import Recipe
 
 SETTINGS: tuple[type[Config], ...] = (Recipe, EvaluationConfig, RetrievalConfig, SearchConfig, StudyConfig)

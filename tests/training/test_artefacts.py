@@ -61,11 +61,11 @@ READERS: dict[str, dict[str, str | None]] = {
         "card.write_card": None,  # asks only whether the card is ours
         "card_mark.is_our_card": None,  # the same, by a digest in the card
         "merging._copy_notices": None,  # copies files
-        "local_paths._fields": None,  # names fields
+        "local_paths.private_fields": None,  # names fields
         "publishing.files_to_push": None,  # reads in the card which pictures it shows
         "stock_reader": None,  # the request of the process that started this one
         "stock_reader.main": None,  # the same
-        "verifying._ask": None,  # the answer to this request
+        "verifying._logits_elsewhere": None,  # the answer to this request
     },
     "demo": {},
 }

@@ -17,8 +17,7 @@ from commands import Commands
 from rope_extend.cli.main import main
 from rope_extend.data.bundled import MODEL_DIR
 from rope_extend.evaluation.cells import finished_in
-from rope_extend.evaluation.perplexity_report import read_results
-from rope_extend.evaluation.retrieval_report import read_retrieval
+from rope_extend.evaluation.report_files import read_results
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 
@@ -86,7 +85,8 @@ def test_interrupted_retrieval_resumes_to_the_same_answers(tmp_path: Path, comma
     main(shlex.split(f"{command} --output {out} --resume"))
     assert cells.read_text().startswith(before[: before.rfind("\n") + 1])  # nothing is answered twice
     main(shlex.split(f"{command} --output {tmp_path / 'whole'}"))
-    assert read_retrieval(out) == read_retrieval(tmp_path / "whole")
+    resumed, whole = (read_results(directory) for directory in (out, tmp_path / "whole"))
+    assert [row.retrieval for row in resumed] == [row.retrieval for row in whole]
     assert answers(cells) == answers(tmp_path / "whole" / "cells.jsonl")
 
 

@@ -1,1 +1,0 @@
-"""A study: one model under many methods, measured cell by cell, resumable, with a report and a verdict."""

@@ -1,0 +1,176 @@
+"""Two rows are compared on the same tokens and prompts, whatever runs they are of."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_perplexity import measure, texts, tiny
+from test_report import row
+
+import rope_extend as rx
+from rope_extend.cli.main import main
+from rope_extend.data.bundled import MODEL_DIR
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.comparison import compare, pairs
+from rope_extend.evaluation.report_files import compare_saved, read_results, write_report
+from rope_extend.evaluation.report_parts import comparison_parts
+from rope_extend.evaluation.results import Cell, EvaluationRow, RetrievalResult
+from rope_extend.evaluation.statistics import paired_rates
+from rope_extend.plots.curves import plot_ratio
+from rope_extend.plots.style import Canvas
+from rope_extend.report.page import markdown
+
+FIRST, SECOND = (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0)
+
+
+def retrieved(
+    label: str, *scores: tuple[float, ...], task: str = "passkey", data: str = "a"
+) -> EvaluationRow:
+    cells = [Cell(task, 100 * (n + 1), 0.5, 50, some, f"{data}{n}") for n, some in enumerate(scores)]
+    return EvaluationRow(label, model="m", trained_length=100, retrieval=RetrievalResult(tuple(cells)))
+
+
+def measured(
+    label: str, model: Any, lengths: Any = (16, 64), documents: Any = None, **how: Any
+) -> EvaluationRow:
+    result = measure(model, documents or texts(64, 64, 70, 65), list(lengths), **how)
+    return EvaluationRow(label, None, "m", None, result, 32)
+
+
+def test_rates_are_compared_prompt_by_prompt() -> None:
+    first, second = retrieved("one", FIRST, SECOND), retrieved("two", SECOND, SECOND)
+    found = compare(first, second)
+    assert [(one.task, one.length) for one in found.changes] == [("passkey", 100), ("passkey", 200)]
+    assert found.changes[0].change == paired_rates(FIRST, SECOND)
+    assert found.changes[0].change.change == -0.5
+    table = markdown(comparison_parts([found]))
+    assert "Retrieval, two against one" in table
+    assert "-50 points" in table
+    # Depths are sorted, in whatever order they were measured.
+    cells = [replace(first.retrieval.cells[0], depth=depth, data=str(depth)) for depth in (0.0, 1.0)]
+    forth, back = (replace(first, retrieval=RetrievalResult(tuple(some))) for some in (cells, cells[::-1]))
+    assert compare(forth, back).changes[0].change.change == 0
+
+
+def test_two_methods_are_compared_document_by_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny()
+    plain = measured("none", model)
+    with rx.extend(model, 64, "linear"):
+        linear = measured("linear", model)
+    found = compare(plain, linear)
+    assert [one.length for one in found.differences] == [16, 64]
+    for one in found.differences:
+        assert one.ratio == pytest.approx(linear.result.ppl[one.length] / plain.result.ppl[one.length])
+    text = markdown(comparison_parts([found]))
+    assert "linear against none, 4 documents" in text
+    assert f"{found.differences[1].nats:+.4f}" in text
+    # The second row has only one of the two lengths.
+    assert [one.length for one in compare(plain, measured("b", model, [64])).differences] == [64]
+    drawn: list[Canvas] = []
+    monkeypatch.setattr(Canvas, "save", lambda self: drawn.append(self))
+    far = replace(linear, label="far", result=replace(linear.result, document_nll={16: [999.0] * 4}))
+    plot_ratio([found, compare(plain, far)], tmp_path / "a.png")
+    assert not any("far" in str(line.get_label()) for line in drawn[0].axes.lines)  # outside the picture
+    (curve,) = (line for line in drawn[0].axes.lines if "linear" in str(line.get_label()))
+    ratios = {one.length: one.ratio for one in found.differences}
+    assert dict(zip(*curve.get_data(), strict=True)) == pytest.approx(ratios)
+    low, high = drawn[0].axes.collections[0].get_segments()[1][:, 1]
+    assert (low, high) == pytest.approx((math.exp(found.longest.low), min(2, math.exp(found.longest.high))))
+    with pytest.raises(RopeExtendError, match="nothing to draw"):
+        plot_ratio([], tmp_path / "b.png")
+
+
+def test_rows_that_cannot_be_compared_are_refused() -> None:
+    model = tiny()
+    first, prompts = measured("a", model), retrieved("a", FIRST)
+    without = RetrievalResult(tuple(replace(cell, data=None) for cell in prompts.retrieval.cells))
+    for one, second, message in (
+        (first, measured("b", model, documents=texts(64, 64)), "on different texts"),
+        (first, measured("b", model, [32]), "on different texts"),
+        (
+            first,
+            measured("b", model, protocol="cropped", window=8),
+            r"by different protocols \(prefix and cropped window=8\)",
+        ),
+        (first, row("b", None, 1.0, lengths=(32, 128), data=first.result.data), "have no length"),
+        (first, prompts, "have no length, and no task and length, in common"),
+        (prompts, retrieved("b", FIRST, data="b"), "had different prompts of passkey at 100 tokens"),
+        (prompts, retrieved("b", FIRST, task="needle"), "have no length, and no task and length"),
+        (prompts, replace(prompts, retrieval=without), "different prompts"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            compare(one, second)
+
+
+def test_rows_of_runs_are_paired_by_label() -> None:
+    a, b, c = (retrieved(label, FIRST) for label in "abc")
+    assert [(one.label, other.label) for one, other in pairs([a, b], [b, c], names=("one", "two"))] == [
+        ("b (one)", "b (two)")
+    ]
+    ((one, other),) = pairs([a], [c], names=("one", "two"))
+    assert (one.label, other.label) == ("a", "c")
+    ((one, other),) = pairs([a, b], [a, b], names=("one", "one"), rows=["a", "b"])
+    assert (one.label, other.label) == ("a", "b")
+    for first, second, names, rows, message in (
+        ([a, b], [c, c], ("one", "two"), [], "nothing to compare: one has 'a', 'b', two has 'c'"),
+        ([a, b], [a, b], ("one", "one"), [], "nothing to compare"),
+        ([a], [a], ("one", "one"), ["a"], "nothing to compare"),
+        ([a, b], [a, b], ("one", "two"), ["d"], "no row 'd'; choose one of 'a', 'b'"),
+        ([a, b], [a, b], ("one", "two"), ["a", "b", "b"], "one row or two"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            pairs(first, second, names=names, rows=rows)
+
+
+def test_saved_runs_are_compared_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also a run of `evaluate`, which has passkeys, with one of `retrieve`."""
+    sums = {n: [60.0, 66.0, 61.0] for n in (32, 64)}
+    terms = {n: [n - 1] * 3 for n in (32, 64)}
+    scored = row("none", "none", 2.0, lengths=(32, 64), document_nll=sums, document_terms=terms)
+    prompts = retrieved("none", FIRST)
+    write_report([replace(scored, retrieval=prompts.retrieval)], tmp_path / "evaluation")
+    write_report([retrieved("none", SECOND)], tmp_path / "retrieval")
+    first, second = tmp_path / "evaluation", tmp_path / "retrieval" / "results.jsonl"
+    main(shlex.split(f"compare {first} {second} --output {tmp_path / 'c'}"))
+    assert "Retrieval, none (retrieval) against none (evaluation)" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"comparison.md", "comparison_passkey.png"}
+    with pytest.raises(RopeExtendError, match=r"already holds comparison\.md"):
+        compare_saved(first, second, output=tmp_path / "c")
+    write_report([scored, replace(scored, label="yarn")], tmp_path / "two")
+    main(shlex.split(f"compare {first} {tmp_path / 'two'} --output {tmp_path / 'c'} --overwrite"))
+    text = (tmp_path / "c" / "comparison.md").read_text()
+    assert text.strip() in capsys.readouterr().out
+    assert "none (two) against none (evaluation), 3 documents" in text
+    assert re.search(r"\| +\+0\.0000 \| \+0\.0000 … \+0\.0000 \| 1\.0000 \|", text)
+    assert (tmp_path / "c" / "comparison.png").stat().st_size > 1000
+    main(shlex.split(f"compare {tmp_path / 'two'} {tmp_path / 'two'} --row none --row yarn --json"))
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["first"], found["second"], found["differences"][0]["nats"]) == ("none", "yarn", 0.0)
+    with pytest.raises(SystemExit):
+        main(shlex.split(f"compare {first} {tmp_path / 'nowhere'}"))
+    assert "no results at" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_cache")
+def test_rows_of_a_model_under_its_own_and_plain_rope_are_equal(tmp_path: Path) -> None:
+    out = tmp_path / "retrieval"
+    main(shlex.split(
+        f"retrieve {MODEL_DIR} --lengths 256 --depths 2 --trials 2 --methods none,as-is --output {out}"
+    ))  # fmt: skip
+    none, as_is = read_results(out)
+    assert none.retrieval == as_is.retrieval
+    assert as_is.encoding is None
+    assert as_is.rope_parameters["rope_type"] == "default"
+    assert as_is.encoding_text.startswith("as in the checkpoint: default(")
+    (found,), _ = compare_saved(out, out, rows=["none", "as-is"])
+    assert [change.change.change for change in found.changes] == [0]

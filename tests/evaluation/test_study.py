@@ -1,0 +1,147 @@
+"""What a report says to do: its verdict, and the settings of the command."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import llama
+from test_report import row
+
+from rope_extend.errors import RopeExtendError
+from rope_extend.evaluation.evaluation_config import METHODS, StudyConfig
+from rope_extend.evaluation.results import Cell as Trials
+from rope_extend.evaluation.results import EvaluationRow, RetrievalResult
+from rope_extend.study import compare_methods, decision
+from rope_extend.units import parse_duration
+
+pytestmark = pytest.mark.usefixtures("private_cache")
+
+
+def judged(label: str, level: float, found: float | None, **changes: Any) -> EvaluationRow:
+    """A row with five documents, and passkeys if `found` is their share."""
+    nll = {n: [(level + 0.01 * k) * (n - 1) for k in range(5)] for n in (32, 64)}
+    terms = {n: [n - 1] * 5 for n in (32, 64)}
+    one = row(label, label, level, lengths=(32, 64), document_nll=nll, document_terms=terms)
+    cells = () if found is None else (Trials("passkey", 64, 0.5, 30, (found,), "x"),)
+    return replace(one, retrieval=RetrievalResult(cells), **changes)
+
+
+PLAIN = judged("none", 1.0, None)
+CONTROL = replace(PLAIN, label="none, cropped", result=replace(PLAIN.result, protocol="cropped", window=32))
+RUN = replace(judged("none", 1.1, None), label="LoRA", adapter="runs/control", target_length=32)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("rows", "missing", "said"),
+    [
+        ([judged("yarn", 0.9, 1.0)], [], "Use yarn. It meets all three criteria at 64."),
+        ([judged("yarn", 0.9, 0.0)], [], "No row meets all three criteria at 64. The nearest is yarn."),
+        ([judged("yarn", 1.1, 1.0)], [], "No row meets all three criteria at 64. The nearest is yarn."),
+        ([judged("yarn", 0.9, None)], [], "Not decided yet: no row meets all three criteria at 64, and not "),
+        # A row that failed is not called undecided; of the open ones, the nearest is named.
+        ([judged("ntk", 0.9, 0.0), judged("yarn", 0.99, None), judged("rerope", 0.95, None)], [],
+         "Not decided yet: no row meets all three criteria at 64, and not all of them can be judged for 2 "
+         "rows. The nearest of these is rerope."),
+        # What is not finite is never the nearest.
+        ([judged("ntk", NAN, 1.0), judged("yarn", 0.9, 0.0)], [],
+         "No row meets all three criteria at 64. The nearest is yarn."),
+        ([judged("yarn", NAN, 0.0)], [], "No row has a finite perplexity at 64: check the weights, and the"),
+        # While rows are missing.
+        ([judged("yarn", 1.1, 1.0)], ["rerope", "string"],
+         "Not decided yet: 2 rows are not wholly measured (rerope, string)."),
+        ([judged("yarn", 0.9, 1.0)], ["yarn"], "Not decided yet: 1 row is not wholly measured (yarn)."),
+        ([judged("yarn", 0.9, 1.0), judged("ntk", 0.95, 1.0)], ["yarn"], "Use ntk."),
+        ([], ["yarn", "ntk"], "No row can be judged yet: not measured are yarn, ntk."),
+        ([PLAIN, RUN], [], "There is nothing to judge, because all rows are controls."),
+    ],
+)  # fmt: skip
+def test_the_verdict(rows: Sequence[EvaluationRow], missing: list[str], said: str, work: Path) -> None:
+    verdict = decision([CONTROL, *rows], StudyConfig(model=str(work / "model"), target_length=64), missing)
+    assert verdict.items[0].startswith(said)
+    trains = any("rope-extend advise" in item for item in verdict.items)
+    assert trains == said.startswith("No row meets")
+
+
+def test_without_a_control_the_reason_is_said(work: Path) -> None:
+    config = StudyConfig(model=str(work / "model"), target_length=64)
+    rows = [judged("yarn", 0.9, 1.0)]
+    (said,) = decision(rows, config).items
+    assert "the control with a cropped context is not measured" in said
+    (said,) = decision(rows, replace(config, cropped=False)).items
+    assert "each is compared with a cropped context, and cropped is off" in said
+    (said,) = decision([PLAIN], StudyConfig(model="m", target_length=32)).items
+    assert "needs no extension" in said
+
+
+def test_a_model_that_claims_the_window_is_measured_as_it_is(tmp_path: Path) -> None:
+    """Its config says that nothing is to be done, and the measurements may say otherwise."""
+    scaled = {
+        "rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    llama(rope_parameters=scaled, max_position_embeddings=128).save_pretrained(tmp_path)
+    config = StudyConfig(model=str(tmp_path), target_length=64)
+    rows = [CONTROL, judged("ntk", 1.1, 1.0)]
+    *_, reason, advice = decision(rows, config).items
+    assert reason.startswith("The model reads 128 tokens as it is")
+    assert advice == "Add as-is to the methods to measure it."
+    own = judged("as-is", 1.2, 1.0, encoding=None, rope_parameters=scaled)
+    assert decision([*rows, own], config).items[-1] == (
+        "By its config, the model reads 64 tokens as it is; as-is does not show it."
+    )
+    good = judged("as-is", 0.9, 1.0, encoding=None, rope_parameters=scaled)
+    assert decision([*rows, good], config).items[0] == "Use as-is. It meets all three criteria at 64."
+
+
+def test_the_next_command_has_the_same_window_and_no_folder_of_the_author(work: Path, tmp_path: Path) -> None:
+    model = tmp_path / "my model"
+    shutil.copytree(work / "model", model)
+    config = StudyConfig(model=str(model), target_length=64, trained_length=32)
+    text = decision([CONTROL, judged("yarn", 1.1, 1.0)], config).markdown()
+    assert "rope-extend advise 'my model' --target-length 64 --trained-length 32 --gpu GPU" in text
+    assert str(tmp_path) not in text
+
+
+def test_a_report_within_the_window_answers(work: Path, tmp_path: Path) -> None:
+    """The default methods would have nothing to extend; a method that is named is refused, as elsewhere."""
+    common = {
+        "model": str(work / "model"), "data": str(work / "data"), "target_length": 32, "lengths": [16],
+        "max_documents": 1, "tasks": "none", "output": str(tmp_path / "report"),
+    }  # fmt: skip
+    found = compare_methods(StudyConfig(**common))
+    assert [row.label for row in found.rows] == ["none"]
+    assert found.verdict.items == ["The model was trained on 32 tokens, so it needs no extension."]
+    with pytest.raises(RopeExtendError, match="yarn has nothing to extend"):
+        compare_methods(StudyConfig(**common, methods=["yarn"]), overwrite=True)
+
+
+def test_settings() -> None:
+    config = StudyConfig(model="m", target_length="16k")
+    assert config.lengths == (2048, 4096, 8192, 16_384)
+    assert (config.task_lengths, config.methods) == ((16_384,), METHODS)
+    assert StudyConfig(model="m", target_length="16k", adapters=["a"]).methods == ("none",)
+    assert StudyConfig(model="m", target_length=64, lengths=[16]).lengths == (16, 64)
+    assert StudyConfig.from_dict(config.to_dict()) == config
+    assert StudyConfig(model="m", target_length=64, tasks="none").tasks == ()
+    for wrong, message in (
+        ({}, "missing target_length"),
+        ({"target_length": 64, "lengths": [128]}, "lengths must be at most target_length"),
+        ({"target_length": 64, "task_lengths": [128]}, "task_lengths must be at most target_length"),
+        ({"target_length": 64, "tasks": ["passkeys"]}, "tasks must be a list of"),
+        ({"target_length": 64, "budget": "soon"}, "budget must be a duration"),
+    ):
+        with pytest.raises(RopeExtendError, match=message):
+            StudyConfig(model="m", **wrong)
+
+
+def test_durations() -> None:
+    given = {"30min": 1800, "2h": 7200, "1.5 h": 5400, "90s": 90, 12: 12, 0.5: 0.5}
+    assert [parse_duration(text) for text in given] == [*given.values()]
+    for text in ("", "30", "0s", "-1h", "1d", "h", True, float("inf"), None):
+        with pytest.raises(RopeExtendError, match="not a duration"):
+            parse_duration(text)
