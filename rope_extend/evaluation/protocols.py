@@ -244,7 +244,7 @@ PROTOCOLS: Mapping[str, Protocol] = {
             _cropped,
             {"window": None},
             nested=True,
-            bos=True,  # models do worse without it, and a control must not be handicapped
+            bos=True,  # a model that needs it must not handicap the control
         ),
         Protocol(
             "sliding",
