@@ -50,6 +50,7 @@ from rope_extend.models.view import (
     active_table,
     is_soft_capped,
     rotary_part,
+    rotary_sections,
     shape_of,
     unwrap,
 )
@@ -177,7 +178,6 @@ class Patch:
         patched = isinstance(module, ExtendedRotaryEmbedding)
         original: Any = module.original if layer_type and patched else module
         table = original.inv_freq if layer_type is None else getattr(original, f"{layer_type}_inv_freq")
-        sections = (getattr(module, "sections", None) or module.mrope_section) if adapter.sections else ()
         slot = RotarySlot(
             adapter.rotary_config(base.config),
             pairs=table.shape[-1],
@@ -187,7 +187,7 @@ class Patch:
             plain=_plain_module(module, layer_type),
             marked=self._handler is not None,
             layer_type=layer_type,
-            sections=tuple(sections),
+            sections=rotary_sections(module) if adapter.sections else (),
             dtype=torch.float32 if base.config.model_type in adapter.in_float32 else None,
         )
         extended = ExtendedRotaryEmbedding(self.rotary, self.shape, slot)
@@ -317,7 +317,8 @@ class Patch:
         self._active = False
         for config, own, before in self._configs:
             for attribute, value in vars(own).items():
-                if attribute not in before or before[attribute] != value:
+                old = before.get(attribute)
+                if old is not value and old != value:  # a config inside it cannot always be compared
                     setattr(config, attribute, value)
         for path, device in devices.items():
             self._move(base, base.base_model.get_submodule(path), device)

@@ -184,7 +184,8 @@ def regressions(rows: Sequence[EvaluationRow]) -> list[Comparison]:
     for row in rows:
         if row in bases or row.cropped:
             continue
-        same = _same_targets(row, base)
+        first, second = (each.result.document_terms.get(trained) for each in (base, row))
+        same = _same_targets(row, base) and first == second
         found = differences(base.result, row.result, [trained]) if same else []
         changes = [
             RetrievalChange(task, trained, rates)

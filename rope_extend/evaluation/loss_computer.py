@@ -191,7 +191,8 @@ class LossComputer:
 
     def _has_one_table(self, tokens: int, size: int) -> bool:
         try:
-            return len(length_groups(self.model, [*range(size, tokens, size), tokens])) == 1
+            # Tables that follow the length change once, or with every token: the first and the last tell.
+            return len(length_groups(self.model, [size, tokens])) == 1
         except UnsupportedModelError:  # an unknown family, whose tables may depend on the length
             return False
 

@@ -231,12 +231,32 @@ def _stock_shape(config: Any, modules: Sequence[Any]) -> tuple[int, float]:
     tables = [active_table(module, config, 1)[0] for module in modules]
     widths = sorted({2 * int((table > ZERO_FREQUENCY).sum()) for table in tables})
     channels = sorted({2 * len(table) for table in tables})
+    if channels[0] == 0:
+        raise UnsupportedModelError(
+            f"this {config.model_type} model rotates no channels, by its config: {parameters}; correct it"
+        )
     if len(widths) > 1:
         raise UnsupportedModelError(f"the rotary modules of this model differ in width: {widths}")
     if len(channels) == 1:
         # "Proportional" rotary: the exponents count all channels, but only the fastest pairs rotate.
         theta **= widths[0] / channels[0]
     return widths[0], theta
+
+
+def rotary_sections(module: Any) -> tuple[int, ...]:
+    """The channel pairs for each part (time, height, width) of a position, by a rotary module.
+
+    Raises:
+        UnsupportedModelError: the config states them wrongly.
+    """
+    sections = getattr(module, "sections", None) or module.mrope_section
+    sizes = tuple(sections) if isinstance(sections, list | tuple) else ()
+    if len(sizes) != 3 or any(type(size) is not int or size < 0 for size in sizes):
+        raise UnsupportedModelError(
+            f"mrope_section must be three whole numbers of channel pairs, got {sections!r}; correct it in "
+            "config.rope_parameters"
+        )
+    return sizes
 
 
 def active_table(module: Any, config: Any, seq_len: int) -> tuple[Tensor, float]:

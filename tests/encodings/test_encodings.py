@@ -437,6 +437,7 @@ def test_every_method_is_exported_and_its_name_is_known_without_imports() -> Non
         ("drope", {"per": "target"}, "scales attention logits"),
         ("xpos", {}, "shrinks with their distance"),
         ("longrope", {"long_factor": [2.0] * 32, "start_tokens": 4}, "its first 4 positions"),
+        ("resonance(longrope)", {"long_factor": [2.0] * 32, "start_tokens": 4}, "its first 4 positions"),
         ("self_extend", {}, "distant pairs"),
         ("alibi", {}, "inside attention"),
         ("shaw", {}, "inside attention"),

@@ -17,8 +17,10 @@ from torch.utils._pytree import tree_leaves
 import rope_extend as rx
 from rope_extend.errors import RopeExtendError
 from rope_extend.evaluation.chunked_forward import TRIAL_CHUNKS, ChunkedForward
+from rope_extend.evaluation.loss_computer import LossComputer
 from rope_extend.loss import hidden_states
 from rope_extend.memory.live_bytes import LiveBytes
+from rope_extend.models import view
 
 CPU = torch.device("cpu")
 
@@ -272,3 +274,15 @@ def test_a_strategy_that_fails_is_logged_at_debug_level(caplog: pytest.LogCaptur
     with caplog.at_level(logging.DEBUG, "rope_extend"), torch.no_grad():
         assert ChunkedForward(tiny_model(case).eval(), CPU).strategy == "with a cache"
     assert "zaya: no by_layer" in caplog.text
+
+
+def test_a_window_of_millions_of_tokens_is_planned_with_few_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables at the first and at the last chunk tell whether they change in between."""
+    made: list[int] = []
+    own = view.active_table
+    monkeypatch.setattr(view, "active_table", lambda *of: (made.append(of[-1]), own(*of))[1])
+    assert LossComputer(tiny().eval(), CPU).can_chunk(2**23, 256)
+    assert set(made) <= {256, 2**23}
+    dynamic = tiny()
+    with rx.patch_model(dynamic, rx.encoding("dynamic_ntk", factor=4.0, per="row")):
+        assert not LossComputer(dynamic.eval(), CPU).can_chunk(2**23, 256)

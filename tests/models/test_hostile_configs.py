@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import TARGET, TRAINED, llama
+from cases import FAMILIES, TARGET, TRAINED, FamilyCase, llama, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_extend as rx
@@ -79,3 +79,26 @@ def test_a_share_of_channels_that_the_family_ignores(method: str) -> None:
     with rx.extend(model, TARGET, method) as patch, rx.extend(plain, TARGET, method), torch.no_grad():
         assert patch.shape.dim == 16
         assert torch.equal(model(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("phi3", {"partial_rotary_factor": 0.0}, "rotates no channels"),
+        ("qwen3_5_text", {"partial_rotary_factor": 0.0}, "rotates no channels"),
+        *[
+            ("qwen3_5_text", {"mrope_section": section}, "mrope_section must be three whole numbers")
+            for section in (float("nan"), 8, "x", [8], [8, 8, -1], [8, 8, 0.5], None)
+        ],
+    ],
+)
+def test_shapes_that_no_model_has(family: str, change: dict[str, Any], message: str) -> None:
+    case = next((case for case in FAMILIES if case.model_type == family), None)
+    if case is None:
+        pytest.skip(f"this transformers has no {family}")
+    parameters = {"rope_type": "default", "rope_theta": 10_000.0, **case.config.get("rope_parameters", {})}
+    config = {**case.config, "rope_parameters": {**parameters, **change}}
+    model = tiny_model(FamilyCase(family, config))
+    with pytest.raises(rx.RopeExtendError, match=message):
+        rx.extend(model, TARGET)
+    assert rx.current_patch(model) is None
