@@ -284,7 +284,7 @@ def save_checkpoint(
                 if step_of(later) > state.step:
                     shutil.rmtree(later)
             prune(directory, keep, state.step)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:  # RuntimeError: torch.save
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
         full = "the disk is full: " if os.strerror(errno.ENOSPC) in str(error) else ""
@@ -297,12 +297,9 @@ def save_checkpoint(
 
 
 def _torch_save(values: Any, path: Path) -> None:
-    """`torch.save`, with the error of the disk in place of "enforce fail at inline_container.cc"."""
+    """`torch.save` into a file of Python, which tells the error of the disk where torch's own does not."""
     with path.open("wb") as file:
-        try:
-            torch.save(values, file)
-        except RuntimeError as error:
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        torch.save(values, file)
 
 
 def prune(directory: Path, keep: int, step: int) -> None:
